@@ -6,7 +6,7 @@
 # make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
-# make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.md.
+# make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
 # All create a .venv and install pinned requirements; run again, they install nothing twice.
 

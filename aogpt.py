@@ -7,10 +7,7 @@
     print(model.rank("The [cat|dog|tax] barked.")[0].text)
     print(model.blanks("The cat[MASK] home.")[0])
 
-`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded.
-"""
-
-from __future__ import annotations
+`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded."""
 
 import itertools
 import math
@@ -24,7 +21,7 @@ from torch import Tensor
 import checkpoints
 from evaluation.estimates import Estimate
 from evaluation.eval_sets import comparable, open_text
-from evaluation.likelihood import AlongOrders, BatchRunner, Task, difference, losses_of
+from evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
 from orders import orders_at, parse_order
 from runtime.errors import UserError
 from runtime.processes import Processes
@@ -74,7 +71,7 @@ class Alternative:
     given_both_sides: float | None  # log p of the alternatives given the rest; None: a plain GPT
 
 
-def load(path: str, **options: Any) -> TextModel:
+def load(path: str, **options: Any) -> "TextModel":
     """A model with text in and out. options: weights, device, block_size, checkpoint, of
     `checkpoints.load`, which says what paths there are."""
     return TextModel(checkpoints.load(path, **options))
@@ -190,11 +187,12 @@ class TextModel:
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
-        parts = read_alternatives(text)
+        parts = ALTERNATIVES.split(text)  # text and alternatives, in turn
+        if len(parts) == 1:
+            raise UserError("there are no alternatives; write [this|that]")
+        parts[1::2] = [part.split("|") for part in parts[1::2]]
         if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
-            raise UserError(
-                f"alternatives have at most {gaps.MOST_LENGTHS} combinations: give fewer"
-            )
+            raise UserError(f"give at most {gaps.MOST_LENGTHS} combinations of alternatives")
         whole, given, rows = [], [], []
         for words in itertools.product(*parts[1::2]):
             pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
@@ -211,7 +209,7 @@ class TextModel:
         return sorted(map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob)
 
     def compare(
-        self, other: TextModel, text: str, order: str = "l2r", seed: int = 0, draws: int = 2
+        self, other: "TextModel", text: str, order: str = "l2r", seed: int = 0, draws: int = 2
     ) -> Estimate:
         """The loss of this model minus that of another of the same tokenizer on a text, nats per
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
@@ -225,7 +223,7 @@ class TextModel:
         for model, loaded in zip((self, other), models, strict=True):
             model._check_plain(orders.kind == "l2r")
             elbo = loaded.model.config.is_encoder and orders.kind == "random"
-            tasks.append(Task(loaded, eval_set, order, AlongOrders(orders, joint=elbo)))
+            tasks.append(Task(loaded, eval_set, order, Scorer(orders, joint=elbo)))
         return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
@@ -240,11 +238,3 @@ class TextModel:
     def log_prob(self, ids: list[int]) -> float:
         """log p of the tokens of a whole text, left to right, nats."""
         return math.fsum(self._along(torch.tensor([ids]), torch.arange(len(ids))[None]))
-
-
-def read_alternatives(text: str) -> list[str | list[str]]:
-    """Text and alternatives, in turn. A bracket without "|" is text."""
-    parts = ALTERNATIVES.split(text)
-    if len(parts) == 1:
-        raise UserError("there are no alternatives; write [this|that]")
-    return [part.split("|") if number % 2 else part for number, part in enumerate(parts)]

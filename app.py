@@ -3,8 +3,7 @@
     python app.py
     python app.py out/quickstart --port 7861
 
-It needs gradio: run `make playground`, or pip install -r requirements-playground.txt.
-"""
+It needs gradio: run `make playground`, or pip install -r requirements-playground.txt."""
 
 import functools
 import itertools
@@ -39,9 +38,6 @@ RULES = {
 }
 BOOKS = "results/books_model"
 EXAMPLE = "The old horse was tired,[MASK:7] and so they gave him[MASK:2-4] water."
-
-
-# ---- without a page ------------------------------------------------------------------------------
 
 
 class Fill:
@@ -203,9 +199,6 @@ def gap_lengths(context: Context) -> list[int]:
 @functools.lru_cache(maxsize=4)
 def load(path: str) -> aogpt.TextModel:
     return aogpt.load(path, device=pick_device("auto"))
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 
 def view(fill: Fill, selected: int | None = None) -> dict:

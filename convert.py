@@ -1,7 +1,5 @@
 """Convert any supported weights to this project's format: python convert.py SRC DST"""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import asdict
@@ -45,8 +43,7 @@ def convert(
         hub: Write a folder that transformers.AutoModel loads without this project, with its
             tokenizer, code and a model card.
         push: With --hub: also upload the folder to this Hugging Face repository, NAME/MODEL, which
-            is private if it is new.
-    """
+            is private if it is new."""
     if push and not hub:
         raise UserError("--push uploads what --hub writes: add --hub")
     if os.path.lexists(destination):

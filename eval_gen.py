@@ -3,17 +3,13 @@ repeats itself is easy to predict.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
-    python eval_gen.py --samples samples.jsonl --judge gpt2-large
-"""
+    python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
-from __future__ import annotations
-
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -78,7 +74,7 @@ class Sweep(DecodingOptions):
     """Pairs of temperature and top-p, as in 0.9,0.95."""
 
     def rows(self) -> list[DecodingOptions]:
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DecodingOptions)}
+        shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
         if self.settings and (self.temperature, self.top_p) != (1, 1):
             raise UserError("--settings holds temperature and top-p: leave out the options")
         # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
@@ -116,8 +112,7 @@ class Arguments(ModelOptions, OutputOptions):
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
     json: Path | None = None
-    """Write all results, also those of every sample, with settings, judge and versions to this
-    file, and the table beside it as Markdown (.md)."""
+    """Write all results, also of every sample, to this file, and the table beside it (.md)."""
 
 
 def main() -> None:
@@ -131,9 +126,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     check_values(a)
     if not a.runs and not a.samples:
         raise UserError("nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl")
-    table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table}
-    outputs = Outputs(files, [*a.runs, *a.samples, a.judge], a.overwrite)
+    outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     reference = a.reference and Reference(a.reference)
@@ -142,7 +135,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
-    result["settings"] |= result["settings"].pop("decoding")
     result["versions"] |= judge.libraries
     rows = result["rows"]
     for samples in itertools.chain(make_samples(samplers, models, a, dtype, procs), read):
@@ -153,9 +145,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             continue
         show(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
-        outputs.write_json(a.json, result)
         lines = ["# Generation quality", "", f"    {result['command']}", "", *lines_of(result)]
-        outputs.write_markdown(table, lines)
+        outputs.write_report(a.json, result, lines)
     with outputs:
         procs.print0("", *lines_of(result), sep="\n")
 
@@ -191,9 +182,6 @@ def make_samples(
         seconds = round(time.perf_counter() - started, 3)
         records = sample_records(samples, loaded.get_tokenizer())
         yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
-
-
-# ---- reported ------------------------------------------------------------------------------------
 
 
 def number(value, form: str) -> str:

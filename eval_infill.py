@@ -5,18 +5,13 @@
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 The likelihood of the sentence is measured given both sides, and given only what is before it; and
-samples are compared with it by ROUGE. A plain GPT can only continue.
-"""
+samples are compared with it by ROUGE. A plain GPT can only continue."""
 
-from __future__ import annotations
-
-import dataclasses
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import tyro
 
@@ -25,23 +20,15 @@ from data.loader import spread
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 from evaluation.text_measures import mean_and_reach
-from evaluation.unknown_length import LEAST_RIGHT, rank_lengths
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
 from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from runtime.validation import Count, check_values
 from sampling import modes
-from sampling.modes import Context, DecodingOptions
+from sampling.modes import DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
-LENGTH_HEAD = ["run", "ranked by log p a token of", "best", "best three", "tokens off"]
-LENGTH_HEAD += ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
-FOUND = ("best", "best_three", "distance", "rouge_1", "rouge_2", "rouge_l")
-LENGTH_NOTE = (
-    "{passages} sentences, filled by mode {mode} at every length. best, best three: how often the "
-)
-LENGTH_NOTE += "true length is; right: the text after the gap, joint: it and the filling."
 WORD = "passage"  # what is given of a last word
 
 
@@ -61,9 +48,6 @@ class Arguments(ModelOptions, OutputOptions):
     """Tokens of the sentence, at least."""
     longest: Count = 40
     """And at most."""
-    unknown_length: bool = False
-    """Instead: fill every sentence at each length from --shortest to --longest, and tell how well
-    three rankings of the fillings find the true length."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(temperature=0)
     """Without --mode: left to right and, given both sides, random and adaptive, too."""
     json: Path | None = None
@@ -75,25 +59,19 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
-    if a.unknown_length and a.last_word:
-        raise UserError("--unknown-length is for sentences: leave out --last-word")
     rouge([])  # a missing package shows before the work
-    table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table}
-    outputs = Outputs(files, [*a.runs, a.data], a.overwrite)
+    outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
-    rows, evaluate_run = [], evaluate_lengths if a.unknown_length else evaluate
+    rows = []
     for run in a.runs:
         loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
         with autocast(device, dtype):
-            rows += evaluate_run(run, loaded, passages_of(a, loaded), a)
-    lines = table_of_lengths(rows) if a.unknown_length else table_of_sides(rows)
+            rows += evaluate(run, loaded, passages_of(a, loaded), a)
+    lines = table_of(rows)
     origin = provenance(a, dtype, device, rows=rows)
-    origin["settings"] |= origin["settings"].pop("decoding")
     with outputs:
-        outputs.write_json(a.json, origin)
-        outputs.write_markdown(table, lines)
+        outputs.write_report(a.json, origin, lines)
         show(*lines, sep="\n")
 
 
@@ -122,32 +100,11 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
         nll = torch.cat([middle_nll(model, part, both) for part in parts]).tolist()
         ways = ["l2r", "random", "adaptive"] if both else ["l2r"]
         for mode in [a.decoding.mode] if a.decoding.mode else ways:
-            options = modes.with_mode_defaults(dataclasses.replace(a.decoding, mode=mode))
+            options = modes.with_mode_defaults(replace(a.decoding, mode=mode))
             modes.check_mode(options, model.config)
             row = {"run": run, "given": side, "mode": mode, "nll": nll}
             rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))
     return rows
-
-
-def evaluate_lengths(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
-    """A row for every ranking of the fillings of all lengths; by default from left to right."""
-    if loaded.model.config.l2r_only:
-        raise UserError(f"{run} only continues texts: leave out --unknown-length")
-    decoding = a.decoding if a.decoding.mode else dataclasses.replace(a.decoding, mode="l2r")
-    options = modes.with_mode_defaults(decoding)
-    modes.check_mode(options, loaded.model.config)
-    decode = loaded.get_tokenizer().decode
-
-    def fill(contexts: list[Context]) -> list[list[int]]:
-        return modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, a.seed)
-
-    lengths = range(a.shortest, a.longest + 1)
-    room = passages.tokens.shape[1] - a.longest - LEAST_RIGHT
-    passages = passages[passages.start <= room]
-    if not len(passages):
-        raise UserError("no block has room for --longest tokens: give a smaller one")
-    rows = rank_lengths(loaded.model, passages, lengths, fill, decode)
-    return [{"run": run, "passages": len(passages), "mode": options.mode} | row for row in rows]
 
 
 def fill_in(
@@ -159,29 +116,18 @@ def fill_in(
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
     rows = modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
     decode = loaded.get_tokenizer().decode
-    spans = zip(rows, passages.start.tolist(), passages.end.tolist(), strict=True)
-    samples = [row[start:end] for row, start, end in spans]
-    pairs = zip(samples, passages.middle(passages.tokens), strict=True)
+    pairs = zip(passages.middle(rows), passages.middle(passages.tokens.tolist()), strict=True)
     return [(decode(sample), decode(true)) for sample, true in pairs]
 
 
-def table_of_sides(rows: list[dict]) -> list[str]:
+def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
         mean, half = mean_and_reach(row["nll"])
         scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
-        cells.append(
-            [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"± {half:.4f}", *scores]
-        )
+        what = [row["run"], row["given"], row["mode"]]
+        cells.append([*what, f"{mean:.4f}", f"± {half:.4f}", *scores])
     return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
-
-
-def table_of_lengths(rows: list[dict]) -> list[str]:
-    cells = [
-        [row["run"], row["ranked_by"], *(f"{np.mean(row[key]):.3f}" for key in FOUND)]
-        for row in rows
-    ]
-    return [*markdown_table(LENGTH_HEAD, cells, left=2), "", LENGTH_NOTE.format(**rows[0])]
 
 
 def notes(rows: list[dict]) -> list[str]:

@@ -6,10 +6,7 @@ the context. Two models, A and B, are compared on the same text, paired by seque
     python eval_ppl.py A B --datasets stories my.txt
     python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
-        --orders l2r random --ensemble 1 8 64 --json FILE
-"""
-
-from __future__ import annotations
+        --orders l2r random --ensemble 1 8 64 --json FILE"""
 
 import itertools
 from dataclasses import dataclass
@@ -36,8 +33,6 @@ from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
-
-# ---- options -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +76,7 @@ class Arguments(ModelOptions, OutputOptions):
     """Sequences in a pass; by default enough for a fast pass, halved where the memory runs
     out. The results do not depend on it."""
     json: Path | None = None
-    """Write results, settings and versions to this file, and the table beside it as Markdown
-    (.md)."""
+    """Write results, settings and versions to this file, and the table beside it (.md)."""
 
 
 def check_arguments(a: Arguments) -> Outputs:
@@ -99,15 +93,8 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
     names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"two texts are called {twice!r}: score them one after the other, or rename"
-        )
-    table = a.json and a.json.with_suffix(".md")
-    files = {"--json": a.json, "the table beside --json": table}
-    return Outputs(files, [a.run, a.other, *a.datasets], a.overwrite)
-
-
-# ---- what to score -------------------------------------------------------------------------------
+        raise UserError(f"two texts are called {twice!r}: score one after the other, or rename")
+    return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
 def scorers_of(
@@ -143,19 +130,19 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> 
     if text == "score_entropy":
         if not config.noise:
             raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
-        return likelihood.ScoreEntropy()
+        return Scorer(joint=True)
     rule = parse_rule(text, a.group) if text.partition(":")[0] in get_args(RuleScore) else None
     orders = None if rule else parse_order(text, "--orders")
     if config.l2r_only and (rule or orders.kind != "l2r"):
         raise UserError(f"this model is a plain GPT and has no {text!r} order; give --orders l2r")
     if rule:
-        return likelihood.OwnOrder(rule, a.group)
+        return Scorer(rule=rule, group=a.group)
     orders.check_length(block_size)
     uniform = orders.kind == "random"
     sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
     elbo = uniform and config.is_encoder and a.group == 1
     weighted = a.bound == "iw" and not orders.is_fixed and not elbo
-    return likelihood.AlongOrders(orders, a.group, sizes, weighted, joint=elbo)
+    return Scorer(orders, None, a.group, sizes, weighted, joint=elbo)
 
 
 def parse_rule(text: str, group: int) -> Rule:
@@ -167,9 +154,6 @@ def parse_rule(text: str, group: int) -> Rule:
     if values and group > 1:
         raise UserError(f"--orders {text}: leave out --group, or write most={group} here")
     return Rule(score, Pace(**values) if values else None, block)
-
-
-# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:
@@ -214,8 +198,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             report["differences"], (first, second) = differences, (m.describe() for m in models)
             lines = [f"A: {first}", "", f"B: {second}", "", *comparison(differences)]
         if procs.main:  # after every task, so that a job that is killed loses none
-            outputs.write_json(a.json, report | origin)
-            outputs.write_markdown(a.json and a.json.with_suffix(".md"), lines)
+            outputs.write_report(a.json, report | origin, lines)
     if procs.main:
         with outputs:
             show("\n".join(lines))

@@ -10,13 +10,9 @@ A task is the name or the folder of prepared data (data/prepare.py sudoku6, ... 
 a task of the harness, which needs: pip install -r requirements-harness.txt.
 
 The YAML file of a task is a program: by the harness's design it can name Python functions to call
-(!function) and holds templates that are run (Jinja). Give only files that you would run.
-"""
+(!function) and holds templates that are run (Jinja). Give only files that you would run."""
 
-from __future__ import annotations
-
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -109,9 +105,6 @@ def is_prepared(task: str) -> bool:
     return meta.get("protocol") == "records" or Path(task).is_dir()
 
 
-# ---- prepared data -------------------------------------------------------------------------------
-
-
 def answer_prompts(a: Arguments, procs: Processes) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
@@ -127,7 +120,7 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
             temperature = questions.task.temperature if questions.task else 0.0
         if mode is None and a.decoding.order is None:
             mode = "l2r" if config.l2r_only else "confidence"
-        options = dataclasses.replace(a.decoding, temperature=temperature, mode=mode)
+        options = replace(a.decoding, temperature=temperature, mode=mode)
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
@@ -151,11 +144,8 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
 def origin_of(a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings) -> dict:
     source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    origin["settings"] |= origin["settings"].pop("decoding") | settings
+    origin["settings"] |= settings
     return origin
-
-
-# ---- lm-evaluation-harness -----------------------------------------------------------------------
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
@@ -165,7 +155,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
-    settings = {f.name: getattr(a, f.name) for f in dataclasses.fields(harness.Settings)}
+    settings = {f.name: getattr(a, f.name) for f in fields(harness.Settings)}
     temperature = 1.0 if a.decoding.temperature is None else a.decoding.temperature
     settings |= vars(a.decoding) | {"temperature": temperature}
     model = harness.HarnessModel(a.run, procs, **settings)

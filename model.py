@@ -14,8 +14,7 @@ every step is conditioned on its target position: `ModelConfig.target` says how.
 is adaLN: the target position modulates every norm (Xue et al., arXiv 2506.19935, section 3).
 
 Shapes: B batch, T steps, D width, H heads, V vocabulary. Build one with `variants.build_model`,
-which adds initial values and scoring; the KV cache is in sampling/.
-"""
+which adds initial values and scoring; the KV cache is in sampling/."""
 
 import math
 from dataclasses import dataclass

@@ -19,6 +19,9 @@ from runtime.randomness import ORDERS, SCORED_MASKS, SCORED_ORDERS, philox_bits,
 from runtime.validation import Count, Probability, Table, check_values
 from variants import group_log_probs, group_starts, log_linear_noise
 
+Kind = Literal[
+    "ar", "ao_ar", "groupwise", "lambda_dce", "masked_ce", "k_dce", "t_dce", "score_entropy"
+]
 DECODER_OBJECTIVES = ("ar", "ao_ar", "groupwise")
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
@@ -33,9 +36,7 @@ class ObjectiveConfig(Table):
     # stratified over the batch), masked_ce (the same, unweighted: no bound, arXiv 2602.15014),
     # k_dce (random number of masked tokens), t_dce (time on the log-linear noise schedule);
     # score_entropy (SEDD).
-    kind: Literal[
-        "ar", "ao_ar", "groupwise", "lambda_dce", "masked_ce", "k_dce", "t_dce", "score_entropy"
-    ] = "ao_ar"
+    kind: Kind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
@@ -80,9 +81,6 @@ class Masks:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
         lengths = None if self.lengths is None else function(self.lengths)
         return Masks(function(self.masked), function(self.weight), function(self.sigma), lengths)
-
-    def to(self, device) -> "Masks":
-        return self.map(lambda tensor: tensor.to(device))
 
 
 def masks_at(
@@ -185,8 +183,8 @@ def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
 
 
 def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """Denoising score entropy of each sequence per token, (B,), differentiable (SEDD, equation 8,
-    absorbing graph).
+    """Denoising score entropy, differentiable, (B, T), 0 at unmasked positions; its mean is per
+    token (SEDD, equation 8, absorbing graph).
 
     With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of token y at a
     masked position is log s_y = o_y - log expm1(sigma) - log N, and its target is the ratio
@@ -195,11 +193,6 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
         sum_y s_y - r log s_x + r (log r - 1)
 
     which is 0 where s is the true ratio of a token that is certain."""
-    return _score_entropy_terms(model, tokens, masks, vocab).mean(dim=1)
-
-
-def _score_entropy_terms(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """The terms of `score_entropy`, (B, T), 0 at unmasked positions."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
     normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
@@ -216,8 +209,8 @@ def token_score_entropy(
     integral of score entropy over time: terms (B, T), float64, in sequence order, whose mean it is.
     (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
     masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1], kind="score_entropy")
-    masks = masks.to(tokens.device)
-    return _score_entropy_terms(model, tokens, masks, model.config.mask_token)
+    masks = masks.map(lambda tensor: tensor.to(tokens.device))
+    return score_entropy(model, tokens, masks, model.config.mask_token)
 
 
 def token_nll(
@@ -243,7 +236,8 @@ def token_nll(
     the prompt, which comes first in every order."""
     length, device, more = tokens.shape[1], tokens.device, {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, length, roles).to(device)
+        masks = evaluation_masks(seed, draw, rows, total, length, roles)
+        masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = model.masked_log_probs(tokens, masks.masked, masks.lengths).double()
         nll = -masks.weight[:, None] * log_probs
     else:

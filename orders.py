@@ -7,10 +7,8 @@ autoregressive model, uniform over all T! orders a masked diffusion model (the p
 An order is a function of (seed, optimizer step, row of the global batch): see randomness.py."""
 
 import functools
-import io
 import itertools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch import Tensor
 from model import inverse_permutation
 from runtime.errors import UserError
 from runtime.randomness import ORDERS, philox_bits, to_uniform
-from runtime.validation import Count, Probability, Seed, Table, check_values, read_bounded
+from runtime.validation import Count, Probability, Seed, Table, check_values
 
 ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
     "l2r": (),
@@ -161,8 +159,7 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 def read_orders(file: str, length: int) -> np.ndarray:
     """The orders in a .npy file, int64 (M, length); of longer ones the first positions."""
     try:
-        # From memory, where a header that claims more than there is takes none.
-        orders = np.load(io.BytesIO(read_bounded(Path(file), 2**30)), allow_pickle=False)
+        orders = np.load(file, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
         raise UserError(f"order.file {file} cannot be read as a .npy file: {error}") from None
     of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
@@ -179,11 +176,8 @@ def read_orders(file: str, length: int) -> np.ndarray:
 def parse_order(text: str, option: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
     known = ORDER_SETTINGS.get(text.partition(":")[0], ())
-    example, types = (
-        f"{known[0]}=1" if known else "",
-        {k: type(getattr(OrderConfig, k)) for k in known},
-    )
-    kind, values = parse_settings(text, types, example, option)
+    types = {key: type(getattr(OrderConfig, key)) for key in known}
+    kind, values = parse_settings(text, types, "".join(f"{key}=1" for key in known[:1]), option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:
@@ -214,11 +208,6 @@ class Roles:
     predicted: Tensor  # BoolTensor (B, T)
     given: Tensor  # the same
 
-    def __post_init__(self):
-        if {self.predicted.dtype, self.given.dtype} != {torch.bool}:
-            found = f"predicted is {self.predicted.dtype}, given is {self.given.dtype}"
-            raise UserError(f"{found}; give a boolean tensor for both")
-
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":
         """From a dataset's roles, (B, T): 0 predicted, 1 prompt, 2 padding."""
@@ -228,9 +217,6 @@ class Roles:
     def lengths(self) -> Tensor:
         """LongTensor (B,), tokens of each row that are no padding."""
         return (self.predicted | self.given).sum(dim=1)
-
-    def to(self, device) -> "Roles":
-        return Roles(self.predicted.to(device), self.given.to(device))
 
     def first_given(self, order: Tensor) -> Tensor:
         """The orders (B, T) with the prompt first, ascending; then `order`; then padding."""

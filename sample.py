@@ -5,17 +5,15 @@ Examples:
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --order slots:block=8 --group-size 4
-"""
+    python sample.py out/chorales --prompts data/chorales_alto --rows 1 --midi FILE --html FILE"""
 
-from __future__ import annotations
-
-import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +29,7 @@ from runtime.outputs import OutputOptions, Outputs, provenance
 from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling import gaps, live, modes
+from sampling.midi import midi_file
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
@@ -57,7 +56,10 @@ class Arguments(ModelOptions, OutputOptions):
     text to the right is most probable, per token. By default 1 if a length is unknown, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
-    Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}."""
+    Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}. Or the folder
+    of a prepared data set with prompts (its test split, if it has one)."""
+    rows: tuple[Count, ...] = ()
+    """Only these of the --prompts, by number; the first is 1."""
     truncate: Literal["no", "left"] = "no"
     """Prompts that are too long. no: they are left out of --prompts. left: they (without masks)
     lose their beginning, so that --new-tokens, or else half of the length, are generated."""
@@ -71,7 +73,9 @@ class Arguments(ModelOptions, OutputOptions):
     and on the page, are the model's own, before temperature, top-k and top-p. Model calls,
     token-forwards and seconds are those of all samples together."""
     html: Path | None = None
-    """Write a page that shows the samples filling in, step by step."""
+    """Write a page that shows the samples filling in, step by step; chorales as a piano roll."""
+    midi: Path | None = None
+    """Models of chorales: write the samples, one after the other, to a MIDI file."""
     live: bool = False
     """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not known
     yet, colors say how probable a token was when drawn. A key ends a replay, Ctrl-C all."""
@@ -88,6 +92,7 @@ class Request:
     kind: Literal["prompt", "infill"]
     text: str
     length: int | None = None  # in tokens, of a prompt
+    context: Context | None = None  # the tokens, where they are known
 
 
 def main() -> None:
@@ -107,19 +112,27 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
-    names = ("prompt", "infill", "prompts", "jsonl", "html")
+    names = ("prompt", "infill", "prompts", "jsonl", "html", "midi")
     given = [f"--{name}" for name in names if getattr(a, name) is not None]
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
     usual = (a.candidates or 1) if a.interactive else 4
-    a = dataclasses.replace(a, num_samples=a.num_samples or usual)
-    outputs = Outputs({"--jsonl": a.jsonl, "--html": a.html}, [a.run, a.prompts], a.overwrite)
-    requests = read_requests(a)
-    if a.candidates and not a.interactive and all(r.kind == "prompt" for r in requests):
+    a = replace(a, num_samples=a.num_samples or usual)
+    files = {"--jsonl": a.jsonl, "--html": a.html, "--midi": a.midi}
+    outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
+    of_data = a.prompts is not None and a.prompts.is_dir()
+    requests = [] if of_data else read_requests(a)
+    no_gaps = not (a.interactive or of_data) and all(r.kind == "prompt" for r in requests)
+    if a.candidates and no_gaps:
         raise UserError("--candidates chooses among fillings: give --infill, or leave it out")
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
     tokenizer = loaded.get_tokenizer()
+    if a.midi and tokenizer.pitches([]) is None:
+        raise UserError(f"--midi is for models of chorales, not of text as {a.run}: leave it out")
+    requests = requests or read_dataset(a.prompts, loaded, tokenizer)
+    if wrong := [row for row in a.rows if row > len(requests)]:
+        raise UserError(f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}")
     options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
     modes.check_mode(options, loaded.model.config)
     if not a.interactive:
@@ -131,7 +144,7 @@ def sample(a: Arguments, procs: Processes) -> None:
             length, new, kind = None, None, "infill"
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
-        changed = dataclasses.replace(a, seed=seed, length=length, new_tokens=new)
+        changed = replace(a, seed=seed, length=length, new_tokens=new)
         request = Request("this line", kind, line)
         fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
@@ -156,9 +169,7 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
     cost["seconds"] = round(time.perf_counter() - started, 3)
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings")
-    del settings["decoding"]  # `options` has its defaults
-    settings |= vars(options) | origin
+    settings = origin.pop("settings") | vars(options) | origin  # options: with their defaults
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
     if ranks:
@@ -166,15 +177,19 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
         records = best_fillings(model, contexts, rows, records, numbers, a)
     for record in records:
         record["prompt_index"] = numbers[record["prompt_index"]]
+    rolls = [tokenizer.pitches(record["tokens"]) for record in records]
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
         if a.html:
             parts = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
             told = map(caption, records)
-            pages = [PageSample(*p, caption=c) for p, c in zip(parts, told, strict=True)]
+            shown = zip(parts, told, rolls, strict=True)
+            pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in shown]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
+        if a.midi:
+            outputs.write(a.midi, midi_file(rolls))
         if not a.jsonl or (a.live and live.can_style()):
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
@@ -199,7 +214,7 @@ def best_fillings(model, contexts, rows, records, numbers: list[int], a: Argumen
             continue
         given, texts = [contexts[i // count] for i in group], [rows[i] for i in group]
         found = gaps.best_fillings(model, given, texts, a.candidates or 1)
-        kept += [records[group[i]] | {"scores": dataclasses.asdict(scores)} for i, scores in found]
+        kept += [records[group[i]] | {"scores": asdict(scores)} for i, scores in found]
     return kept
 
 
@@ -220,7 +235,9 @@ def read_requests(a: Arguments) -> list[Request]:
         return [Request("--prompt", "prompt", a.prompt or "")]
     stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
-        raise UserError(f"--prompts {a.prompts}: give a .txt file, one prompt a line, or a .jsonl")
+        raise UserError(
+            f"--prompts {a.prompts}: give a .txt, a .jsonl, or a folder of prepared data"
+        )
     lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
@@ -246,11 +263,28 @@ def read_request(place: str, line: str) -> Request:
     return Request(place, kind, row[kind], row.get("length"))
 
 
+def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
+    """The rows of a data set with prompts, as texts whose masks are what is predicted."""
+    from evaluation.answers import open_questions  # not needed for text
+
+    questions = open_questions(str(folder), None, loaded)
+    roles, requests = questions.roles, []
+    contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
+    for number, (tokens, context) in enumerate(zip(questions.tokens, contexts, strict=True), 1):
+        pairs = zip(tokenizer.pieces(tokens), context, strict=False)  # not the padding
+        text = "".join("\0" if token is None else piece for piece, token in pairs)
+        text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
+        requests.append(Request(f"row {number}", "infill", text, context=context))
+    return requests
+
+
 def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
     """The numbers of the requests that fit, and their contexts; those that are too long are told.
     Raises UserError where none fits."""
     found, too_long = {}, []
     for number, request in enumerate(requests):
+        if a.rows and number + 1 not in a.rows:
+            continue
         try:
             found[number] = encode(request, tokenizer, a, loaded)  # one a length
         except gaps.TooLong as error:
@@ -274,7 +308,8 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
         lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
         if option := next((name for name, value in lengths.items() if value is not None), None):
             raise UserError(f"text and masks say the length; leave out {option}")
-        found = gaps.contexts(request.text, tokenizer, c.block_size)
+        known = [request.context] if request.context else None
+        found = known or gaps.contexts(request.text, tokenizer, c.block_size)
     else:
         prompt, total, option = tokenizer.encode(request.text), request.length, "length"
         if total is None:

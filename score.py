@@ -5,10 +5,7 @@
     python score.py RUN "The [cat|dog|tax] barked."
     python score.py RUN "The dog[MASK:2] at the moon." --top 5
 
-Log-probabilities are natural logarithms. Text as long as you like, and data sets: eval_ppl.py.
-"""
-
-from __future__ import annotations
+Log-probabilities are natural logarithms. Text as long as you like, and data sets: eval_ppl.py."""
 
 import math
 from dataclasses import asdict, dataclass

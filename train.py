@@ -18,8 +18,7 @@ Options override keys of the config file. Those that people change most:
 
 The same command resumes the run, with the same result as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
-python -m training.plan (memory and time), python -m training.plot (curves)
-"""
+python -m training.plan (memory and time), python -m training.plot (curves)"""
 
 import math
 import sys
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import CheckpointError
-from data.loader import TokenDataset, find_dataset
+from data.loader import TokenDataset, find_dataset, open_training_data
 from data.tokenizers import FILES, get_tokenizer
 from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from runtime.command_line import run_script
@@ -62,8 +61,8 @@ def main() -> int:
 def train(config: Config, procs: Processes) -> int:
     """Start or resume the run, train until its last step or a signal, save it and say so."""
     source = find_dataset(config.data.folder)
-    how = config.data.verify, config.data.max_tokens
-    data = TokenDataset(source, "train", config.model.block_size, *how)
+    d = config.data
+    data = open_training_data(source, config.model.block_size, d.verify, d.max_tokens, d.mix)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
     val_data = None
@@ -198,7 +197,8 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             return groupwise_loss(model, batch.tokens, batch.order, *settings)
         case "score_entropy":
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
-            return score_entropy(model, batch.tokens, batch.masks, vocab_size).mean()
+            losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
+            return losses.mean(dim=1).mean()
         case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # which draw their masks differently
             return masked_nll(model, batch.tokens, batch.masks).mean()
 

@@ -2,5 +2,3 @@
 
 from checkpoints.load import Loaded, load, load_model
 from checkpoints.store import CheckpointError
-
-__all__ = ["CheckpointError", "Loaded", "load", "load_model"]

@@ -4,10 +4,7 @@ config.json          settings, and where transformers finds the code
 model.safetensors    weights
 modeling_aogpt.py    the sources of the model, then sampling/hub_model.py, in one file
 tokenizer.json       the tokenizer, with [MASK]; beside it tokenizer_config.json
-README.md            a model card: checkpoints/model_card.py
-"""
-
-from __future__ import annotations
+README.md            a model card: checkpoints/model_card.py"""
 
 import ast
 import re
@@ -15,7 +12,7 @@ from pathlib import Path
 
 from checkpoints.load import Loaded
 from checkpoints.model_card import model_card
-from data.tokenizers import END_OF_TEXT, GPT2_WORDS, HUB, BytesTokenizer, Tokenizer, byte_letters
+from data.tokenizers import ALPHABET, END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
 from runtime.errors import UserError, reason_of
 from runtime.files import write_json, write_text
 
@@ -74,9 +71,13 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     begin-of-text that a pretrained model's tokenizer writes."""
     try:
         import tokenizers
+        import transformers  # noqa: F401
     except ImportError:
-        raise UserError("--hub needs the package tokenizers: pip install transformers") from None
+        raise UserError("--hub needs a package: pip install transformers") from None
 
+    if tokenizer.pitches([]) is not None or tokenizer.name.startswith(ALPHABET):
+        what = "--hub is for models of text, and this one is of notes or letters of an alphabet"
+        raise UserError(f"{what}: leave it out")
     tokenizer.keep(folder)
     if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
@@ -99,40 +100,13 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
 def library_tokenizer(tokenizer: Tokenizer):
     """One of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK] after them. It reads
     "<|endoftext|>" as the end of a text."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as LibraryTokenizer
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    letters = byte_letters()
-
-    def spelled(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    ranks, merges, split = tokenizer.ranks, [], []
-    if not isinstance(tokenizer, BytesTokenizer):
-        tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.get)
-        pairs = [merged_from(token, ranks) for token in tokens]
-        # A token that no merge gives is a token where it is a whole word: ignore_merges.
-        merges = [tuple(map(spelled, pair)) for pair in pairs if ranks.keys() >= set(pair)]
-        split = [pre_tokenizers.Split(Regex(GPT2_WORDS), "isolated")]
-    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
-    made = LibraryTokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*split, to_letters])
-    made.decoder = decoders.ByteLevel()
-    for name in (END_OF_TEXT, MASK):  # in this order: the next two ids
-        made.add_special_tokens([AddedToken(name, normalized=False)])
+    converter = TikTokenConverter(pattern=GPT2_WORDS, extra_special_tokens=[END_OF_TEXT, MASK])
+    converter.load_tiktoken_bpe = lambda file: tokenizer.ranks  # which are in memory already
+    made = converter.converted()
     assert made.token_to_id(END_OF_TEXT) == tokenizer.eot
     return made
-
-
-def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that a token of a byte-pair encoding is merged from."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
-        first = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
-        parts[first : first + 2] = [pairs[first]]
-    return parts[0], parts[1]
 
 
 def push_folder(folder: Path, repo: str) -> str:
@@ -140,16 +114,13 @@ def push_folder(folder: Path, repo: str) -> str:
     new; its address. Raises UserError."""
     import huggingface_hub
 
-    again = (
-        f"{folder} is written, but not uploaded; to try again: hf upload --private {repo} {folder}"
-    )
+    again = f"{folder} is written, not uploaded; to try again: hf upload --private {repo} {folder}"
     if huggingface_hub.get_token() is None:
         raise UserError(f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}")
     try:
         address = huggingface_hub.create_repo(repo, private=True, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Add an AO-GPT model"
-        )
+        what = {"folder_path": folder, "commit_message": "Add an AO-GPT model"}
+        huggingface_hub.upload_folder(repo_id=repo, **what)
     except Exception as error:  # no credentials, no network, no access, no such name
         raise UserError(f"{reason_of(error)}; {again}") from error
     return str(address)

@@ -1,9 +1,9 @@
 """The README.md of an exported folder: what the model is, how it was trained, how to use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from checkpoints import store
 from checkpoints.load import Loaded
@@ -11,16 +11,10 @@ from runtime.outputs import commit
 from runtime.validation import read_json
 from variants import parameter_counts
 
-# Keys of a run's configuration.
-SETTINGS = """model.n_layer model.n_head model.n_embd model.block_size model.attention model.target
-model.position order.kind order.l2r_prob objective.kind objective.group schedule train.steps
-train.batch_size train.init_from optim.kind optim.lr optim.muon_lr optim.schedule optim.warmup_steps
-optim.weight_decay optim.ema_decay seed""".split()
-USED_IF = {  # the key and value that others depend on
-    "order.l2r_prob": ("order.kind", "mixture"),
-    "objective.group": ("objective.kind", "groupwise"),
-    "optim.muon_lr": ("optim.kind", "muon"),
-}
+# Parts of model_card.md, by name.
+TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
+TEXTS = dict(text.split("\n", 1) for text in TEXTS)
+TABLES = ("model", "order", "objective", "optim")  # of a run's configuration, which the card shows
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
 ORDERS |= {"own": "the run's own orders, in its groups"}
 
@@ -30,20 +24,11 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
     metrics.jsonl. writes_start: the tokenizer writes a begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
     state = read_json(state_file, dict[str, Any], store.ADVICE) if state_file.is_file() else None
-    parts = [FRONT, _summary(loaded), _usage(loaded, writes_start)]
+    parts = [TEXTS["front"].strip(), _summary(loaded), _usage(loaded, writes_start)]
     if state is not None:
         parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
     parts += [_limits(loaded), f"Converted by the AO-GPT code at commit {commit()}."]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-FRONT = """---
-library_name: transformers
-tags: [any-order, masked-diffusion, text-generation]
-# license: the owner of the weights chooses one
----
-
-# An AO-GPT model"""
 
 
 def _summary(loaded: Loaded) -> str:
@@ -64,54 +49,16 @@ def _summary(loaded: Loaded) -> str:
 
 def _usage(loaded: Loaded, writes_start: bool) -> str:
     """Code for transformers, which the tests run, and for the project."""
-    c, text, ours = loaded.model.config, "", "--prompt 'The cat'"
-    how = ", add_special_tokens=False" * writes_start + ', return_tensors="pt"'
+    c, parts = loaded.model.config, ["use", "score", "score in any order", "gap", "continue"]
+    how, ours = ', return_tensors="pt"', "--infill 'The cat[MASK:3] home.'"
     if c.is_encoder:
-        text = """
-# log-probabilities along a random order, nats
-order = torch.randperm(ids.shape[1])[None]
-print(model.model.token_log_probs(ids, order).sum())
-"""
-    else:
-        text = """
-# score from left to right: logits[:, i] predict token i; the loss is in nats per token
-print(model(ids, labels=ids).loss)
-"""
-    if not c.is_encoder and not c.l2r_only:
-        text += """
-# score in any order: logits[:, i] predict position order[:, i] from positions order[:, :i]
-order = torch.randperm(ids.shape[1])[None]
-print(model(ids, order=order, labels=ids).loss)
-"""
-    if not c.l2r_only:
-        ours = "--infill 'The cat[MASK:3] home.'"
-        text += f"""
-# fill a gap of three tokens
-gap = tokenizer("The cat[MASK][MASK][MASK] home."{how}).input_ids
-print(tokenizer.decode(model.generate(gap)[0]))
-"""
-    text += """
-# continue a text
-print(tokenizer.decode(model.generate(ids, max_new_tokens=8, temperature=0.8, seed=0)[0]))
-"""
-    return f"""## Use
-
-FOLDER is this folder, or the id of its repository on Hugging Face. With `transformers` 5:
-
-```python
-import torch
-from transformers import AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-ids = tokenizer("The cat sat on a mat."{how}).input_ids
-{text}```
-
-With the AO-GPT code, which reads this folder and runs none of the code in it:
-
-    python sample.py FOLDER {ours}
-    python eval_ppl.py FOLDER --datasets DATA
-    checkpoints.load_model("FOLDER")"""
+        parts[1:3] = ["score with an encoder"]
+    elif c.l2r_only:
+        parts[2:4], ours = [], "--prompt 'The cat'"
+    if writes_start:
+        how = f", add_special_tokens=False{how}"
+    text = "".join(map(TEXTS.__getitem__, parts))
+    return text.replace("{how}", how).replace("{ours}", ours).strip()
 
 
 def _data(data: dict) -> str:
@@ -120,22 +67,19 @@ def _data(data: dict) -> str:
         numbers = (split.get(key) for key in ("tokens", "documents"))
         cells = " | ".join("" if number is None else f"{number:,}" for number in numbers)
         rows.append(f"| {name} | {cells} |")
-    name = f"Data set `{data['name']}`. " if data.get("name") else ""
-    packing = f"Packing: {data['packing']}. " if data.get("packing") else ""
-    return f"## Data\n\n{name}{packing}".strip() + "\n\n" + "\n".join(rows)
+    name = f"Data set `{data['name']}`.\n\n" if data.get("name") else ""
+    return f"## Data\n\n{name}" + "\n".join(rows)
 
 
 def _recipe(state: dict) -> str:
-    config, rows = state["config"], ["| setting | value |", "|---|---|"]
-    tables = {key: table for key, table in config.items() if isinstance(table, dict)}
-    values = config | {f"{key}.{k}": v for key, table in tables.items() for k, v in table.items()}
-    for key in SETTINGS:
-        kind, used = USED_IF.get(key, ("", None)), values.get(key) not in (None, "", [])
-        if used and values.get(kind[0]) == kind[1]:
-            rows.append(f"| {key} | {values[key]} |")
-    if state.get("tokens"):
-        rows.append(f"| tokens trained on | {state['tokens']:,} |")
-    return "## Training\n\n" + "\n".join([*rows, f"| PyTorch | {state['torch']} |"])
+    config, tokens = state["config"], state.get("tokens")
+    shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
+    shown |= {table: dict(config[table]) for table in TABLES}
+    shown["train"] = {key: config["train"][key] for key in ("steps", "batch_size", "init_from")}
+    shown["model"] = {key: value for key, value in shown["model"].items() if value is not None}
+    seen = f"{tokens:,} tokens, with " if tokens else ""
+    how = f"On {seen}PyTorch {state['torch']}:"
+    return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
 
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
@@ -160,9 +104,7 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
 
 def _limits(loaded: Loaded) -> str:
     c = loaded.model.config
-    limits = [
-        "A base model: it continues texts like those of its training; it cannot follow requests."
-    ]
+    limits = ["A base model: it continues texts like those of its training, not instructions."]
     limits += ["Do not rely on it for facts. It was not made safe for users."]
     limits += [f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."]
     if c.l2r_only:

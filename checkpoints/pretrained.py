@@ -3,10 +3,7 @@ their layout (SmolLM2, ...), under our names.
 
 From left to right our model computes what theirs does; with target "rotary" and query_at
 "before_target" the same weights predict in any order. A begin-of-text token is our [None]; where
-the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored.
-"""
-
-from __future__ import annotations
+the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored."""
 
 from typing import Any
 
@@ -73,9 +70,7 @@ def read(
     table = tensors.get("wte.weight", torch.zeros(config.vocab_size, config.n_embd))
     first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
     if tokenizer.vocab_size > len(table):
-        raise UserError(
-            f"tokenizer.json has {tokenizer.vocab_size} ids, its table {len(table)} rows"
-        )
+        raise UserError(f"tokenizer.json has {tokenizer.vocab_size} ids, the table {len(table)}")
     # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
     tensors["start"] = table[first].clone()
     left = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
@@ -127,16 +122,15 @@ def refuse_what_differs(settings: dict) -> None:
     mistral = name.startswith("Mistral")  # whose default is a window
     window = of("sliding_window", 4096 if mistral else None)
     window = window if of("use_sliding_window", mistral) else None
+    rotated = of("partial_rotary_factor", 1.0)
+    rotated = rope_settings(settings).get("partial_rotary_factor", rotated)
+    layers = of("layer_types") or []
     found = {
         "quantised weights (quantization_config)": of("quantization_config"),
-        f"a sliding window of {window} tokens": window
-        or "sliding_attention" in (of("layer_types") or []),
+        f"a sliding window of {window} tokens": window or "sliding_attention" in layers,
         f"the activation {of('hidden_act')}": of("hidden_act", "silu") != "silu",
         "layers without positions (no_rope_layers)": of("no_rope_layers"),
-        "partly rotated heads (partial_rotary_factor)": rope_settings(settings).get(
-            "partial_rotary_factor", of("partial_rotary_factor", 1.0)
-        )
-        != 1.0,
+        "partly rotated heads (partial_rotary_factor)": rotated != 1.0,
     }
     if odd := [what for what, is_there in found.items() if is_there]:
         raise UserError(f"it has {odd[0]}, which our model does not")
@@ -155,9 +149,7 @@ def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | No
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise UserError(
-            f"its rotary positions are scaled by {kind!r}; supported are none and llama3"
-        )
+        raise UserError(f"rotary positions are scaled by {kind!r}; supported: none and llama3")
     names = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     if missing := [name for name in names if name not in rope]:
         raise UserError(f"its rotary scaling lacks {missing[0]}")

@@ -2,8 +2,6 @@
 2024), GPT-2 as `transformers` stores it, and the masked-diffusion encoders RADD (Ou et al. 2024)
 and SEDD (Lou et al. 2023). Layouts are recognized by the names of their tensors."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -10,13 +10,10 @@
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
 whole checkpoint or none. No format here holds code."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -294,7 +291,6 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
     with reading(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
         reader = dcp.HuggingFaceStorageReader(str(path))
-        check_names(path, reader.read_metadata())
         dcp.load(targets, storage_reader=reader, no_dist=True)
 
 
@@ -322,14 +318,3 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: of torch.load
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
-
-
-def check_names(path: Path, metadata: Any) -> None:
-    """Raise CheckpointError for a tensor in a file of another kind, or with parts that overlap."""
-    for index, entry in metadata.storage_data.items():
-        file, kind = Path(entry.relative_path).stem, index.fqn.partition(".")[0]
-        if file != kind and not file.startswith("shard-"):
-            raise CheckpointError(f"{path} is damaged: {index.fqn} is in {file}.safetensors")
-    for name, entry in metadata.state_dict_metadata.items():
-        if sum(math.prod(part.sizes) for part in entry.chunks) != math.prod(entry.size):
-            raise CheckpointError(f"{path} is damaged: it lacks parts of {name}, or has some twice")

@@ -1,19 +1,20 @@
 """The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
 sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from data import sources
+from data.chorales import URL, chorale_corpora
 from data.generators import generated, latin5, polya, shuffled
 from data.prompts import Examples
 from data.puzzles import TASKS, Task, puzzle_corpus
 from data.sources import ROW_FILES, TEXT_FILES, Corpus, Reader, Reading, local_files, read_lines
+from data.tokenizers import ALPHABET
 
 if TYPE_CHECKING:
     from data.prepare import Prepare
@@ -36,6 +37,8 @@ class Dataset:
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
     clean: Callable[[str], str] | None = None  # what was read -> text of the row
     change: Callable[[Corpus, int], Corpus] | None = None  # (documents, seed) -> documents
+    # (files, splits, voices to predict) -> documents of each split, where files hold all splits
+    divide: Callable[[Corpus, tuple[str, ...], tuple[str, ...]], dict[str, Corpus]] | None = None
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits already
     protocol: str = "full"  # or "sedd", "records" (packing.py)
@@ -44,7 +47,7 @@ class Dataset:
     block_size: int | None = None  # of examples that all have one length
     field: str = "text"  # of a row, with the text
 
-    def corpora(self, args: Prepare) -> dict[str, Corpus]:
+    def corpora(self, args: "Prepare") -> dict[str, Corpus]:
         """The documents of each split, not read yet."""
         numbers = dict(zip(self.splits, self.numbers, strict=False))
         if self.make:
@@ -61,7 +64,12 @@ class Dataset:
             found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
         else:
             split = "validation" if first == "val" else first
-            found = {first: sources.hub_rows(args.name, *self.hub, split, reading)}
+            hub = self.hub or (args.repository, args.config)
+            found = {first: sources.hub_rows(args.name, *hub, split, reading)}
+        if self.divide:
+            found[first].counts = reading.counts
+            splits = (args.split,) if args.split else self.splits
+            found = self.divide(found[first], splits, args.predict)
         for i, (split, corpus) in enumerate(found.items()):
             if self.clean:
                 corpus.documents = map(self.clean, corpus.documents)
@@ -109,8 +117,17 @@ LM1B = dict(
 AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
 PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
 PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
+TEXT8 = dict(
+    url="http://mattmahoney.net/dc/text8.zip",
+    readers={".zip": sources.read_zipped},
+    tokenizer=f"{ALPHABET} {ascii_lowercase}",
+)
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
+STORIES_OF_MODELS = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
+FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
+CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
+CHORALES |= dict(tokenizer="chorales", protocol="records", block_size=128)
 SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
 
 
@@ -120,6 +137,18 @@ def puzzle(task: Task) -> Dataset:
     return Dataset(numbers, make=make, **options)
 
 
+def text8_splits(corpus: Corpus, splits: tuple, predicted: tuple) -> dict[str, Corpus]:
+    """The published ones: 90, 5 and 5 million characters."""
+
+    text = cache(lambda: "".join(corpus.documents))
+
+    def part(split: str) -> Iterator[str]:
+        start, end = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}[split]
+        yield text()[start * len(text()) // 100 : end * len(text()) // 100]
+
+    return {split: Corpus(part(split), corpus.description) for split in splits}
+
+
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
     "text": Dataset(source="always", val_fraction=0.05),
@@ -127,8 +156,13 @@ DATASETS: dict[str, Dataset] = {
     "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),
     "shuffled": Dataset(source="always", **SHUFFLED),
     "records": Dataset(source="always", **EXAMPLES),
+    "chorales": Dataset(source="optional", **CHORALES),
     **{name: puzzle(task) for name, task in TASKS.items()},
+    "hub": Dataset(val_fraction=0.005),
     "openwebtext": Dataset(source="optional", **OWT),
+    "fineweb_edu": Dataset(source="optional", **OWT | {"hub": FINEWEB}),
+    "tinystories": Dataset(source="optional", **STORIES_OF_MODELS),
+    "text8": Dataset(source="optional", divide=text8_splits, **TEXT8),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
     "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
     "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),

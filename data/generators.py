@@ -6,8 +6,6 @@ polya       63 draws from an urn of 16 letters, each put back with another one l
 latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
 shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order"""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -27,6 +27,7 @@ FORMAT = 2  # the newest that is read; of prompts, where text has 1
 LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
+PATTERN = 1000  # sequences, of which every part of a mixture has its number
 ADVICE = "prepare the dataset again"
 
 
@@ -218,13 +219,93 @@ class TokenDataset:
         is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
         assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
-        epochs, places = np.divmod(sequence, self.num_blocks)
-        indices = np.empty_like(places)
-        # Two epochs where the batch straddles them, more if it is larger than the dataset.
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = shuffled(seed, int(epoch), self.num_blocks)[places[here]]
+        return in_epochs(seed, sequence, self.num_blocks)
+
+
+class Mixture(TokenDataset):
+    """Text data sets of one tokenizer, each with its share of the sequences: of every PATTERN
+    consecutive ones each has its number, in random order. Each is read as it would be alone, once
+    an epoch of its own; an epoch of the mixture is one of the first."""
+
+    def __init__(self, parts: list[TokenDataset], shares: list[float]):
+        self.parts, self.meta = parts, parts[0].meta
+        ends = np.rint(np.cumsum(shares) * PATTERN).astype(np.int64)
+        self.counts = np.diff(ends, prepend=0)
+        self.ends = np.cumsum([part.num_blocks for part in parts])
+        self.block_size, self.of_records, self.shift = parts[0].block_size, False, 0
+        self.num_blocks = max(1, round(parts[0].num_blocks / shares[0]))
+
+    def check_unchanged(self) -> None:
+        for part in self.parts:
+            part.check_unchanged()
+
+    def blocks(self, indices) -> torch.LongTensor:
+        """Blocks by their number among those of all parts."""
+        import torch
+
+        part = np.searchsorted(self.ends, indices, side="right")
+        found = torch.empty(len(indices), self.block_size, dtype=torch.int64)
+        for n in np.unique(part):
+            first = self.ends[n] - self.parts[n].num_blocks
+            found[part == n] = self.parts[n].blocks(indices[part == n] - first)
+        return found
+
+    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
+        indices = np.empty_like(sequence)
+        parts = np.repeat(np.arange(len(self.parts)), self.counts)
+        for pattern in np.unique(sequence // PATTERN):
+            here = sequence // PATTERN == pattern
+            bits = philox_bits(seed, int(pattern), range(1), PATTERN, randomness.MIXTURE)[0]
+            drawn = parts[np.argsort(bits, kind="stable")]
+            for n, part in enumerate(self.parts):
+                of_part = here & (drawn[sequence % PATTERN] == n)
+                before = np.cumsum(drawn == n)[sequence[of_part] % PATTERN] - 1
+                number = pattern * self.counts[n] + before
+                first = self.ends[n] - part.num_blocks
+                # Parts of one size are shuffled differently; the first as it would be alone.
+                indices[of_part] = first + in_epochs(seed, number, part.num_blocks, n << 40)
         return indices
+
+
+def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
+    """The blocks that consecutive sequences read: number n is block shuffle_e[n % count] of epoch
+    e = n // count. first: added to the epoch's number for the shuffle."""
+    epochs, places = np.divmod(numbers, count)
+    indices = np.empty_like(places)
+    # Two epochs where a batch straddles them, more if it is larger than the dataset.
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = shuffled(seed, first + int(epoch), count)[places[here]]
+    return indices
+
+
+def open_training_data(
+    folder: Path, block_size: int, verify: bool, max_tokens: int, mix: tuple[str, ...]
+) -> TokenDataset:
+    """The training split of a data set, and with `mix`, FOLDER=SHARE each, a Mixture of it with
+    others. Raises FileNotFoundError or UserError."""
+    data = TokenDataset(folder, "train", block_size, verify, max_tokens)
+    parts, shares = [data], [1.0]
+    for text in mix:
+        name, _, share = text.rpartition("=")
+        try:
+            shares.append(float(share))
+        except ValueError:
+            raise UserError(f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1") from None
+        parts.append(TokenDataset(find_dataset(name), "train", data.block_size, verify))
+        theirs, ours = parts[-1].meta, data.meta
+        keys = ("tokenizer", "tokenizer_sha256", "vocab_size")
+        if any(theirs.get(key) != ours.get(key) for key in keys):
+            raise UserError(
+                f"data.mix {name} has another tokenizer than {folder}; prepare it again"
+            )
+        shares[0] -= shares[-1]
+    if min(shares) <= 0:
+        raise UserError("data.mix: give shares above 0, below 1 in all; data.folder has the rest")
+    if mix and (any(part.of_records for part in parts)):
+        raise UserError("data.mix is for texts, and one of these has prompts; leave it out")
+    return Mixture(parts, shares) if mix else data
 
 
 def _stamp(path: Path) -> tuple[int, int]:

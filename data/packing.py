@@ -3,7 +3,8 @@
 full     every document, end-of-text after it, end to end: nothing is dropped
 sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
          1,000 rows; each group is concatenated and divided into blocks, its rest dropped
-records  every example in a block of its own, and its prompt mask in a second file (prompts.py)"""
+records  every example in a block of its own, and its prompt mask in a second file (prompts.py),
+         unless all of every example is predicted"""
 
 import math
 import os
@@ -110,6 +111,7 @@ class SplitFile:
         self.path, self.protocol, self.block_size = path, protocol, block_size
         self.dtype = token_dtype(dtype)
         self.tokens, self.ends = 0, array("q")  # ends: the place after each document
+        self.has_roles = False  # other than predicted
         self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
         self._files = [open(path, "wb") for path in self._paths]
 
@@ -119,12 +121,15 @@ class SplitFile:
         for file, values in zip(self._files, (ids, roles), strict=False):
             file.write(values.data)
         self.tokens += ids.size
+        self.has_roles |= roles is not None and bool(roles.any())
         self.ends.append(self.tokens)
 
     def close(self) -> dict:
         """Complete the file; returns its entry for meta.json."""
         for file in self._files:
             file.close()
+        if not self.has_roles and self._paths[1:]:  # no prompts, no padding: no mask
+            self._paths.pop().unlink()
         if self.protocol == "sedd":
             tokens = np.fromfile(self.path, self.dtype)
             kept = kept_ranges(np.array(self.ends), self.block_size)

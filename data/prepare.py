@@ -10,9 +10,9 @@ examples:
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
+  python data/prepare.py chorales --predict alto --out data/chorales_alto
   python data/prepare.py ptb
-  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512
-"""
+  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
 
 import os
 import signal
@@ -42,20 +42,22 @@ from runtime.files import staging, write_json
 from runtime.validation import Count, check_value, check_values, read_toml
 
 HOME = Path(__file__).resolve().parent
-FILES = {"meta.json", *tokenizers.FILES} | {
-    f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")
-}
+FILES = {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
+FILES |= {"meta.json", *tokenizers.FILES}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.protocol == "sedd")
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
+chorales: 382 of Bach's, in four voices (docs/data.md), downloaded, or a local copy in --source.
 shuffled: the same, in chunks of 63 characters in random order.
 records: your own prompts and answers, each in a block (docs/data.md).
 polya, latin5: made of random numbers, with a known entropy.
 {", ".join(TASKS)}: puzzles.
-openwebtext: from the Hugging Face hub (24 GB), or local copies of it.
+hub REPOSITORY: any text on the Hugging Face hub.
+openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or local copies.
+text8: 100 million characters of Wikipedia, in the published splits.
 {EVALUATION}: evaluation sets of the published zero-shot perplexities, detokenised; downloaded, or
 local copies in --source."""
 
@@ -71,6 +73,10 @@ class Prepare:
     """The command line of this script."""
 
     name: Annotated[str, tyro.conf.arg(help=NAMES)]
+    repository: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")] = ""
+    """hub: OWNER/NAME, or a folder of such files; --field says what holds the text."""
+    config: _option(str | None, "NAME", "the only one") = None
+    """hub: the configuration of the repository."""
     out: _option(Path | None, "DIR", "data/NAME in the project") = None
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
@@ -83,11 +89,11 @@ class Prepare:
     """text, shuffled, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """The same: files of the test split."""
-    tokenizer: _option(
-        str | None, "gpt2|english|bytes|FILE.tiktoken|tokenizer.json", "depends on NAME"
-    ) = None
+    tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
     """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
-    yours, which is copied into the folder."""
+    yours, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
+    alphabet: _option(str | None, "LETTERS", "none") = None
+    """Instead of a tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
     """What holds the text in a row of a .jsonl or .parquet file."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
@@ -108,6 +114,8 @@ class Prepare:
     val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
     """Share of the documents that becomes validation: one of every 1/SHARE in a row, drawn; of a
     single document, its end."""
+    predict: _option(tuple[Literal[tokenizers.VOICES], ...], "VOICE ...", "all") = ()
+    """chorales: the voices to predict; the others are the prompt."""
     limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
     overwrite: bool = False
@@ -126,10 +134,13 @@ def prepare(args: Prepare) -> Path:
     """Prepare a dataset, unless its folder holds it already. Errors leave the folder as it was."""
     check_values(args)
     check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
-    dataset, target = DATASETS[args.name], (args.out or HOME / args.name).resolve()
+    folder = Path(args.repository).name or args.name
+    dataset, target = DATASETS[args.name], (args.out or HOME / folder).resolve()
     given = {"source": args.source, "val": args.val, "test": args.test}
     args = replace(args, **{s: found_files(p, dataset.readers) for s, p in given.items()})
     check_options(args, dataset)
+    if args.alphabet:
+        args = replace(args, tokenizer=tokenizers.ALPHABET + args.alphabet)
     keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
     chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
     if chosen["protocol"] != "full":
@@ -156,26 +167,32 @@ def prepare(args: Prepare) -> Path:
 def check_options(args: Prepare, dataset: Dataset) -> None:
     """Raise UserError for options that do not fit the dataset or each other."""
     name, size, source = args.name, dataset.block_size, dataset.source
+    other = size and args.tokenizer not in (None, dataset.tokenizer)
     examples, full = dataset.protocol == "records", (args.protocol or dataset.protocol) == "full"
     files, share = args.val or args.test, args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
+    of_hub = name == "hub"
     twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
     mistakes = [
         (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
         (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
         (args.split and source == "never" and not drawn, f"{name} has splits of its own"),
         (share and not drawn, f"{name} has splits of its own: leave out --val-fraction"),
+        (of_hub and not args.repository, "hub needs a repository: prepare.py hub OWNER/NAME"),
+        (args.repository and not of_hub, f"{name} takes no repository; leave it out"),
+        (args.config and not of_hub, f"{name} takes no --config; leave it out"),
+        (args.alphabet and (args.tokenizer or size), "--alphabet is in place of a tokenizer"),
         (files and source != "always", f"{name} takes no --val or --test files"),
         (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
         (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
         (args.skip_long and not examples, "--skip-long is for records; leave it out"),
         (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
+        (args.predict and not dataset.divide, "--predict is for chorales; leave it out"),
         (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
-        (args.split_at == "", "--split-at is empty; give the text between documents"),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
-        (size and args.tokenizer not in (None, "bytes"), f"{name} is bytes: leave out --tokenizer"),
+        (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
         (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
     ]
@@ -192,6 +209,7 @@ def metadata(
     """The contents of meta.json, without splits and notes."""
     keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
     settings = {key: getattr(args, key) for key in keys.split()}  # on which the result depends
+    settings["predict"] = list(args.predict)
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -281,11 +299,12 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
     notes += [f"not comparable with the published tables: {note}" for note in meta["notes"]]
     for note in notes:
         show(note)
-    if meta["protocol"] == "sedd" or meta["split"]:
+    if meta["protocol"] == "sedd" or meta["split"] or meta["settings"]["predict"]:
         show(f"next: python eval_ppl.py RUN --datasets {folder}")
         return
     named, name = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}, meta["name"]
-    config = named.get(name, "own_text" if meta["tokenizer"] == "gpt2" else "quickstart")
+    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(meta["tokenizer"], "quickstart")
+    config = named.get(name, by_tokenizer)
     options = f" --name {name} --data.folder {folder}"
     options = "" if Path(folder).resolve() == HOME / "stories" else options
     if meta["tokenizer"] == tokenizers.HUB:

@@ -10,8 +10,6 @@ Beside the token file lies the prompt mask, a byte for each token, its *role*:
     PROMPT      the model sees it before all others, without a loss
     PADDING     after the end of the example: not seen, not predicted"""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

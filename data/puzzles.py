@@ -1,9 +1,6 @@
 """Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
-length, a block, and no end-of-text. An example is made from a *key*, such as the solution of a
-Sudoku. Splits are assigned by hashing a canonical form of the key, so no puzzle or trivial variant
-of it is in two splits."""
-
-from __future__ import annotations
+length, a block, and no end-of-text. An example is made from a *key*, such as a solved Sudoku.
+Splits are assigned by a hash of its canonical form: no puzzle or trivial variant is in two."""
 
 import functools
 import hashlib
@@ -258,6 +255,22 @@ class Reversal(Task):
         return f":{other}{name}" if self.split_of(key) == "train" else name + as_prompt(f":{other}")
 
 
+class Exchanged(Reversal):
+    """The same facts, of which the odd ones are asked in a record of the other form, B:A. In the
+    backward records above A and B keep the places that they have in training, so that any-order
+    training answers the question itself (arXiv 2602.02133)."""
+
+    name = "exchanged"
+
+    def example(self, key, rng):
+        number, direction = key.split()
+        name, other = facts()[int(number)]
+        if direction == "forward":
+            return f"{name}:{other}"
+        start = f"{other}:"
+        return (start if self.split_of(key) == "train" else as_prompt(start)) + name
+
+
 class Parity(Task):  # bits, and the parity of each and all before it: left to right, a step a bit
     name, length = "parity", 2 * 20 + 1
 
@@ -316,6 +329,7 @@ ALL = (
     Star(),
     Addition(),
     Reversal(),
+    Exchanged(),
     Letters("mirror", 12, lambda word, rng: word[::-1]),  # every order is as good
     Parity(),
     Colouring(),

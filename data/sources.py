@@ -1,16 +1,13 @@
 """Where documents come from: files of the user's, published files, the Hugging Face hub. Rows of
 .jsonl and .parquet files are read one at a time; text files are held whole."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip
 import hashlib
 import io
 import lzma
-import math
-import re
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +22,6 @@ from runtime.errors import UserError, reason_of
 from runtime.files import json_object, lines_of, sha256_file
 
 OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
-MOST_UNPACKED = 250  # times its size in a file that holds more than
-SMALL = 16 << 20  # bytes: text is not packed more densely than that
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
 MARKED = f"times {END_OF_TEXT} is read as ordinary text (--split-at '{END_OF_TEXT}' divides there)"
 LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
@@ -40,7 +35,6 @@ class Reading:
     prompt_field: str | None = None  # of examples (prompts.py)
     split_at: str | None = None  # what stands between the documents of a text
     counts: Counter[str] = field(default_factory=Counter)  # what the user is told, and how often
-    left: float = math.inf  # bytes that the file may still become
 
     @property
     def fields(self) -> set[str]:  # of a row, that are read
@@ -48,17 +42,8 @@ class Reading:
 
     def document(self, row: dict, place: str) -> str:
         """The document of a row. Raises UserError, which begins with `place`."""
-        for key in row.keys() - self.fields:
-            if len(self.counts) < MOST_LISTED:
-                self.counts[LEFT_OUT.format(key)] += 1
+        self.counts.update(LEFT_OUT.format(key) for key in row.keys() - self.fields)
         return text_of(row, self.field, place)
-
-    def spend(self, size: int, name: str) -> None:
-        """Raise UserError for a small file that becomes very large."""
-        self.left -= size
-        if self.left < 0:
-            much = f"more than {MOST_UNPACKED} times the size of the file"
-            raise UserError(f"{name}: {much}; if it is right, unpack it first")
 
     def documents(self, text: str) -> Iterator[str]:
         """The documents in what was read as one."""
@@ -113,11 +98,12 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Read
     def documents() -> Iterator[str]:
         empty = 0
         for path, read in files.items():
-            before = reading.left = max(SMALL, MOST_UNPACKED * path.stat().st_size)
+            is_empty = True
             with unpacked(path) as stream:
                 for text in read(stream, str(path), reading):
                     yield from reading.documents(text)
-            empty += reading.left == before
+                    is_empty = False
+            empty += is_empty
         if empty == len(files):
             raise UserError(f"{', '.join(map(str, [*files][:3]))} holds no document; leave it out")
         reading.counts["empty files are skipped"] += empty
@@ -151,10 +137,8 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
 
 def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """The file as one document, with line ends of Unix; none if it is empty."""
-    data = stream.read(-1 if reading.left == math.inf else int(reading.left) + 1)
-    reading.spend(len(data), name)
     try:
-        text = data.decode("utf-8-sig")
+        text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
         raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
@@ -163,20 +147,24 @@ def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
         yield text.replace("\r\n", "\n")
 
 
+def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """The only file of a .zip as one document."""
+    try:
+        with zipfile.ZipFile(stream) as archive, archive.open(*archive.namelist()) as file:
+            yield from read_whole(file, name, reading)
+    except (zipfile.BadZipFile, TypeError) as error:  # TypeError: not one file
+        raise UserError(f"{name}: no .zip of one file ({reason_of(error)}); get it again") from None
+
+
 def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """A document for each line, with its end."""
     for text in read_whole(stream, name, reading):
-        lines = re.finditer(r"[^\n]*\n|[^\n]+", text.replace("\r", "\n"))
-        for number, line in enumerate(lines, 1):
-            if "\0" in line[0]:
-                raise UserError(f"{name} line {number}: this is not text; is it the right file?")
-            yield line[0]
+        yield from io.StringIO(text.replace("\r", "\n"), newline="\n")
 
 
 def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """A document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        reading.spend(len(line), place)
         yield reading.document(json_object(line, place), place)
 
 
@@ -193,22 +181,12 @@ def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]
     """A document for each row of a table."""
 
     def rows() -> Iterator[dict]:
-        from pyarrow import types
         from pyarrow.parquet import ParquetFile
 
         file = ParquetFile(stream)
-        names, about = file.schema_arrow.names, file.metadata
-        sizes = (about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-        if max(about.num_rows, sum(sizes)) > reading.left:
-            reading.spend(int(reading.left) + 1, name)
-        # A text that many rows share is one text in memory.
-        shared = [column.name for column in file.schema_arrow if types.is_string(column.type)]
-        file = ParquetFile(stream, read_dictionary=shared)
-        for batch in file.iter_batches(50, columns=[n for n in names if n in reading.fields]):
-            for i in range(len(batch)):
-                read = {n: batch[n][i].as_py() for n in batch.schema.names}
-                reading.spend(1 + len(str(read)), name)
-                yield dict.fromkeys(names) | read
+        names = file.schema_arrow.names
+        for batch in file.iter_batches(500, columns=[n for n in names if n in reading.fields]):
+            yield from (dict.fromkeys(names) | row for row in batch.to_pylist())
 
     return texts_of(rows(), reading, name, "damaged, or not a .parquet file")
 
@@ -259,7 +237,8 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Re
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            raise UserError(f"{url}: {reason_of(error)}; {OFFLINE.format(name)}") from error
+            advice = f"get it elsewhere, then: python data/prepare.py {name} --source FILE"
+            raise UserError(f"{url}: {reason_of(error)}; {advice}") from error
         yield from read(stream, url, reading)
 
     return Corpus(documents(), [{"url": url}])

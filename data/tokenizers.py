@@ -1,8 +1,10 @@
-"""Tokenizers: text <-> ids, under three names, or of a file.
+"""Tokenizers: text <-> ids, under four names, or of a file.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
+chorales notes of four voices in turn, C2 to A5, and rests: 48 ids
+alphabet:ACDE... the characters of a string, in its order, and end-of-text
 
 Files, which are kept beside data, runs and exports under the names tokenizer.tiktoken, a vocabulary
 of the user's, and tokenizer.json, that of a pretrained model of `transformers`."""
@@ -23,15 +25,20 @@ from runtime.errors import UserError, reason_of
 from runtime.files import write_atomically
 from runtime.validation import check_value, expand_home, read_bounded
 
-TOKENIZERS = ("gpt2", "english", "bytes")
+TOKENIZERS = ("gpt2", "english", "bytes", "chorales")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
 HUB = "tokenizer.json"  # the same of a pretrained model
 FILES = (OWN, HUB)
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
+ALPHABET = "alphabet:"  # and its characters: a name
 END_OF_TEXT = "<|endoftext|>"
 # What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
+VOICES = ("soprano", "alto", "tenor", "bass")
+LOWEST, HIGHEST = 36, 81  # MIDI pitches of a chorale
+NOTES = "C C# D D# E F F# G G# A A# B".split()
+FLATS = {"Db": "C#", "Eb": "D#", "Gb": "F#", "Ab": "G#", "Bb": "A#"}
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -39,9 +46,8 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 class Tokenizer:
     """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name, vocab_size,
-    eot, encode_array(text), (n,) of `dtype`, for which "<|endoftext|>" is plain text,
-    to_bytes(ids), with that text for end-of-text, and, except HubTokenizer, ranks (ids by the bytes
-    of a token)."""
+    eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is plain text, to_bytes(ids)
+    with that text for end-of-text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
 
     adds_space = False  # before a text
 
@@ -103,6 +109,10 @@ class Tokenizer:
         ids = range(self.vocab_size)
         return np.array([len(self.to_bytes([i])) if i != self.eot else 0 for i in ids])
 
+    def pitches(self, ids: list[int]) -> list[int] | None:
+        """MIDI pitches of `ids`, -1 for a rest; None where they are text."""
+        return None
+
 
 class BytesTokenizer(Tokenizer):
     name, vocab_size, eot = "bytes", 257, 256
@@ -116,6 +126,60 @@ class BytesTokenizer(Tokenizer):
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
 
+class AlphabetTokenizer(Tokenizer):
+    """Characters, such as amino acids; text with another one is an error."""
+
+    def __init__(self, letters: str):
+        if twice := sorted({letter for letter in letters if letters.count(letter) > 1}):
+            raise UserError(f"--alphabet has {twice[0]!r} twice; give each character once")
+        self.letters, self.name, self.eot = letters, ALPHABET + letters, len(letters)
+        self.vocab_size = self.eot + 1
+        self.ranks = {letter.encode(): i for i, letter in enumerate(letters)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        codes, known = (
+            np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in (text, self.letters)
+        )
+        order = known.argsort()
+        places = np.searchsorted(known[order], codes).clip(max=self.eot - 1)
+        if (wrong := known[order][places] != codes).any():
+            found = f"{chr(codes[wrong][0])!r} is not in the alphabet {self.letters!r}"
+            raise UserError(f"{found}; add it, or leave such text out")
+        return order[places].astype(self.dtype)
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return "".join([*self.letters, END_OF_TEXT][i] for i in ids).encode()
+
+
+class ChoralesTokenizer(Tokenizer):
+    """Notes of the four VOICES in turn: a line of text is a sixteenth, "C5  G4  E4  C3". Id 0 is a
+    rest, r; ids from 1 are the pitches from LOWEST. Bb4 is read as A#4."""
+
+    name, vocab_size, eot = "chorales", HIGHEST - LOWEST + 3, HIGHEST - LOWEST + 2
+    names = ["r", *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1))]
+    ranks = {name.encode(): i for i, name in enumerate(names)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        words = [FLATS.get(word[:2], word[:2]) + word[2:] for word in text.split()]
+        if wrong := [word for word in words if word not in self.names]:
+            advice = "write C2 to A5, such as F#4 or Bb4, or r for a rest"
+            raise UserError(f"{wrong[0][:40]!r} is no note of a chorale; {advice}")
+        return np.array([self.ranks[word.encode()] for word in words], np.uint16)
+
+    def pieces(self, ids) -> list[str]:
+        names = [([*self.names, END_OF_TEXT])[i] for i in ids]
+        return [n + "\n" if i % 4 == 3 else n.ljust(4) for i, n in enumerate(names)]
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return "".join(self.pieces(ids)).encode()
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.full(self.vocab_size, np.nan)  # bits per byte of text mean nothing here
+
+    def pitches(self, ids: list[int]) -> list[int]:
+        return [i - 1 + LOWEST if 0 < i < self.eot else -1 for i in ids]
+
+
 class BytePairTokenizer(Tokenizer):
     """An encoding of tiktoken."""
 
@@ -125,13 +189,8 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        text = without_lone_surrogates(text)
-        encode = functools.partial(self.encoding.encode_to_numpy, disallowed_special=())
-        try:
-            return encode(text).astype(np.uint16)
-        except ValueError:  # a million spaces in a row overflow the regular expression's stack
-            parts = re.split(r"(\s{100000})(?=\s)", text)
-            return np.concatenate([encode(part) for part in parts]).astype(np.uint16)
+        ids = self.encoding.encode_to_numpy(without_lone_surrogates(text), disallowed_special=())
+        return ids.astype(np.uint16)
 
 
 class HubTokenizer(Tokenizer):
@@ -223,13 +282,15 @@ def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[
 
 
 def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of this name: one of TOKENIZERS, a path FILE.tiktoken or tokenizer.json, or OWN
-    or HUB in `folder` or up to two folders above it. Raises UserError if its vocabulary has another
-    sha256."""
+    """The tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path FILE.tiktoken or
+    tokenizer.json, or OWN or HUB in `folder` or up to two folders above it. Raises UserError for
+    another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
-    if name.endswith(".tiktoken"):
+    if name.startswith(ALPHABET):
+        tokenizer = AlphabetTokenizer(name.removeprefix(ALPHABET))
+    elif name.endswith(".tiktoken"):
         tokenizer = _read_file(expand_home(name))
     elif name.endswith(".json"):
         tokenizer = HubTokenizer(expand_home(name))
@@ -267,8 +328,8 @@ def _read_file(path: Path) -> BytePairTokenizer:
 @functools.cache
 def _get_known(name: str) -> Tokenizer:
     check_value(name, Literal[TOKENIZERS], "the tokenizer")
-    if name == "bytes":
-        return BytesTokenizer()
+    if name in ("bytes", "chorales"):
+        return BytesTokenizer() if name == "bytes" else ChoralesTokenizer()
     if name == "english":
         return _read_file(ENGLISH)
     import tiktoken
@@ -276,8 +337,7 @@ def _get_known(name: str) -> Tokenizer:
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
     except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        raise UserError(
-            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). Without a "
-            "network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
-            "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
-        ) from error
+        what = f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
+        place = "a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+        advice = f"set TIKTOKEN_CACHE_DIR to {place}, or use --tokenizer bytes"
+        raise UserError(f"{what}. Without a network, {advice}") from error

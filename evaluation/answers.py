@@ -1,9 +1,6 @@
 """Prompts of a prepared data set answered by a model, and how many answers are right: exact match.
 
-N rows of T tokens.
-"""
-
-from __future__ import annotations
+N rows of T tokens."""
 
 import functools
 import math
@@ -38,11 +35,11 @@ class Questions:
     roles: Roles
     task: Task | None  # says which answers are right; None: only the row's own is
 
-    def first(self, count: int) -> Questions:
+    def first(self, count: int) -> "Questions":
         roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
         return replace(self, tokens=self.tokens[:count], roles=roles)
 
-    def given_first(self) -> Questions:
+    def given_first(self) -> "Questions":
         """With the prompt at the beginning, for a model that can only continue a text."""
         order = self.roles.first_given(torch.arange(self.tokens.shape[1]).expand_as(self.tokens))
         rows = self.tokens, self.roles.predicted, self.roles.given
@@ -116,9 +113,8 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
 
 
 def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
-    """The mean of the task's limit over the rows of a plan; None where there is none, or where the
-    model chooses the sizes of groups, not every token is drawn from its distribution, or some are
-    redrawn."""
+    """The mean of the task's limit over the rows of a plan; None where there is none, where the
+    model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
     exact = options.choice.is_exact and not options.refine
     if task is None or task.limit is None or plan.pace or not exact:
         return None
@@ -130,10 +126,11 @@ def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float |
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
-    pieces, shown = loaded.get_tokenizer().pieces, []
+    tokenizer, shown = loaded.get_tokenizer(), []
     board = questions.task.board if questions.task else None
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
         caption = "right" if record["right"] else "wrong"
-        shown.append(PageSample(pieces(tokens), step, log_probs, board, caption))
+        roll = None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)  # in its order
+        shown.append(PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll))
     return render(shown, told)

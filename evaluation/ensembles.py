@@ -14,13 +14,9 @@ As written, one sequence takes T M passes. `cheap_gains` estimates L_M - L_1 wit
 1. One context instead of T: a uniform length on 0..T-1, a uniformly random set of positions, and
    the mean over all other positions instead of one target (RADD, arXiv 2406.03736).
 2. The gain instead of the loss: under uniform orders, mean_j log p_j - log mean_j p_j has the
-   expectation L_M - L_1, and varies far less. L_1 comes from ordinary causal passes
-   (results/order_ensembles.md).
+   expectation L_M - L_1, and varies far less. L_1 takes causal passes (results/order_ensembles.md).
 
-B sequences, T positions, M members, S ensemble sizes.
-"""
-
-from __future__ import annotations
+B sequences, T positions, M members, S ensemble sizes."""
 
 from typing import NamedTuple
 

@@ -3,10 +3,7 @@
 Standard error over sequences: the uncertainty from which texts and which random orders were
 sampled, if sequences were independent. Blocks of one document are not: the error by document takes
 documents as clusters. Monte Carlo error: the part from which orders, masks or contexts were sampled
-for *these texts*, which falls with their number. N sequences, D Monte Carlo samples.
-"""
-
-from __future__ import annotations
+for *these texts*, which falls with their number. N sequences, D Monte Carlo samples."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text as something to score: N rows of a set, B in a batch, T tokens in a block."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass, replace
@@ -71,7 +69,7 @@ class EvalSet:
     @cached_property
     def documents(self) -> Tensor:
         """(N,) number of the document that the middle of every row is in."""
-        if self.dataset.of_records:
+        if self.dataset.meta.get("protocol") == "records":
             return torch.arange(self.count)
         rows = np.append(self._chosen, self.dataset.num_blocks)[: self.count]  # or the tail's
         middles = rows * self.dataset.block_size + self.lengths.numpy() // 2

@@ -7,20 +7,16 @@ Importing this module registers the model under the name "aogpt"; eval_tasks.py 
 
 The harness is the package lm_eval: pip install -r requirements-harness.txt.
 
-Shapes: B rows of a batch, T positions, D width, N scored tokens.
-"""
-
-from __future__ import annotations
+Shapes: B rows of a batch, T positions, D width, N scored tokens."""
 
 import copy
-import dataclasses
 import functools
 import hashlib
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -98,7 +94,7 @@ class HarnessModel(TemplateLM):
     ):
         require_lm_eval()
         super().__init__()
-        names = {field.name for field in dataclasses.fields(Settings)}
+        names = {field.name for field in fields(Settings)}
         self.settings = a = Settings(**{k: v for k, v in options.items() if k in names})
         check_values(a, name=str)
         decoding = DecodingOptions(**{k: v for k, v in options.items() if k not in names})
@@ -115,7 +111,7 @@ class HarnessModel(TemplateLM):
         order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
         self.order, mode = decoding.order or order, decoding.mode or mode
         order = decoding.order if mode in ("order", "speculative") else None
-        decoding = dataclasses.replace(decoding, mode=mode, order=order)
+        decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
         self.counts = Counter()  # of requests: all, with a token across, with a context cut short
@@ -131,8 +127,6 @@ class HarnessModel(TemplateLM):
             raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
         if self.decoding.refine:
             raise UserError("--refine is not for tasks of the harness: leave it out")
-
-    # ---- what the harness asks of a model --------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -214,8 +208,7 @@ class HarnessModel(TemplateLM):
         return [(math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The text after each context; gen_kwargs: until, max_gen_toks, do_sample, temperature,
-        top_p, top_k."""
+        """The text after each context; gen_kwargs: see `generation_settings`."""
         groups, copies = defaultdict(list), Counter()
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
@@ -239,8 +232,6 @@ class HarnessModel(TemplateLM):
         self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
         return context[new - self.block_size :]
 
-    # ---- scoring ---------------------------------------------------------------------------------
-
     def scoring_pass(self, context: list[int], continuation: list[int], draw: int) -> ScoringPass:
         """Pass `draw` over a request, by the definitions above."""
         a, c, n = self.settings, len(context), len(continuation)
@@ -261,8 +252,7 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
-        """For each pass: its weighted sum of log-probabilities, and whether every scored token is
-        the most probable one."""
+        """A pass: the weighted sum of log-probabilities, and whether all tokens are likeliest."""
         length = torch.tensor([len(p.tokens) for p in passes])
         first = torch.tensor([p.first for p in passes])
         steps = torch.arange(int(length.max()))
@@ -284,8 +274,7 @@ class HarnessModel(TemplateLM):
         return [(p.weight * float(values.sum()), bool(hit.all())) for p, values, hit in parts]
 
     def _encoder_hidden(self, tokens, order, scored, length) -> Tensor:
-        """Hidden states (B, T, D) in the steps of `order`; scored ones are masked, padding is not
-        seen."""
+        """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
         sigma = log_linear_noise(masked.sum(dim=1) / length.double()) if config.noise else None
@@ -301,8 +290,6 @@ class HarnessModel(TemplateLM):
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
         hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets
         return torch.stack([log_probs, hits.to(log_probs.dtype)], dim=1)
-
-    # ---- generation ------------------------------------------------------------------------------
 
     def generation_settings(self, gen_kwargs: dict) -> tuple[TokenChoice, int, tuple[str, ...]]:
         """How to draw, tokens at most, and strings that end the answer."""

@@ -1,8 +1,6 @@
 """Infilling: how well a model predicts, and fills, the middle sentence of a passage, or its last
 word. N passages of T tokens; the middle of each goes from `start` to `end`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class Passages:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, rows: slice) -> Passages:
+    def __getitem__(self, rows: slice) -> "Passages":
         return Passages(self.tokens[rows], self.start[rows], self.end[rows])
 
     def known(self, both_sides: bool) -> Tensor:
@@ -39,9 +37,9 @@ class Passages:
         before = positions < self.start[:, None]
         return before | (positions >= self.end[:, None]) if both_sides else before
 
-    def middle(self, tokens: Tensor) -> list[list[int]]:
-        """The middle of each row of tokens, (N, T)."""
-        spans = zip(tokens.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
+    def middle(self, rows: list[list[int]]) -> list[list[int]]:
+        """The middle of each of N rows of tokens."""
+        spans = zip(rows, self.start.tolist(), self.end.tolist(), strict=True)
         return [row[start:end] for row, start, end in spans]
 
 
@@ -80,8 +78,7 @@ def find_last_words(
 
 
 def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
-    """The place of the last token from which on a document reads as white space and a word; 0
-    where there is none."""
+    """The last token from which on a document reads as white space and a word; 0: there is none."""
     for start in range(len(document) - 1, 0, -1):
         text = tokenizer.decode(document[start:])
         if text[:1].isspace() and text.strip():
@@ -92,10 +89,7 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 @torch.no_grad()
 def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """-log p of the middle, token after token, given what is known: (N,) float64, nats per token.
-    With both sides the order is: what is before, what is after, then the middle from left to right.
-    Raises UserError where a model can continue a text only and both sides are asked for."""
-    if model.config.l2r_only and both_sides:
-        raise UserError("this model has no target positions and knows what is before only")
+    With both sides (not a plain GPT's) the order is: what is before, after, then the middle."""
     tokens, device = passages.tokens, model.wte.weight.device
     known, T = passages.known(both_sides), tokens.shape[1]
     length, positions = passages.end - passages.start, torch.arange(T)

@@ -2,10 +2,7 @@
 
 A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this project. Samples
 of another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens but the
-first. Samples longer than its context are cut into windows, each scored like a sample.
-"""
-
-from __future__ import annotations
+first. Samples longer than its context are cut into windows, each scored like a sample."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -137,15 +134,15 @@ class TransformersJudge(Judge):
         # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise UserError(
-                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. Give a run "
-                "of this project; or, with pip install transformers, a causal language model: its "
-                "folder, or its Hugging Face id (which needs the network once), as gpt2-large"
-            ) from error
+            what = f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
+            model = "a causal language model's folder or Hugging Face id (needs the network once)"
+            advice = f"Give a run of this project; or, with pip install transformers, {model}"
+            raise UserError(f"{what}. {advice}") from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         if missing := sorted(info["missing_keys"]):
-            found = f"{len(missing)} weights are missing, e.g. {missing[0]}"
-            raise UserError(f"--judge {name}: {found}")
+            raise UserError(
+                f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}"
+            )
         # Without files transformers makes an empty tokenizer.
         if not self._tokenizer("The cat.").input_ids or len(self._tokenizer) > self.vocab_size:
             found = f"its tokenizer is missing or has more than {self.vocab_size} tokens"

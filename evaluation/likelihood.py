@@ -1,16 +1,11 @@
 """The likelihood of text under a model: an eval set is scored in rounds, each of which draws the
 orders (or an encoder's masks) of every sequence once.
 
-N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws").
-"""
+N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws")."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,64 +29,34 @@ from sampling.plans import Pace, Rule, l2r_plan
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
 
 
-# ---- kinds of likelihood -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Scorer:
+    """One kind of likelihood of text under a model: along each order drawn from a distribution (for
+    encoders under uniform orders the any-order ELBO, from random masks), along the order in which
+    the model itself would decode the text (a rule: DUEL), or without both SEDD's own bound. (Along
+    orders SEDD's outputs are taken as probabilities.)"""
 
+    orders: OrderConfig | None = None
+    rule: Rule | None = None
+    group: int = 1  # steps that are predicted at once
+    ensembles: tuple[int, ...] = (1,)  # rising sizes, above 1 under uniform orders only
+    weighted: bool = False  # the importance-weighted bound over all draws
+    joint: bool = False  # stratified, as masks are: the sequences of a draw depend on one another
 
-class Scorer(ABC):
-    """One kind of likelihood of text under a model."""
+    @property
+    def exact(self) -> bool:  # nothing is random
+        return self.rule is not None or self.orders is not None and self.orders.is_fixed
 
-    exact = False  # nothing is random
-    joint = False  # stratified: the sequences of a draw depend on one another
-    ensembles: tuple[int, ...] = (1,)  # rising sizes; 1 is no ensemble
-    weighted = False  # the importance-weighted bound over all draws
-    group = 1  # steps that are predicted at once
-
-    @abstractmethod
     def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
         """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
         (seed, number of the draw, rows, total of rows)."""
-
-
-@dataclass(frozen=True)
-class AlongOrders(Scorer):
-    """The exact likelihood along each order drawn from a distribution; for encoders under uniform
-    orders, the any-order ELBO from random masks."""
-
-    orders: OrderConfig
-    group: int = 1
-    ensembles: tuple[int, ...] = (1,)  # for uniformly random orders only
-    weighted: bool = False
-    joint: bool = False  # of the ELBO, which depends much on the number of masked positions
-
-    @property
-    def exact(self) -> bool:
-        return self.orders.is_fixed
-
-    def nll(self, loaded, tokens, draw, roles):
-        how = loaded.scored_from, self.group, roles
-        return token_nll(loaded.model, tokens, self.orders, *draw, *how)
-
-
-class ScoreEntropy(Scorer):
-    """SEDD's own bound. (Along orders its outputs are taken as probabilities.)"""
-
-    joint = True
-
-    def nll(self, loaded, tokens, draw, roles):
+        if self.rule is not None:
+            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
+        if self.orders is not None:
+            how = loaded.scored_from, self.group, roles
+            return token_nll(loaded.model, tokens, self.orders, *draw, *how)
         assert roles is None, "a prompt has no part in score entropy"
         return token_score_entropy(loaded.model, tokens, *draw)
-
-
-@dataclass(frozen=True)
-class OwnOrder(Scorer):
-    """Along the order in which the model itself would decode the text (DUEL)."""
-
-    rule: Rule
-    group: int = 1
-    exact = True
-
-    def nll(self, loaded, tokens, draw, roles):
-        return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
 
 
 def decoding_nll(
@@ -106,14 +71,11 @@ def decoding_nll(
     given = None if roles is None else roles.given[:, : int(length.max())]
     plan = l2r_plan(B, length, given, group)  # equals are taken from left to right
     pace = rule.pace or (Pace(most=group) if rule.block else None)
-    plan = dataclasses.replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
+    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     texts = tokens[:, : plan.order.shape[1]].cpu()
     got = generate(model, plan, texts, forced=texts)
     nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)
     return F.pad(nll, (0, T - nll.shape[1]), value=math.nan)
-
-
-# ---- batches -------------------------------------------------------------------------------------
 
 
 class Task(NamedTuple):
@@ -174,9 +136,6 @@ class BatchRunner:
         # A process has no part if there are fewer rows than processes.
         found = self.procs.gather(torch.cat(parts) if parts else None)
         return torch.cat([part for part in found if part is not None])
-
-
-# ---- scoring -------------------------------------------------------------------------------------
 
 
 # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
@@ -261,4 +220,4 @@ def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = 
     relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
-    return dataclasses.replace(found, monte_carlo_error=error)
+    return replace(found, monte_carlo_error=error)

@@ -1,8 +1,6 @@
 """What eval_ppl.py reports: a row for every data set, order and ensemble size, or of two models one
 for every data set and order, as JSON and as a Markdown table with the notes that it needs."""
 
-from __future__ import annotations
-
 import math
 
 from evaluation.estimates import Estimate

@@ -2,10 +2,7 @@
 and of a whole set.
 
 To add a measure of a sample's token ids: a function in `text_measures`, a name in `MEASURES`, a row
-in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`.
-"""
-
-from __future__ import annotations
+in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`."""
 
 import json
 import math

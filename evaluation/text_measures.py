@@ -1,8 +1,6 @@
 """Measures of generated text that need no model, and averages over samples of those that do. What
 does not exist is NaN. How to add one: scoring.py."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,8 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from evaluation.estimates import t_quantile
-
-# ---- of one sample -------------------------------------------------------------------------------
 
 
 def unigram_entropy(tokens: Sequence[int]) -> float:
@@ -26,9 +22,6 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     """distinct-n: different n-grams / n-grams of a sample."""
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
-
-
-# ---- over samples --------------------------------------------------------------------------------
 
 
 def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:

@@ -1,7 +1,5 @@
 """Files written whole or not at all, locks, checksums, and rows of JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib
@@ -19,24 +17,15 @@ from runtime.errors import UserError
 if TYPE_CHECKING:
     from runtime.processes import Processes
 
-LINE_BYTES = 64 << 20  # of rows of JSON and prompts
-MOST_VALUES = 4_000_000  # in a row of JSON, each of some 200 bytes of memory
-MOST_BLANK = 1_000_000  # blank lines in a row
 
-
-def short_name(name: str) -> str:
-    """A file name, or its hash if it is so long that no ending fits into a file system's limit."""
-    return name if len(os.fsencode(name)) <= 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any], replaces: str = "any") -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
-    replaces: "any" file, an "empty" one or "none"; FileExistsError: of others, devices, FIFOs."""
+    Raises FileExistsError for devices and FIFOs."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():  # permissions stay
@@ -44,10 +33,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any], replaces: str
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if replaces == "none":
-            open(path, "xb").close()
-        elif replaces == "empty" and path.exists() and path.stat().st_size:
-            raise FileExistsError(f"{path} is no longer empty")
         os.replace(temporary, path)
         sync(path.parent)
     except BaseException as error:
@@ -79,7 +64,7 @@ def sync(path: Path) -> None:
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     """A new folder that becomes `target` at the end, or is removed. What killed runs have left is
     removed, too. Without `replace`, a target that exists by then is an OSError."""
-    prefix = f".{short_name(target.name)}.partial-"
+    prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
@@ -101,7 +86,7 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked_for_all(folder: Path, procs: Processes) -> Iterator[None]:
+def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
     """Hold the lock of a folder, which is made if missing, for a job: all processes must call."""
     from filelock import FileLock, Timeout
 
@@ -160,16 +145,8 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
     """`read_lines` of an open file, one line in memory at a time."""
     # Lines of bytes: text would also be split at characters that JSON strings may hold.
-    blank = 0
-    for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
-        blank = blank + 1 if data.isspace() else 0
-        if 0 < blank <= MOST_BLANK:
-            continue
+    for number, data in enumerate(stream, 1):
         place = f"{name} line {number}"
-        if blank:
-            raise UserError(f"{place}: the {MOST_BLANK:,} lines before it are blank, too")
-        if len(data) > LINE_BYTES:
-            raise UserError(f"{place}: the line is longer than {LINE_BYTES >> 20} MB")
         try:
             line = data.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -180,8 +157,6 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 def json_object(line: str, place: str) -> dict:
     """The object on one line of JSON. Raises UserError that begins with the place of the line."""
-    if sum(map(line.count, "{[,")) > MOST_VALUES:
-        raise UserError(f"{place}: more than {MOST_VALUES:,} values of JSON; write shorter rows")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep

@@ -1,8 +1,5 @@
 """What a script reports: result files that replace nothing unasked, tables, pictures, versions."""
 
-from __future__ import annotations
-
-import dataclasses
 import io
 import os
 import platform
@@ -11,14 +8,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.command_line import show, visible
 from runtime.errors import UserError
-from runtime.files import short_name, to_json, write_atomically
+from runtime.files import to_json, write_atomically
 from runtime.validation import expand_home
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ class Outputs:
         """files: by option. inputs: what the script reads; what is no existing path is ignored.
         Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
-        self.replaces = {}  # "empty" or "none": another process may be about to write it, too
         inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
         options: dict[str, str] = {}
         for option, path in files.items():
@@ -64,12 +60,15 @@ class Outputs:
                 raise UserError(f"{option} {path} is a file that is read; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
-            if not overwrite:
-                self.replaces[path] = "empty" if path.exists() else "none"
+
+    @classmethod
+    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> "Outputs":
+        """The file --json, and beside it the table as Markdown (.md): `write_report`."""
+        files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
+        return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result, whole or not at all; None is nowhere. Text that cannot be written is
-        printed. Where another process has written the file, the result goes to one beside it."""
+        """Write a result, whole or not at all; None: nowhere. Where that fails, text is printed."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -78,14 +77,7 @@ class Outputs:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(
-                    path, lambda file: file.write(data), self.replaces.get(path, "any")
-                )
-            self.replaces.pop(path, None)
-        except FileExistsError:
-            beside = path.with_name(f"{short_name(path.name)}.{os.getpid()}")
-            write_atomically(beside, lambda file: file.write(data))
-            self.failed[path] = f"another process has written {path}: this result is in {beside}"
+                write_atomically(path, lambda file: file.write(data))
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
@@ -94,13 +86,15 @@ class Outputs:
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
 
-    def write_markdown(self, path: Path | None, lines: Iterable[str]) -> None:
-        self.write(path, "\n".join(map(escaped, lines)) + "\n")
+    def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
+        """The files of `of_report`; lines: of the table."""
+        self.write_json(json, value)
+        self.write(json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n")
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> "Outputs":
         return self
 
     def __exit__(self, kind, *error) -> None:
@@ -136,11 +130,12 @@ def command() -> str:
 
 
 def provenance(
-    arguments: Any, dtype: torch.dtype, device: torch.device, processes: int = 1, **more
+    arguments: Any, dtype: "torch.dtype", device: "torch.device", processes: int = 1, **more
 ) -> dict:
     """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
-    settings = dataclasses.asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
+    settings |= settings.pop("decoding", {})
     origin = {"command": command(), "settings": settings, "device": str(device)}
     return origin | {"processes": processes, "versions": versions()} | more
 

@@ -7,7 +7,7 @@ import numpy as np
 # training, or an encoder's masks. PLANS, TOKENS: of samples. SCORED_ORDERS, SCORED_MASKS: of
 # likelihoods. REQUESTS: of likelihoods in lm-evaluation-harness. A new use is a new name.
 ORDERS, SHUFFLE, SPLIT, LENGTHS, PLANS, TOKENS, SCORED_ORDERS, SCORED_MASKS = range(8)
-ENSEMBLES, REQUESTS, DROPOUT = range(8, 11)
+ENSEMBLES, REQUESTS, DROPOUT, MIXTURE = range(8, 12)
 
 
 def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = ORDERS) -> np.ndarray:

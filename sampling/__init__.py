@@ -2,8 +2,7 @@
 and engine.py.
 
     from sampling import generate, mdm_plan
-    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))
-"""
+    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))"""
 
 from sampling.engine import Engine, Generation, generate
 from sampling.plans import (
@@ -18,7 +17,3 @@ from sampling.plans import (
 )
 from sampling.simple import simple_generate
 from sampling.token_choice import TokenChoice
-
-__all__ = ["Engine", "Generation", "Plan", "TokenChoice", "adaptive_plan", "generate"]
-__all__ += ["group_sizes", "l2r_plan", "mdm_plan", "random_plan"]
-__all__ += ["simple_generate", "speculative_plan", "stack_plans"]

@@ -1,9 +1,6 @@
 """Steps that the model chooses: the positions of which it is most confident, and how many of them.
 
-`engine` is an `Engine`, whose docstring has the shapes.
-"""
-
-from __future__ import annotations
+`engine` is an `Engine`, whose docstring has the shapes."""
 
 import math
 

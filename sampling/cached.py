@@ -23,10 +23,7 @@ the last target (cached = 4, known = 5, count = 2):
 Words: place i is an index in the order, step i of model.py; slot i is where the key of input i is
 cached; a sampling step (`Step`) is one pass, which may unmask many places.
 
-Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row.
-"""
-
-from __future__ import annotations
+Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row."""
 
 import copy
 from dataclasses import dataclass
@@ -174,8 +171,7 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
-    """Logits (n, V); on a GPU the sums of a bfloat16 product are not rounded to 8 bits, too few for
-    an exact draw."""
+    """Logits (n, V); on a GPU not rounded to the 8 bits of bfloat16, too few for an exact draw."""
     head = model.head
     if not (x.is_cuda and head.weight.dtype == torch.bfloat16):
         return model.head_logits(x)
@@ -190,17 +186,13 @@ def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
 
         row      0     0     0     1     1
         column   0     1     2     0     0
-        valid    True  True  True  True  False
-    """
+        valid    True  True  True  True  False"""
     ends = counts.cumsum(0)
     starts = ends - counts
     index = torch.arange(total, device=counts.device)
     row = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
     valid = index < ends[-1]
     return row, (index - starts[row]) * valid, valid
-
-
-# ---- the copy of a model that decoding runs ------------------------------------------------------
 
 
 class PackedLinear(nn.Module):
@@ -228,8 +220,7 @@ class PackedMLP(nn.Module):
 
 
 def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
-    """The model, sharing all parameters, with compiled blocks or, in float32 on a CPU, with packed
-    layers."""
+    """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers."""
     model, weight = copy.deepcopy(model, {id(p): p for p in model.parameters()}), model.wte.weight
     # What would be computed in every pass.
     if model.angles is not None:

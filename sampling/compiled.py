@@ -1,7 +1,5 @@
 """Compiled steps: few shapes, and CUDA graphs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -3,10 +3,7 @@ Plans whose steps are known are followed without waiting for the device; the mod
 `adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
-place in the prediction order, in the cache and in the buffers (B, T + 1); slot T is never read.
-"""
-
-from __future__ import annotations
+place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T."""
 
 import contextlib
 import importlib.util
@@ -25,9 +22,8 @@ from sampling.adaptive import adapt, reorder
 from sampling.cached import KVCache, Step, decoding_copy
 from sampling.compiled import GraphRunner, few_shapes, many_shapes
 from sampling.plans import Plan, group_sizes, l2r_plan, stack_plans
-from sampling.repetition import known_text, without_repeats
 from sampling.speculation import speculate
-from sampling.token_choice import TokenChoice, choose_tokens
+from sampling.token_choice import TokenChoice, choose_tokens, known_text, without_repeats
 from variants import head_chunk, log_linear_noise
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
@@ -54,7 +50,7 @@ class Generation:
         return len(self.tokens)
 
     @staticmethod
-    def joined(parts: list[Generation]) -> Generation:
+    def joined(parts: list["Generation"]) -> "Generation":
         """Samples that were generated in parts, as one."""
         values = zip(*(vars(part).values() for part in parts), strict=True)
         return Generation(*(torch.cat(v) if torch.is_tensor(v[0]) else sum(v) for v in values))
@@ -75,7 +71,6 @@ def generate(
     uniforms: Tensor | None = None,
     forced: Tensor | None = None,
     batch_size: int | None = None,
-    halve: bool | None = None,
     progress: Callable[[int], None] | None = None,
     **settings,
 ) -> Generation:
@@ -88,19 +83,15 @@ def generate(
         uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
             row b alone, up to rounding.
         forced: LongTensor (B, T): take these tokens instead of drawing any, for log-probabilities.
-        batch_size: samples in flight at once; by default all.
-        halve: whether to halve the batch while memory runs out; by default if batch_size is None.
+        batch_size: samples in flight at once, halved while memory runs out; by default all.
         progress: called after every step with the number of positions it unmasked, below 0 where a
             smaller batch begins again.
         settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
     Raises UserError for what does not fit together, without memory, and for output not finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; give at least 1, or None for all")
     choice = settings.get("choice") or TokenChoice()
     inputs = check_inputs(model, plan, choice, tokens, uniforms, generator, forced)
-    halve = batch_size is None if halve is None else halve
     size, generated = min(B, batch_size or B), 0
 
     def count(positions: int) -> None:
@@ -118,12 +109,9 @@ def generate(
         # Out of the except clause, whose frames keep tensors alive.
         devices.release_memory(device)
         count(-generated)  # take back what was reported; `generated` is 0 again
-        if not halve or size == 1:
-            advice = f"take a batch size of {size // 2} or less"
-            if size == 1:
-                advice = "not even one sample fits: take shorter samples or more steps"
-            tried = f"a batch of {size} samples of {T} tokens on {device}"
-            raise UserError(f"memory ran out with {tried}: {advice}")
+        if size == 1:
+            tried = f"memory ran out with one sample of {T} tokens on {device}"
+            raise UserError(f"{tried}: take shorter samples or more steps")
         size //= 2
 
 
@@ -136,7 +124,6 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
-        (B == 0, "the plan holds no samples; plan at least one"),
         (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
         (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
         (plan.draft and inexact, f"speculation draws exactly; {exact}"),
@@ -216,8 +203,6 @@ class Engine:
         tokens). compile: torch.compile the blocks; worth its minutes for many samples. kernels: on
         a GPU, Triton kernels and, compiled, CUDA graphs. end_token: a sample in which it and all
         before it are known is generated no further, where its plan fixes the steps."""
-        if vocab_size is not None and vocab_size < 1:
-            raise UserError(f"vocab_size is {vocab_size}; give at least 1, or None for all")
         self.B, self.T, self.vocab_size = batch_size, length, vocab_size
         self.end_token = end_token
         self.choice, self.compiled = choice or TokenChoice(), compile
@@ -361,8 +346,6 @@ class Engine:
         first_end = position.where(is_end, self.T).amin(dim=1)
         return first_end < position.where(unknown, self.T).amin(dim=1)
 
-    # ---- tokens ----------------------------------------------------------------------------------
-
     def take_step(self, step: Step) -> None:
         """Predict and unmask: tensor code whose shapes follow from the numbers of the step."""
         hidden, index = self.predict(step)
@@ -393,8 +376,7 @@ class Engine:
         return self.forced[row, self.order[row, slot]]
 
     def draw(self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor) -> None:
-        """Draw and store the tokens of the slots, given `known` (B,) of each row, or store those
-        that are forced."""
+        """Draw the tokens of the slots, given `known` (B,) of each row, or store forced ones."""
         text = None
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, known)

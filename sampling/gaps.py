@@ -4,17 +4,13 @@
 of different lengths are ranked by what they make of the known text after them: its log-probability
 per token, given all that is before it. The filling's own probability falls with every token.
 
-Shapes: N fillings, T positions of the longest.
-"""
-
-from __future__ import annotations
+Shapes: N fillings, T positions of the longest."""
 
 import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +24,6 @@ from variants import group_log_probs
 
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
 MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
-Ranking = Literal["right", "joint", "filling"]
 
 
 class TooLong(UserError):
@@ -134,10 +129,10 @@ def _mean(log_probs: Tensor, where: Tensor) -> Tensor:
     return (log_probs * where).sum(dim=1) / where.sum(dim=1)  # NaN where there are none
 
 
-def ranked(scores: Sequence[Scores], by: Ranking = "right") -> list[int]:
+def ranked(scores: Sequence[Scores]) -> list[int]:
     """The numbers of the fillings, the best first; without text to the right by `joint`."""
-    keys = [(getattr(score, by), score.joint) for score in scores]
-    return sorted(range(len(keys)), key=lambda i: -keys[i][math.isnan(keys[i][0])])
+    keys = [score.joint if math.isnan(score.right) else score.right for score in scores]
+    return sorted(range(len(keys)), key=lambda i: -keys[i])
 
 
 def best_fillings(model: AOGPT, given, tokens, most: int) -> list[tuple[int, Scores]]:

@@ -5,8 +5,7 @@
     ids = tokenizer("The cat[MASK][MASK][MASK] home.", return_tensors="pt").input_ids
     print(tokenizer.decode(model.generate(ids)[0]))
 
-Shapes: B sequences, T positions, V vocabulary.
-"""
+Shapes: B sequences, T positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -32,13 +31,7 @@ class AOGPTConfig(PreTrainedConfig):
 
     model_type = "aogpt"
 
-    def __init__(
-        self,
-        aogpt: dict | None = None,
-        mask_token_id: int | None = None,
-        start_token_id: int | None = None,
-        **more,
-    ):
+    def __init__(self, aogpt: dict | None = None, mask_token_id=None, start_token_id=None, **more):
         self.aogpt, self.mask_token_id = aogpt or {}, mask_token_id
         self.start_token_id = start_token_id
         more["tie_word_embeddings"] = bool(aogpt and aogpt["model"]["tied_head"])
@@ -70,17 +63,12 @@ class AOGPTModel(PreTrainedModel):
             module.make_angles(module.wte.weight.device)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        order: Tensor | None = None,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **ignored,
+        self, input_ids: Tensor, order=None, labels=None, attention_mask=None, **ignored
     ) -> CausalLMOutput:
         """logits (B, T, V): a decoder's predict position order[:, i] from positions order[:, :i],
         an encoder's every position from those that are not [MASK].
 
-        input_ids (B, T). order (B, T), rows are permutations of 0..T-1; None: left to right, where
+        input_ids (B, T). order (B, T): rows are permutations of 0..T-1; None: left to right, where
         logits[:, i] predict token i, not i + 1. labels (B, T), by position, -100 for positions
         without loss: the loss is their mean cross-entropy in nats. attention_mask: all ones."""
         model, config = self.model, self.model.config

@@ -30,8 +30,7 @@ _FIRST, _SECOND = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
-    """Whether `choose` draws what the reference would; not if a field that it does not know is
-    used."""
+    """Whether `choose` draws what the reference would: it must know all fields that are used."""
     others = {field.name: field.default for field in dataclasses.fields(choice)}
     new = vars(choice).keys() - KNOWN_FIELDS
     exact = choice.noise == "float64" and choice.top_k is None and choice.crossing == "keep"

@@ -1,7 +1,5 @@
 """At the terminal: replay finished samples step by step, and read lines to fill in."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

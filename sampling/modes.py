@@ -1,13 +1,9 @@
 """The modes of generation as scripts offer them: options, plans, and samples from a seed alone.
 
-Shapes: B samples, T positions of the longest.
-"""
+Shapes: B samples, T positions of the longest."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
@@ -50,7 +46,7 @@ MODE_OPTIONS = {
     "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
-TOKEN_CHOICE = [field.name for field in dataclasses.fields(TokenChoice)]
+TOKEN_CHOICE = [field.name for field in fields(TokenChoice)]
 REFINING = {"refine_share": 0.1, "refine_by": "drawn"}  # defaults of what goes with `refine`
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
@@ -106,7 +102,7 @@ class DecodingOptions(TokenChoice):
     others: those that are least likely given all others; a model call a token and round.
     random: at random (Gibbs sampling)."""
     batch_size: Count | None = None
-    """Samples in flight at once; by default 16, or fewer where memory runs out.
+    """Samples in flight at once, fewer where memory runs out; by default 16.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples."""
@@ -126,11 +122,11 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
     options without meaning in it, and for values that exclude each other."""
     if options.mode is None:
         mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
-        options = dataclasses.replace(options, mode=mode)
+        options = replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
             raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
-        options = dataclasses.replace(options, mode="adaptive", unmask_by=options.mode)
+        options = replace(options, mode="adaptive", unmask_by=options.mode)
     defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
@@ -147,7 +143,7 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
             raise UserError(f"{flag(name)} has no meaning without --refine: give it, such as 4")
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
-    o = dataclasses.replace(options, **defaults)
+    o = replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
             raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
@@ -172,12 +168,11 @@ def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> Dec
     counts = {context.count(None) for context in contexts}
     if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
         return options
-    return dataclasses.replace(options, steps=counts.pop())
+    return replace(options, steps=counts.pop())
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
-    """Raise UserError if a model of this shape cannot generate so. options: with the mode's
-    defaults."""
+    """Raise UserError if a model cannot generate so. options: with the mode's defaults."""
     needs = "needs a model that is conditioned on the target position"
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
@@ -280,35 +275,29 @@ def generate_distributed(
     share, part = procs.share(len(planned.plan)), None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
     settings = {"choice": options.choice, "vocab_size": vocab_size}
+    settings |= {"batch_size": options.batch_size or BATCH_SIZE}
     settings |= {"compile": options.compile, "kernels": options.kernels}
-    if options.refine:
-        end_token = None  # what follows it may change
-    batch = {"batch_size": options.batch_size or BATCH_SIZE, "halve": options.batch_size is None}
     total, quiet = int(plan.generated().sum()), None if procs.main else True
     if options.refine:
+        end_token = None  # what follows it may change
         total += options.refine * int(redrawn(plan.generated(), options.refine_share).sum())
     shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
     with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
-            part = generate(model, plan, tokens, **random, **batch, **settings, end_token=end_token)
+            part = generate(model, plan, tokens, **random, **settings, end_token=end_token)
             if options.refine:
                 how = options.refine, options.refine_share, options.refine_by
-                part = refine(model, part, uniforms, *how, bar.update, **batch, **settings)
+                part = refine(model, part, uniforms, *how, bar.update, **settings)
     return Generation.joined([part for part in procs.gather(part) if part is not None])
 
 
 def generate_rows(
-    model: AOGPT,
-    contexts: list[Context],
-    options: DecodingOptions,
-    vocab_size: int,
-    seed: int,
-    num_samples: int = 1,
+    model: AOGPT, contexts: list[Context], options: DecodingOptions, vocab_size: int, seed, count=1
 ) -> list[list[int]]:
-    """The tokens of `num_samples` samples in a row for each context, made by this process alone.
+    """The tokens of `count` samples in a row for each context, made by this process alone.
     options: with the mode's defaults."""
-    planned = plan_samples(options, contexts, seed, num_samples)
+    planned = plan_samples(options, contexts, seed, count)
     alone = Processes(0, 1, model.wte.weight.device)
     samples = generate_distributed(model, planned, options, vocab_size, alone)
     return [tokens for tokens, *_ in samples.rows()]
@@ -322,11 +311,7 @@ def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
 
 
 def sample_records(
-    samples: Generation,
-    tokenizer: Tokenizer,
-    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
-    until_end: bool = False,
-    stop: Sequence[str] = (),
+    samples: Generation, tokenizer: Tokenizer, prompts=(("prompt", ""),), until_end=False, stop=()
 ) -> list[dict]:
     """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
     step -1: given; log_probs: nats; order: the positions in the order in which they became known.

@@ -5,7 +5,6 @@ the text fill in. page.html is its template: it loads nothing and reads its data
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.errors import UserError
 from runtime.files import to_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -13,7 +12,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 @dataclass(frozen=True)
 class PageSample:
-    """One sample of T tokens, in sequence order. Raises UserError for lists that do not fit."""
+    """One sample of T tokens, in sequence order."""
 
     pieces: list[str]  # the text of each token, as `Tokenizer.pieces` gives it
     step: list[int]  # the step, from 0, at which each was unmasked; -1: given
@@ -21,21 +20,13 @@ class PageSample:
     board: tuple[int, int, int, int] | None = None  # a token a cell: rows and columns of a board,
     # and of the boxes that it is made of; None: lines as long as the page is wide
     caption: str = ""
-
-    def __post_init__(self):
-        lengths = len(self.pieces), len(self.step), len(self.log_probs)
-        if len(set(lengths)) > 1:
-            raise UserError("{} pieces, {} steps and {} log-probabilities".format(*lengths))
-        if min(self.step, default=0) < -1:
-            raise UserError(f"a sample has step {min(self.step)}; give 0 or more, or -1 (given)")
+    roll: list[int] | None = None  # MIDI pitches of a piano roll, -1: a rest; four voices in turn
 
 
 def render(samples: list[PageSample], settings: dict) -> str:
     """The whole HTML document; write it as UTF-8. settings: plain values by name, shown as they
     are. The URL fragment selects a state: `#sample=2&step=12` is the second sample after 12 of its
-    steps that unmask something; without it all are done. Raises UserError for no samples."""
-    if not samples:
-        raise UserError("there are no samples to show; give at least one")
+    steps that unmask something; without it all are done."""
     data = to_json({"samples": [asdict(sample) for sample in samples], "settings": settings})
     # to_json leaves only ASCII; without "<" no text can end the script element that holds the data.
     data = data.replace("<", "\\u003c")

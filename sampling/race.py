@@ -1,7 +1,6 @@
 """A draw from weights and one uniform number, which rounding hardly ever changes.
 
-Shapes: N rows, V ids.
-"""
+Shapes: N rows, V ids."""
 
 import torch
 import torch.nn.functional as F

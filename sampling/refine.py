@@ -5,10 +5,7 @@ random order, each from the model's distribution given all that is known then. A
 kept tokens in the order in which they became known; those redrawn become its last. So redrawing the
 last token of an order leaves the joint along that order as it is.
 
-Shapes: B samples, T positions.
-"""
-
-from __future__ import annotations
+Shapes: B samples, T positions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -66,16 +63,11 @@ def redraw(model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **ho
     plan = _last(samples.order, samples.length, chosen, keys)
     new = generate(model, plan, samples.tokens, **how)
     step = new.step + samples.step.amax(dim=1, keepdim=True) + 1
-    return Generation(
-        new.tokens,
-        step.where(chosen, samples.step),
-        new.log_probs.where(chosen, samples.log_probs),
-        samples.length,
-        samples.model_calls + new.model_calls,
-        samples.token_forwards + new.token_forwards,
-        samples.nfe + new.nfe,
-        new.order,
-    )
+    step = step.where(chosen, samples.step)
+    log_probs = new.log_probs.where(chosen, samples.log_probs)
+    names = "model_calls", "token_forwards", "nfe"
+    cost = (getattr(samples, name) + getattr(new, name) for name in names)
+    return Generation(new.tokens, step, log_probs, samples.length, *cost, new.order)
 
 
 def given_others(model: AOGPT, samples: Generation, **how) -> tuple[Generation, Tensor]:

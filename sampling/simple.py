@@ -1,8 +1,7 @@
 """The sampler to read first: one sequence of a decoder, in any order, with a KV cache.
 
 Orders come from plans.py. `engine` does the same for batches of any plan, and does not make the
-host wait for the device.
-"""
+host wait for the device."""
 
 import torch
 from torch import Tensor

@@ -2,10 +2,7 @@
 model. Samples have the same distribution as one-token-at-a-time decoding.
 
 `engine` is an `Engine`, whose docstring has the shapes. How many drafts a row accepts depends on
-the model, so every round waits once for it; what is counted is on the host.
-"""
-
-from __future__ import annotations
+the model, so every round waits once for it; what is counted is on the host."""
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +38,7 @@ def speculate(engine, plan: Plan, tally) -> None:
 
 
 def draft(engine, tally, cached: Tensor, known: Tensor, size: Tensor) -> Tensor:
-    """Draw the next `size` slots of each row in parallel; the distributions (sum of size, V) that
-    they were drawn from."""
+    """Draw the next `size` slots of each row in parallel; their distributions (sum of size, V)."""
     logits, row, slot = predict_slots(engine, tally, cached, known, known, size)
     probs = probabilities(logits, engine.choice)
     engine.store(row, slot, draw(probs, engine.uniforms_at(row, slot)), logits)
@@ -98,8 +94,7 @@ def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Ten
     If b is kept and c is not, `stop` is column 1: b and a new token in slot 5 are settled.
 
     first, n_verify: (B,) the first slot to verify, and how many, with the bonus. known, size: (B,)
-    tokens known before the round, slots drafted after them. draft_probs: of all drafts.
-    """
+    tokens known before the round, slots drafted after them. draft_probs: of all drafts."""
     # 1. Predict all drafts in one causal pass, as if they were known. Entry n is slot
     #    `first` + `column[n]` of row `row[n]`.
     logits, row, slot = predict_slots(engine, tally, cached, known + size, first, n_verify)

@@ -2,17 +2,15 @@
 
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach improbable
 tokens and silently lowers the temperature (Zheng et al. 2024). By default the noise has 53 bits: it
-is hashed from the uniform number (`draw`). Shapes: N rows, V vocabulary.
-"""
+is hashed from the uniform number (`draw`). Shapes: N rows, each a position to draw, V vocabulary; B
+samples of T positions."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge, Interval
 from torch import Tensor
 
@@ -32,10 +30,9 @@ REFINED = -1  # and two for each round below it: of `refine`
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a token is drawn from the model's distribution: against repetition (`repetition`), at a
-    temperature, then of the top k, then of top-p. The fields are options of every script that
-    decodes. Another truncation, such as min-p, is a field here, the last one, and lines in
-    `_truncated`."""
+    """How a token is drawn from the model's distribution: against repetition, at a temperature,
+    then of the top k, then of top-p. The fields are options of every script that decodes. Another
+    truncation, such as min-p, is a field here, the last one, and lines in `_truncated`."""
 
     temperature: Temperature = 1.0  # 0 takes the most probable token.
     top_p: Probability = 1.0
@@ -68,7 +65,7 @@ class TokenChoice:
     @property
     def is_exact(self) -> bool:
         """Whether tokens follow the model's own distribution."""
-        return all(getattr(self, f.name) == f.default for f in dataclasses.fields(TokenChoice))
+        return all(getattr(self, f.name) == f.default for f in fields(TokenChoice))
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
@@ -215,8 +212,7 @@ def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of the largest log weight plus Gumbel noise, both rounded to `dtype`, as are the
-    noise's uniforms."""
+    """The index of the largest log weight plus Gumbel noise, all rounded to `dtype`."""
     salt = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits
@@ -224,3 +220,47 @@ def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Ten
     # A uniform of 0 gives minus infinity, which is to mean "cut off" and nothing else.
     noise = noise.clamp(min=torch.finfo(dtype).min)
     return (weights.log().to(dtype) + noise).argmax(dim=-1)
+
+
+def known_text(tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+    """Tokens by position (B, T), -1 where not known. tokens, order: (B, T + 1) by slot, the last of
+    which is not used; known: (B,) slots."""
+    tokens, order = tokens[:, :-1], order[:, :-1]
+    slots = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.empty_like(tokens).scatter_(1, order, tokens.where(slots < known[:, None], -1))
+
+
+def without_repeats(logits: Tensor, text: Tensor, position: Tensor, choice: TokenChoice) -> Tensor:
+    """The logits (N, V) of `position` (N,), which is not known, in `text` (N, T), -1 where not
+    known, with the choice's repetition penalty and ban of n-grams."""
+    text, V = text.to(logits.device), logits.shape[1]
+    if choice.repetition_penalty > 1:
+        present = _marked(text.where(text >= 0, V), V)
+        penalty = choice.repetition_penalty
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = penalised.where(present, logits)
+    if choice.no_repeat_ngram is not None and choice.no_repeat_ngram <= text.shape[1]:
+        banned = _completing(text, position.to(logits.device), choice.no_repeat_ngram, V)
+        free = (~banned & (logits > -torch.inf)).any(dim=1, keepdim=True)
+        logits = logits.masked_fill(banned & free, -torch.inf)
+    return logits
+
+
+def _completing(text: Tensor, position: Tensor, n: int, V: int) -> Tensor:
+    """BoolTensor (N, V): the tokens that complete, at `position`, an n-gram that is in the text."""
+    ngrams = F.pad(text, (n - 1, n - 1), value=-1).unfold(1, n, 1)  # (N, windows, n)
+    known = ngrams >= 0
+    banned = torch.zeros(len(text), V, dtype=torch.bool, device=text.device)
+    row = torch.arange(len(text), device=text.device)
+    for place in range(n):  # that the position has in the n-gram; all others must match
+        window = ngrams[row, position - place + n - 1][:, None]
+        match = (ngrams == window) & known
+        match[..., place] = known[..., place]
+        banned |= _marked(ngrams[..., place].where(match.all(dim=-1), V), V)
+    return banned
+
+
+def _marked(tokens: Tensor, V: int) -> Tensor:
+    """BoolTensor (N, V): the ids among the tokens (N, any); V counts as none."""
+    marked = torch.zeros(len(tokens), V + 1, dtype=torch.bool, device=tokens.device)
+    return marked.scatter_(1, tokens, True)[:, :V]

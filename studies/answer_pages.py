@@ -1,5 +1,6 @@
-"""Tables, verdicts, figure and page of systems on tasks: results/tasks.md. `entries` are the
-systems of a task, as `runner.train` returns them, with the "decoders" of each run.
+"""The pages of systems on tasks, in results/tasks: README.md, tasks.details.md and the figure.
+`entries` are the systems of a task, as `runner.train` returns them, with the "decoders" of each
+run.
 """
 
 import math
@@ -10,15 +11,20 @@ from evaluation.text_measures import mean_and_reach
 from runtime.outputs import markdown_table
 from studies.experiment import Experiment
 from studies.figures import draw_panels
-from studies.pages import mean_cell, tuned_cell
+from studies.pages import mean_cell, tuned_cell, value_of
 from studies.runner import commits_of
 from studies.runs import ROOT
 
 CONFIGS, RESULTS = ROOT / "studies" / "configs" / "tasks", ROOT / "results" / "tasks"
 RECIPE = "fast"
-ANY_ORDER, LEFT_TO_RIGHT = "confidence", "l2r"  # the decoders compared, chosen beforehand
-IN_SUMMARY = {"aogpt": (LEFT_TO_RIGHT, ANY_ORDER), "gpt": (LEFT_TO_RIGHT,)}  # others: any order
-DIFFERENT, SAME = 0.01, 0.05  # shares of right answers: further apart than this, or closer
+COMPARED = {  # a system and its decoder, chosen beforehand
+    "GPT, left to right": ("gpt", "l2r"),
+    "AO-GPT, most confident first": ("aogpt", "confidence"),
+    "two streams, most confident first": ("two_stream", "confidence"),
+    "encoder, most confident first": ("encoder", "confidence"),
+}
+
+EASY = 0.95  # right answers of every system: such a task is in the details only
 
 Entries = dict[str, dict]
 
@@ -40,29 +46,6 @@ def exact_cell(entry: dict, decoder: str) -> str:
     return mean_cell(values_of(entry, decoder, "exact_match"), ".1%")
 
 
-def share_of(entry: dict, decoder: str) -> tuple[float, float]:
-    """The share of right answers over all seeds and its standard error: the larger of that over
-    answers (at least that of one answer) and that over seeds."""
-    values = values_of(entry, decoder, "exact_match")
-    answers = sum(values_of(entry, decoder, "records"))
-    share = statistics.mean(values)
-    over_seeds = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return share, max(math.sqrt(max(share * (1 - share), 1 / answers) / answers), over_seeds)
-
-
-def against_l2r(entries: Entries) -> str:
-    """What any order is worth on a task: AO-GPT by confidence against the plain GPT.
-
-    wins or loses: they differ by two standard errors and by DIFFERENT. tie: including two standard
-    errors they are within SAME. Otherwise unresolved."""
-    ours, error = share_of(entries["aogpt"], ANY_ORDER)
-    other, other_error = share_of(entries["gpt"], LEFT_TO_RIGHT)
-    difference, half_width = ours - other, 2 * math.hypot(error, other_error)
-    if abs(difference) > max(DIFFERENT, half_width):
-        return "wins" if difference > 0 else "loses"
-    return "tie" if abs(difference) + half_width <= SAME else "unresolved"
-
-
 def task_table(entries: Entries) -> list[str]:
     """A line for every system and decoder."""
     lines = []
@@ -80,14 +63,13 @@ def task_table(entries: Entries) -> list[str]:
 
 
 def summary_table(results: dict[str, Entries]) -> list[str]:
-    """A line for every task: how often each system is right, and what any order is worth."""
-    systems = next(iter(results.values()))
-    shown = [(name, by) for name in systems for by in IN_SUMMARY.get(name, (ANY_ORDER,))]
-    lines = [
-        [task, *(exact_cell(entries[name], by) for name, by in shown), against_l2r(entries)]
-        for task, entries in results.items()
-    ]
-    return markdown_table(["task", *(f"{name}, {by}" for name, by in shown), "any order"], lines)
+    """How often each system is right, on the tasks where one is wrong more than now and then."""
+    lines = []
+    for task, entries in results.items():
+        compared = [(entries[name], by) for name, by in COMPARED.values()]
+        if min(mean_of(entry, by, "exact_match") for entry, by in compared) < EASY:
+            lines.append([task, *(exact_cell(entry, by) for entry, by in compared)])
+    return markdown_table(["task", *COMPARED], lines)
 
 
 DECODED = "l2r random confidence margin threshold entropy speculative mdm even"
@@ -116,21 +98,28 @@ def draw_task(axes, entries: Entries) -> None:
     axes.set_xscale("log", base=2)
 
 
-def page(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
-    """results: the systems of each task."""
+def page(results: dict[str, Entries]) -> str:
+    """README.md: studies/configs/tasks/page.md with its table. results: the systems of each
+    task."""
+    table = "\n".join(summary_table(results))
+    return (CONFIGS / "page.md").read_text().replace("TABLE", table)
+
+
+def details(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
+    """tasks.details.md: every system and decoder, losses, rates, commits."""
     sizes = ", ".join(f"{n} {e['parameters']:,}" for n, e in next(iter(results.values())).items())
-    setting = next(iter(tasks.values())).setting
-    lines = [(CONFIGS / "page.md").read_text(), f"{setting} Parameters: {sizes}.", ""]
-    lines += [*summary_table(results), ""]
     markers = ", ".join(f"`{marker}` {name}" for name, marker in MARKERS.items())
-    lines += ["![exact match over NFE](tasks/tasks.png)", "", f"Markers: {markers}.", ""]
+    setting = next(iter(tasks.values())).setting
+    lines = ["# Tasks: details", "", f"{setting} Parameters: {sizes}.", ""]
+    lines += [f"Markers of the figure: {markers}.", ""]
     for task, entries in results.items():
-        tuned = ", ".join(f"{n} {tuned_cell(e)}" for n, e in entries.items() if e["tuned"])
         runs = [run for entry in entries.values() for run in entry["runs"]]
         counts = ", ".join(f"{n / 1e6:.1f}M" for n in sorted({run["tokens"][-1] for run in runs}))
         lines += [f"## {task}: {tasks[task].title}", "", *task_table(entries), ""]
-        chosen = f" Tuned: {tuned}." if tuned else ""
-        lines += [f"{counts} tokens.{chosen} Commit {commits_of(runs)}.", ""]
+        for name, entry in entries.items():
+            loss = mean_cell([value_of(run, "random") for run in entry["runs"]], ".4f")
+            lines.append(f"- {name}: any-order loss {loss}; {tuned_cell(entry)}")
+        lines += ["", f"{counts} tokens. Commit {commits_of(runs)}.", ""]
     if missing := [task for task in tasks if task not in results]:
         lines.append(f"Not run yet: {', '.join(missing)}.")
     return "\n".join(lines).rstrip() + "\n"

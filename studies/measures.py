@@ -55,9 +55,10 @@ def finite(value: float | None) -> float | None:
 
 
 def of_perplexity(result: dict) -> Measured:
-    """eval_ORDERS in nats per token, DATASET_ORDERS in bits per byte; _mM: ensembles of M, _gG:
-    groups of G; slots4: slots:block=4; [DATASET_]gain_ORDERS_mM: what an ensemble gains over one
-    order, with a paired error. With several datasets eval_ and gain_ are of the first."""
+    """eval_ORDERS in nats per token, nats_DATASET_ORDERS too, DATASET_ORDERS in bits per byte; _mM:
+    ensembles of M, _gG: groups of G; slots4: slots:block=4; [DATASET_]gain_ORDERS_mM: what an
+    ensemble gains over one order, with a paired error. With several datasets eval_ and gain_ are of
+    the first."""
     figures: Measured = {}
     for row in result["results"]:
         name, size, group = row["orders"].replace(":block=", ""), row["ensemble"], row["group"]
@@ -68,6 +69,7 @@ def of_perplexity(result: dict) -> Measured:
         bits = finite(row["bits_per_byte"])
         for what, (nats, error) in found.items():
             figures.setdefault(what if what.startswith("gain_") else f"eval_{what}", [nats, error])
+            figures[f"nats_{row['dataset']}_{what}"] = [nats, error]
             if bits is not None:
                 per_nat = bits / row["nll"]
                 figures[f"{row['dataset']}_{what}"] = [nats * per_nat, error and error * per_nat]

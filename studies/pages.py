@@ -3,6 +3,7 @@ them is written by hand. Texts name the numbers in them:
 
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
+    {fast: random / fixed}         the ratio of two, seed by seed
     {E1 fast: random - fixed}      of another experiment
 """
 
@@ -16,7 +17,7 @@ from runtime.outputs import markdown_table
 from runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
-from studies.verdicts import Claim, figure_of, judged, ratio_of, tokens_to, with_verdicts
+from studies.verdicts import Claim, Ratio, figure_of, judged, ratio_of, tokens_to, with_verdicts
 
 RESULTS = ROOT / "results" / "findings"
 FEW = 4  # below so many seeds their values are shown, not a mean
@@ -47,12 +48,13 @@ def title_of(kind: str) -> str:
 
 
 def reported(experiment: Experiment, found: dict) -> dict[str, dict[str, dict]]:
-    """The run configs of each recipe without the runs of seeds that the rates were tuned on."""
+    """The run configs of each recipe without the runs of seeds that the rates were tuned on, if
+    there are others: one seed with --quick is not tuned."""
     tuned_on = experiment.tuning_seeds
 
     def kept(entry: dict) -> dict:
         runs = [row for row in entry["runs"] if row.get("seed") not in tuned_on]
-        return entry | {"runs": runs}
+        return entry | {"runs": runs or entry["runs"]}
 
     return {
         recipe: {name: kept(entry) for name, entry in entries.items()}
@@ -112,10 +114,13 @@ def filled(text: str, experiment: Experiment | None, found: dict | None) -> str:
     def number(match: re.Match) -> str:
         name, recipe, sides = match.groups()
         of, results = (experiment, found) if not name else results_of(name.strip())
-        entries = reported(of, results).get(recipe)
+        entries, kind = reported(of, results).get(recipe), of.kind
+        if entries and " / " in sides:
+            one, other = sides.split(" / ")
+            ratio = ratio_of(Ratio("", (one, "0"), (other, "0")), kind, entries)
+            return mean_cell(ratio["values"], ".2f")
         higher, _, lower = sides.partition(" - ")
         claim = Claim("", lower or "0", higher)
-        kind = of.kind
         judgement = entries and judged(claim, kind, entries)
         if not judgement or judgement["mean"] is None:
             raise UserError(f"{of.name} has no {match[0]}; see its run configs and measures")
@@ -154,27 +159,29 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
 
 
 def main_table(experiment: Experiment, found: dict) -> list[str]:
-    """The compared figure of each run config under each recipe; with one recipe, other figures
-    beside it."""
-    recipes, kind = reported(experiment, found), experiment.kind
-    kinds = list(dict.fromkeys([kind, *experiment.shown]))
-    columns = [(recipe, kind) for recipe in recipes]
-    if len(recipes) == 1:
-        columns = [(recipe, one) for recipe in recipes for one in kinds][:4]
+    """Figures of each run config under each recipe: the compared one and, as far as there is room
+    in four columns and for some 18 numbers, others."""
+    recipes, lines = reported(experiment, found), []
     names = list(dict.fromkeys(name for entries in recipes.values() for name in entries))
-    lines = []
+    room = max(1, min(4, 18 // len(names)) // len(recipes))
+    kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
+    columns = [(recipe, kind) for recipe in recipes for kind in kinds]
     for name in names:
         cells = [
-            mean_cell([value_of(row, one) for row in recipes[recipe][name]["runs"]])
+            mean_cell([value_of(row, kind) for row in recipes[recipe][name]["runs"]])
             if name in recipes[recipe]
             else ""
-            for recipe, one in columns
+            for recipe, kind in columns
         ]
         described = next(e[name]["description"] for e in recipes.values() if name in e)
         lines.append([described or name, *cells])
-    head = [title_of(one) if len(recipes) == 1 else recipe for recipe, one in columns]
-    first = "" if len(recipes) == 1 else f"{title_of(kind)}, {experiment.y_label}"
-    return markdown_table([first, *head], lines)
+    several = [len(recipes) > 1, len(columns) > len(recipes)]
+    head = [
+        ", ".join(title_of(one) for one, told in zip(column, several, strict=True) if told)
+        for column in columns
+    ]
+    first = "" if all(several) or not several[0] else f"{title_of(columns[0][1])}, "
+    return markdown_table([first + experiment.y_label, *head], lines)
 
 
 def details_of(experiment: Experiment, found: dict) -> list[str]:

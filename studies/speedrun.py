@@ -1,13 +1,14 @@
 """How few tokens does an any-order model need? Train run configs of a benchmark.
 
-    python -m studies.speedrun bytes                              # the leaderboard
+    python -m studies.speedrun bytes                              # the leaderboard again
     python -m studies.speedrun bytes paper fast --jobs 2          # train, resumed if interrupted
     python -m studies.speedrun bytes paper fast --repetitions 3   # measure their speed, in turn
 
 A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss;
-it fixes data, block size and evaluation. Run configs are tuned alike: seed 0 is trained with values
-under `tune`, the lowest final loss decides, and the other seeds are trained with that value.
-Results are in results/speedrun/BENCHMARK.json, those of single runs in BENCHMARK.runs.jsonl.
+it fixes data, block size and evaluation. Run configs are tuned alike: the benchmark's tuning seeds
+are trained with values under `tune`, and the lowest final loss decides.
+Results are in results/speedrun: BENCHMARK.json, the leaderboard in BENCHMARK.details.md, single
+runs in BENCHMARK.runs.jsonl.
 """
 
 import itertools
@@ -20,10 +21,9 @@ from typing import Annotated
 
 import tyro
 
-from evaluation.text_measures import mean_and_reach
 from runtime.command_line import run_script, show
 from runtime.errors import UserError
-from runtime.files import write_json
+from runtime.files import write_json, write_text
 from runtime.outputs import command, commit, markdown_table, versions
 from runtime.validation import Count, FileError, check_values, damaged, read_results, read_toml
 from studies.bench_common import cpu_name, spread_of
@@ -37,8 +37,6 @@ CONFIGS, RESULTS = ROOT / "studies" / "configs" / "speedrun", ROOT / "results" /
 OUT = Path("out") / "speedrun"
 RECIPE = ""  # the only one
 TIMED_TOKENS, TIMED_STEPS = 100_000, 50  # at least, in a run that is timed
-# What 2% of the tokens are worth, as a share of what four times the tokens are worth.
-WORTH = math.log(1.02) / math.log(4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,8 @@ def main() -> None:
         train(benchmark, entries, a)
     else:
         show(*table(benchmark), sep="\n")
+    if file_of(benchmark, ".json").exists():
+        write_text(file_of(benchmark, ".details.md"), details(benchmark))
 
 
 def train(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
@@ -196,7 +196,7 @@ def table(benchmark: Experiment) -> list[str]:
 
 
 def line(name: str, entry: dict, goal: float) -> list[str]:
-    """Means over seeds, of losses with the half-width of their 95% CI."""
+    """Losses of the seeds, or their mean with its 95% CI; tokens and minutes are means."""
     rows, reached = ended(entry), mean_tokens_to(goal, entry["runs"], "random")
     minutes = statistics.mean(r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows)
     losses = [mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")]
@@ -221,20 +221,20 @@ def losses_of(entry: dict) -> dict[int, float]:
 
 def ingredients(known: dict[str, dict]) -> list[str]:
     """What one change to "fast" gives, seed by seed: run configs "fast-..." with equal tokens."""
-    if not {"fast", "fast-x4"} <= known.keys():
+    if "fast" not in known:
         return []
-    fast, longer = losses_of(known["fast"]), losses_of(known["fast-x4"])
-    worth = WORTH * (statistics.mean(fast.values()) - statistics.mean(longer.values()))
-    lines = []
+    fast, lines = losses_of(known["fast"]), []
     for name, entry in sorted(known.items()):
         if name.startswith("fast-") and tokens_of(entry) == tokens_of(known["fast"]):
             losses = losses_of(entry)
-            differences = [losses[seed] - fast[seed] for seed in fast.keys() & losses.keys()]
-            mean, half_width = mean_and_reach(differences)
-            word = "costs" if mean > 0 else "pays" if -mean >= worth else "too little"
-            word = "no difference" if abs(mean) < half_width else word
-            lines.append([name, f"{mean:+.4f} ± {half_width:.4f}", word, entry["description"]])
-    return ["", *markdown_table(["one change", "any order", "it", "description"], lines)]
+            differences = [losses[seed] - fast[seed] for seed in losses if seed in fast]
+            lines.append([name, mean_cell(differences, "+.3f"), entry["description"]])
+    return ["", *markdown_table(["one change", "loss minus fast's", "description"], lines)]
+
+
+def details(benchmark: Experiment) -> str:
+    """BENCHMARK.details.md."""
+    return "\n".join([f"# {benchmark.name}: leaderboard", "", *table(benchmark), ""])
 
 
 if __name__ == "__main__":

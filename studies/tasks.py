@@ -3,7 +3,7 @@
     python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
     python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.json and so on
     python -m studies.tasks star --quick             # does it run? A few steps of every system
-    python -m studies.tasks page                     # results/tasks.md, of all that has results
+    python -m studies.tasks page                     # the pages again, of all that has results
 
 Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing dataset is
 made first. Finished runs are not trained again, nor those with a row in
@@ -29,7 +29,7 @@ from runtime.outputs import versions
 from runtime.processes import Processes
 from runtime.validation import check_values, read_results, read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
-from studies.answer_pages import CONFIGS, RECIPE, RESULTS, figure, page, task_table
+from studies.answer_pages import CONFIGS, RECIPE, RESULTS, details, figure, page, task_table
 from studies.experiment import OUT, Experiment, read_run_configs
 from studies.runner import Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
@@ -127,14 +127,15 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
 
 
 def write_page(known: dict[str, Experiment]) -> None:
-    """The page and the figure of all tasks that have results."""
+    """The pages and the figure of all tasks that have results."""
     files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
     found = {task: read_results(file, "make it again") for task, file in files.items()}
     results = {task: values["recipes"][RECIPE] for task, values in found.items()}
-    text, image = page(known, results), figure(results)
+    image = figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
-    write_text(RESULTS.with_suffix(".md"), text)
-    show(f"wrote {RESULTS.with_suffix('.md').relative_to(ROOT)}")
+    write_text(RESULTS / "README.md", page(results))
+    write_text(RESULTS / "tasks.details.md", details(known, results))
+    show("wrote results/tasks")
 
 
 if __name__ == "__main__":

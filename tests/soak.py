@@ -1,7 +1,7 @@
 """make soak: jobs of several processes are disturbed for some minutes, and what became of them is
 written down.
 
-    PYTHONPATH=. python tests/soak.py [--kills 10] [--seed 0] [--out results/soak.md]
+    PYTHONPATH=. python tests/soak.py [--kills 10] [--seed 0] [--out results/soak.details.md]
 
 The long form of test_elastic.py, with the same tiny model. A run that does not end as the
 undisturbed one is written down, too, and makes the exit status 1.
@@ -51,7 +51,7 @@ class Arguments:
     """Under ddp and under fsdp each."""
     seed: int = 0
     """Seed of the moments."""
-    out: Path = Path("results/soak.md")
+    out: Path = Path("results/soak.details.md")
 
 
 class Soak:

@@ -151,7 +151,7 @@ def test_no_foreign_text_controls_the_terminal_or_forges_a_line(route, text):
 def test_no_name_is_html_or_a_cell_or_a_line_of_a_markdown_page(tmp_path_factory, name):
     path = tmp_path_factory.mktemp("page") / "page.md"
     table = markdown_table(["run", "loss"], [[name, "1"]])
-    Outputs({}).write_markdown(path, [f"# {name}", *table])
+    Outputs({}).write_report(path.with_suffix(".json"), {}, [f"# {name}", *table])
     lines = path.read_text().split("\n")
     assert len(lines) == 5 and not any(re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines)
     assert len(re.findall(r"(?<!\\)\|", lines[3])) == 3

@@ -13,13 +13,10 @@ from helpers import run_main, run_script
 from reference import DECODERS, ENCODERS, enumerable_system, make_system
 
 import aogpt
-import eval_infill
 import sample
 import score
 from checkpoints import Loaded
 from data.tokenizers import get_tokenizer
-from evaluation.infilling import Passages
-from evaluation.unknown_length import rank_lengths
 from sampling import gaps
 
 BOOKS = "results/books_model"
@@ -281,32 +278,6 @@ def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, b
     assert told.count("=== sample") == 1
     with pytest.raises(ValueError, match="--candidates chooses among fillings"):
         run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
-
-
-def test_rankings_of_lengths_are_counted(monkeypatch):
-    """Two sentences of 2 and 4 tokens; `right` finds the first, `filling` always the shortest."""
-    tokens = torch.arange(24).reshape(2, 12) + 97
-    passages = Passages(tokens, torch.tensor([3, 3]), torch.tensor([5, 7]))
-
-    def scores(model, contexts, rows):
-        lengths = [row.count(None) for row in contexts]
-        return [gaps.Scores(-abs(n - 2), -abs(n - 5), -n) for n in lengths]
-
-    monkeypatch.setattr(gaps, "score_fillings", scores)
-    fill = lambda contexts: [[t or 97 for t in row] for row in contexts]  # noqa: E731
-    decode = get_tokenizer("bytes").decode
-    found = {r["ranked_by"]: r for r in rank_lengths(None, passages, range(1, 7), fill, decode)}
-    shown = {way: [r["best"], r["best_three"], r["distance"]] for way, r in found.items()}
-    assert shown == {
-        "right": [0.5, 0.5, 1], "joint": [0, 0.5, 2], "filling": [0, 0.5, 2],
-        "known length": [1, 1, 0],
-    }  # fmt: skip
-
-
-def test_lengths_of_last_words_are_not_ranked(monkeypatch, capsys):
-    words = (BOOKS, "--data", "x", "--unknown-length", "--last-word")
-    with pytest.raises(ValueError, match="leave out --last-word"):
-        run_main(eval_infill, monkeypatch, capsys, *words)
 
 
 def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):

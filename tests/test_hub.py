@@ -454,11 +454,11 @@ def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
         f"{state['best']['loss']:.4f} at step {state['best']['step']}",
         f"| train | {splits['train']['tokens']:,} |",
         f"| val | {splits['val']['tokens']:,} |",
-        "| optim.lr | 0.003 |",
-        "| train.batch_size | 8 |",
-        "| order.kind | mixture |",
-        "| optim.ema_decay | 0.9 |",
-        "| seed | 7 |",
+        "lr = 0.003",
+        "batch_size = 8",
+        'kind = "mixture"',
+        "ema_decay = 0.9",
+        "seed = 7",
         "library_name: transformers",
     ):
         assert words in card, words

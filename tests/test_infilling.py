@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import prepared, run_script
+from helpers import prepared
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
@@ -21,10 +21,10 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     block = torch.tensor([list(text.encode())])
     tokenizer = get_tokenizer("bytes")
     found = find_passages(block, tokenizer, 10, 30)
-    (middle,) = found.middle(found.tokens)
+    (middle,) = found.middle(found.tokens.tolist())
     assert tokenizer.decode(middle) == " The cat sat on it."
     # of another length it is another
-    (middle,) = find_passages(block, tokenizer, 20, 30).middle(block)
+    (middle,) = find_passages(block, tokenizer, 20, 30).middle(block.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
     assert len(find_passages(block, tokenizer, 40, 50)) == 0
     known = found.known(both_sides=True)[0]
@@ -40,7 +40,7 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     row = [t for text in documents for t in [*tokenizer.encode(text), tokenizer.eot]]
     row += tokenizer.encode("never ended")
     found = find_last_words(row, tokenizer, 10, 20)
-    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens)]
+    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens.tolist())]
     assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
     for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
@@ -54,12 +54,9 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
 @pytest.mark.parametrize("system", [*DECODERS, *ENCODERS])
 def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
     """Each token given what is known and the tokens of the middle before it (SEDD in float32)."""
+    both = both and system != "GPT-2"  # which can only continue
     model, tokens = make_system(system, 2), random_tokens(TOKENS, 4, T, seed=1)
     passages = Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
-    if system == "GPT-2" and both:
-        with pytest.raises(ValueError, match="knows what is before only"):
-            middle_nll(model, passages, both)
-        return
     got = middle_nll(model, passages, both)
     for b in range(4):
         start, end = int(passages.start[b]), int(passages.end[b])
@@ -113,21 +110,6 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, 
     assert report.with_suffix(".md").read_text() == out
     status, _, err = script(eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15)
     assert status == 2 and "no sentence of 15 to 15 tokens" in err
-    for wrong, why in ((plain, "only continues"), (run, "leave out --last-word")):
-        more = ["--last-word"] * (wrong == run)
-        status, _, err = script(
-            eval_infill, wrong, "--data", said, "--shortest", 2, "--unknown-length", *more
-        )
-        assert status == 2 and why in err
-    words.write_text("It was late. The old man went home again. Then they all slept. " * 60)
-    said = prepared("text", tmp_path / "long", words, split="val", tokenizer="english")
-    options = ("--shortest", 6, "--longest", 9, "--unknown-length", "--num-passages", 2)
-    lengths = ("--data", said, *options, "--json", tmp_path / "lengths.json")
-    told = run_script("eval_infill.py", "results/books_model", *lengths).stdout
-    rows = json.loads((tmp_path / "lengths.json").read_text())["rows"]
-    assert [row["ranked_by"] for row in rows] == ["right", "joint", "filling", "known length"]
-    assert all(0 <= row["best"] <= row["best_three"] <= 1 for row in rows)
-    assert rows[3]["best"] == 1 and "best three" in told
 
 
 def test_last_words_are_predicted_from_what_precedes(run, plain, encoder, tmp_path, script):

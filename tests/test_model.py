@@ -20,7 +20,6 @@ from reference import (
     seeded,
 )
 
-import orders
 import sampling
 from model import ModelConfig, PermutationGather
 from runtime.errors import UserError
@@ -278,7 +277,6 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
     tokens, mask = random_tokens(11, 2, 4, 0), torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
     order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
-    roles = orders.Roles(mask.bool(), ~mask.bool())
     for take in (
         *(functools.partial(m.masked_log_probs, tokens) for m in (decoder, two_stream, encoder)),
         lambda m: encoder(tokens, m),
@@ -287,8 +285,6 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
         lambda m: sampling.l2r_plan(2, 4, m),
         lambda m: sampling.random_plan(2, 4, torch.Generator(), m),
         lambda m: contexts_of(tokens, m, torch.tensor([4, 4])),
-        lambda m: orders.Roles(m, roles.given),
-        lambda m: orders.Roles(roles.predicted, m),
     ):
         take(mask.bool())
         with pytest.raises(UserError, match=f"is {dtype}.* give a boolean tensor"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import limited_file_size
 
-from runtime.files import staging, write_atomically
+from runtime.files import write_atomically
 from runtime.outputs import Outputs, escaped
 
 ANSWER = "the answer\n"
@@ -95,34 +95,6 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
     assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize("name", ["o.json", 49 * "é" + 149 * "x" + ".json"])
-def test_of_two_processes_that_write_one_file_neither_loses_its_result(tmp_path, empty, name):
-    """Both began when it held nothing. Later writes of the first are its own to replace."""
-    path = tmp_path / name
-    path.touch() if empty else None
-    with pytest.raises(OSError, match=f"another process has written .*json.*{os.getpid()}"):
-        with Outputs({"--json": path}) as first, Outputs({"--json": path}) as second:
-            first.write(path, "first row")
-            second.write(path, b"other")
-            first.write(path, ANSWER)
-            second.write(path, b"others")
-    assert path.read_text() == ANSWER
-    (beside,) = [file for file in tmp_path.iterdir() if file != path]
-    assert beside.read_text() == "others" and beside.name.endswith(f".{os.getpid()}")
-    assert beside.name == f"o.json.{os.getpid()}" or len(name) > 9
-    with Outputs({"--json": path}, overwrite=True) as third:
-        third.write(path, "third")
-    assert path.read_text() == "third"
-
-
-@pytest.mark.parametrize("name", ["x" * 255, "é" * 127])
-def test_names_as_long_as_file_systems_allow_can_be_written(tmp_path, name):
-    with staging(tmp_path / name) as folder:
-        write_atomically(folder / name, lambda file: file.write(b"1"))
-    assert (tmp_path / name / name).read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

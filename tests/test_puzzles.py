@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -76,6 +77,18 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
         assert example.endswith("[/GIVEN]")
         assert f"{name}:{other}" in told and f":{other}{name}" not in told
     assert any(example[0] == ":" for example in told)
+
+
+def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
+    told, asked, task = set(), set(), TASKS["exchanged"]
+    for key, example, _ in made("exchanged", 12_000):
+        (told if task.split_of(key) == "train" else asked).add(example)
+    for example in asked:
+        given, other, name = re.fullmatch(r"(.*?(\w{4}):\[/GIVEN\])(\w{4})", example).groups()
+        assert given == f"[GIVEN]{other}:[/GIVEN]"
+        assert f"{name}:{other}" in told and f"{other}:{name}" not in told
+    pairs = {tuple(example.split(":")) for example in told}
+    assert any((b, a) in pairs for a, b in pairs) and len(asked) == 200
 
 
 VARIANTS = {

@@ -29,8 +29,7 @@ from runtime.processes import Processes
 from sampling import TokenChoice, generate, l2r_plan, modes, random_plan
 from sampling.race import fresh_uniforms
 from sampling.refine import given_others, redraw, redrawn, refine
-from sampling.repetition import without_repeats
-from sampling.token_choice import choose_tokens
+from sampling.token_choice import choose_tokens, without_repeats
 
 N, V, SAMPLES = 3, 3, 7000
 enumerated = functools.cache(enumerable_system)

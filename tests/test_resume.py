@@ -47,6 +47,7 @@ KEYS = {
     "data.verify": (True, FREE),
     "data.random_length_prob": (0.5, NOW),
     "data.max_tokens": (800, "read twice or never"),
+    "data.mix": (("x=0.1",), "read twice or never"),
     "optim.lr": (1e-4, f"{NOW}.*learning rate goes from 0.00207 to 6.5e-05 at step 21"),
     "optim.min_lr_ratio": (0.5, f"{NOW}.*learning rate goes"),
     "optim.schedule": ("linear", f"{NOW}.*learning rate goes"),

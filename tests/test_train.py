@@ -660,7 +660,7 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     own = config.run_folder / name
     own.write_text("# mine\n" + configuration.to_toml(config))
     before = own.read_text()
-    with pytest.raises(ValueError, match=rf"holds {name}, but no checkpoint, .* another --name"):
+    with pytest.raises(ValueError, match=rf"holds the {name} of another run, .* another --name"):
         train.train(config, ALONE)
     assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
 
@@ -692,7 +692,7 @@ def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference,
     config = copy_of(reference, tmp_path)
     lose(config.run_folder)
     before = files(config.run_folder)
-    message = "history of a run of 40 steps, but there is no checkpoint in .*: mount its disk"
+    message = "holds the config.toml of another run, but no checkpoint: mount its disk"
     with pytest.raises(UserError, match=message):
         train.train(config, ALONE)
     assert files(config.run_folder) == before
@@ -708,6 +708,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, t
     shutil.rmtree(config.run_folder / "checkpoints")
     (config.run_folder / "best").unlink()
     store.temporary_of(store.path_of(config.run_folder, 4)).mkdir(parents=True)
+    (config.run_folder / store.NONE_YET).mkdir()
     rows = [json.dumps(row) for row in rows if row["step"] <= steps]
     (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
     assert train.train(config, ALONE) == 0 and metrics(config) == before
@@ -730,7 +731,7 @@ def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
     train.train(config, ALONE)
     emptied(config.run_folder)
     before = files(config.run_folder)
-    with pytest.raises(UserError, match="history of a run of . steps, .* move .* away"):
+    with pytest.raises(UserError, match="of another run, but no checkpoint: .* move .* away"):
         train.train(config, ALONE)
     assert files(config.run_folder) == before
 

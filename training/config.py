@@ -1,54 +1,36 @@
 """Configuration: nested dataclasses, read from a TOML file, overridden on the command line.
 
 Types say what a value may be, `Config` checks what several keys must be together, and comments on
-fields are shown by `train.py --help`.
-"""
+fields are shown by `train.py --help`."""
 
-import dataclasses
 import itertools
 import math
 import re
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args
 
 import tomli_w
 from annotated_types import Ge, Interval
 
 from checkpoints.load import config_of
 from model import ModelConfig
-from objectives import DECODER_OBJECTIVES, ObjectiveConfig
+from objectives import DECODER_OBJECTIVES, Kind, ObjectiveConfig
 from orders import FIXED, OrderConfig, OrderKind
+from runtime import validation
 from runtime.errors import UserError
-from runtime.validation import (
-    Amount,
-    BelowOne,
-    Count,
-    NonNegative,
-    Probability,
-    Ratio,
-    Seconds,
-    Seed,
-    Table,
-    check_values,
-    expand_home,
-    flag,
-    from_values,
-    keys_of,
-    nearest_key,
-    number,
-    read_toml,
-)
+from runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Seed, Table
 from training.warm_start import with_shape_of
 from variants import check_config
-
-OBJECTIVES = get_args(get_type_hints(ObjectiveConfig)["kind"])
 
 
 @dataclass(frozen=True)
 class DataConfig(Table):
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
+    # further texts of the same tokenizer, FOLDER=SHARE of the sequences each; folder has the rest,
+    # and is validated on
+    mix: tuple[str, ...] = ()
     verify: bool = False  # check the checksums of the token files before training
     # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
     # rounded up to an eighth of it, so that the model learns short sequences, too (LLaDA: 0.01)
@@ -59,18 +41,20 @@ class DataConfig(Table):
 @dataclass(frozen=True)
 class OptimConfig(Table):
     lr: Amount = 6e-4  # peak learning rate
-    min_lr_ratio: Ratio = 0.1  # the rate ends at lr * min_lr_ratio
+    min_lr_ratio: Probability = 0.1  # the rate ends at lr * min_lr_ratio
     # how the rate decays after its warm-up; wsd: only in the last decay_share of the steps
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    decay_share: Ratio = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
+    decay_share: Probability = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
     decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
     beta1: BelowOne = 0.9  # of AdamW
     beta2: BelowOne = 0.95  # of AdamW
     weight_decay: Amount = 0.05  # on matrices only
     grad_clip: Annotated[float, Ge(0)] = 1.0  # largest gradient norm; 0 switches clipping off
-    ema_decay: Ratio = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
-    more_ema_decays: tuple[Ratio, ...] = ()  # of further averages, whose losses are logged, too
+    ema_decay: Probability = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
+    more_ema_decays: tuple[
+        Probability, ...
+    ] = ()  # of further averages, whose losses are logged, too
     kind: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of blocks, with AdamW for others
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
     muon_momentum: BelowOne = 0.95  # of Muon
@@ -99,7 +83,9 @@ class TrainConfig(Table):
     # exchange gradients after every micro-batch, not once a step: more traffic, but under fsdp no
     # process holds the gradients of all weights
     reduce_every_micro_batch: bool = False
-    timeout: Seconds = 1800.0  # seconds to wait for other processes; longer than a checkpoint
+    timeout: Annotated[float, Interval(gt=0, le=1e6)] = (
+        1800.0  # seconds to wait for other processes; longer than a checkpoint
+    )
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
     deterministic: bool = False  # the same bits in every run on a GPU, too, with slower operations
     log_interval: Count = 10  # steps between rows of metrics.jsonl
@@ -136,7 +122,7 @@ class StageConfig(Table):
     group: Count = 1  # steps in a group (objective.kind = "groupwise" only)
 
     def __post_init__(self):
-        check_values(self, name="schedule.{}".format)
+        validation.check_values(self, name="schedule.{}".format)
 
 
 @dataclass(frozen=True)
@@ -157,7 +143,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
-        return expand_home(self.out) / self.name
+        return validation.expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in a forward pass of each of `world_size` processes: train.micro_batch_size, or
@@ -173,7 +159,7 @@ class Config(Table):
         """With train.epochs, passes over `num_blocks` blocks, as train.steps."""
         t = self.train
         steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
-        return dataclasses.replace(self, train=dataclasses.replace(t, steps=steps, epochs=0.0))
+        return replace(self, train=replace(t, steps=steps, epochs=0.0))
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size in force at a step."""
@@ -181,12 +167,12 @@ class Config(Table):
         if not started:
             return self.order, self.objective.group
         last = started[-1]
-        return dataclasses.replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
+        return replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
 
     def __post_init__(self):
-        check_values(self, name=str)
+        validation.check_values(self, name=str)
         for table in ("data", "optim", "train", "eval", "checkpoint", "wandb"):
-            check_values(getattr(self, table), name=f"{table}.{{}}".format)
+            validation.check_values(getattr(self, table), name=f"{table}.{{}}".format)
         check_config(self.model)
         o, t, steps = self.optim, self.train, [stage.step for stage in self.schedule]
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
@@ -202,7 +188,7 @@ class Config(Table):
         refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
 
         kind, m = self.objective.kind, self.model
-        fitting = [k for k in OBJECTIVES if m.is_encoder != (k in DECODER_OBJECTIVES)]
+        fitting = [k for k in get_args(Kind) if m.is_encoder != (k in DECODER_OBJECTIVES)]
         system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
         unfit = f"objective.kind = {kind!r} does not fit {system}; give one of {fitting}"
         refuse(kind not in fitting, unfit)
@@ -216,7 +202,7 @@ class Config(Table):
         none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
         refuse(m.is_encoder and ordered, none)
         for stage in (self.order, *self.schedule) if not m.is_encoder else ():
-            orders = dataclasses.replace(self.order, kind=stage.kind)  # checks its settings
+            orders = replace(self.order, kind=stage.kind)  # checks its settings
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and (stage.l2r_prob < 1 or orders.mixed == "slots")
@@ -233,15 +219,15 @@ def refuse(wrong: object, message: str) -> None:
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and OSError."""
-    values = read_toml(Path(path))
+    values = validation.read_toml(Path(path))
     train = values.get("train")
     both = isinstance(train, dict) and "steps" in train and train.get("epochs")
     refuse(both, f"{path} has train.steps and train.epochs: leave one of them out")
-    return from_values(values, Config, str(path))
+    return validation.from_values(values, Config, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
-    return from_values(values, Config, source)
+    return validation.from_values(values, Config, source)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
@@ -262,7 +248,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     # indented, as tyro joins lines that begin with a letter
     names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
     config = tyro.cli(Config, default=default, args=overrides, **names)
-    given |= {f"model.{key}" for key in read_toml(Path(path)).get("model", {})}
+    given |= {f"model.{key}" for key in validation.read_toml(Path(path)).get("model", {})}
     return with_source(config, given) if config.train.init_from else config
 
 
@@ -272,37 +258,40 @@ def with_source(config: Config, given: set[str]) -> Config:
     own = config.run_folder / "config.toml"
     source = load_toml(own).model if own.is_file() else config_of(config.train.init_from)
     given = {key.removeprefix("model.") for key in given}
-    return dataclasses.replace(config, model=with_shape_of(source, config.model, given))
+    return replace(config, model=with_shape_of(source, config.model, given))
 
 
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:
     """The words of a command line, with whole numbers like 1e3 written out, and the keys that they
     set. Raises UserError for a key that does not exist."""
-    keys, given, result, whole = keys_of(Config), set(), [], False
+    keys, given, result, whole = validation.keys_of(Config), set(), [], False
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if option not in ("", "--help"):
             key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
             key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
-            refuse(key not in keys, f"unknown option {option}{nearest_key(key, Config, flag)}")
+            refuse(
+                key not in keys,
+                f"unknown option {option}{validation.nearest_key(key, Config, validation.flag)}",
+            )
             whole = int in (keys[key], *get_args(keys[key]))
             given.add(key)
         if whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
-            value = f"{number(value)}"
+            value = f"{validation.number(value)}"
         result.append(option + equals + value)
     return result, given
 
 
 def to_toml(config: Config) -> str:
     """A TOML document that `load_toml` reads back to an equal Config."""
-    values = dataclasses.asdict(config)
+    values = asdict(config)
     model = values["model"].items()  # TOML has no None: such a key is left out
     return tomli_w.dumps(values | {"model": {k: v for k, v in model if v is not None}})
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
     """{dotted key: (old value, new value)} of the values that differ."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    before, after = asdict(old), asdict(new)
     pairs = {}
     for key, value in after.items():
         inner = isinstance(value, dict)

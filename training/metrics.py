@@ -10,8 +10,7 @@ row, every eval.interval steps:
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed or own (the run's orders, in its groups)
     val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
-    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1
-"""
+    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1"""
 
 import contextlib
 import itertools

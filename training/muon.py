@@ -1,8 +1,7 @@
 """Muon: momentum whose update is made orthogonal, for the matrices of the blocks.
 
 Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.optim.Muon, it treats
-queries, keys and values as three matrices, skips steps on the device, and divides the work.
-"""
+queries, keys and values as three matrices, skips steps on the device, and divides the work."""
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,7 @@ class Muon(torch.optim.Optimizer):
     found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self,
-        matrices: list,
-        fused: list,
-        sizes: list[int],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
+        self, matrices: list, fused: list, sizes: list[int], lr: float, weight_decay, momentum
     ):
         """matrices: weights (rows, columns). fused: weights of queries, keys and values, whose rows
         are in this order and `sizes` in number."""

@@ -1,7 +1,4 @@
-"""AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest; averages of
-the weights."""
-
-from __future__ import annotations
+"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest; averages of weights."""
 
 import contextlib
 import math
@@ -41,7 +38,7 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
     return rates
 
 
-def make_optimizer(model: AOGPT, config: Config) -> torch.optim.AdamW | MuonAdamW:
+def make_optimizer(model: AOGPT, config: Config) -> "torch.optim.AdamW | MuonAdamW":
     """The optimizer of optim.kind, with weight decay on matrices only."""
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else {}

@@ -5,8 +5,7 @@
 Options of train.py, such as --train.parallel fsdp, override keys of the config.
 Bytes of the fullest process. Exact: weights, gradients, optimizer, ema.
 Estimated: in_use (cast or gathered weights, gradients that wait), activations
-(saved for the backward pass), working (the head, or a block computed again).
-"""
+(saved for the backward pass), working (the head, or a block computed again)."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Draw runs against each other: losses and gradient norms.
 
-python -m training.plot out/one out/other --out compare.png
-"""
+python -m training.plot out/one out/other --out compare.png"""
 
 from dataclasses import dataclass
 from itertools import accumulate

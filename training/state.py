@@ -1,7 +1,5 @@
 """The state of a run: new, or resumed from its newest checkpoint; and saving it."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools
@@ -40,7 +38,7 @@ SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be re
 TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
 COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "data.val")
 TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(
-    ("seed", "data.train", "data.max_tokens"), SHUFFLED
+    ("seed", "data.train", "data.max_tokens", "data.mix"), SHUFFLED
 )
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
 TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
@@ -108,27 +106,13 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 
 
 def history_in(folder: Path) -> str | None:
-    """Why a folder without a checkpoint can be no new run's: it holds files of another's, or the
-    history of a run. One that was killed before or in its first checkpoint may start again."""
-    names, place, own = ("config.toml", "metrics.jsonl", "best"), folder / "checkpoints", False
-    held, steps, first = [name for name in names if (folder / name).exists()], 0, 0
-    with contextlib.suppress(ValueError, OSError):  # what an earlier start of the run wrote
-        old = configuration.load_toml(folder / "config.toml")
-        own = configuration.to_toml(old) == (folder / "config.toml").read_text()
-    if held and not own:
-        why = "but no checkpoint, and this version of train.py has not written it"
-        return f"{folder} holds {held[0]}, {why}: choose another --name, or remove the file"
-    if own:
-        steps = max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
-        first = min(old.checkpoint.interval, old.eval.interval or old.train.steps, old.train.steps)
-    # Versions without the mark made `checkpoints` with the first checkpoint.
-    unfinished = (folder / store.NONE_YET).exists() or steps < first and not place.exists()
-    unfinished |= steps <= 2 * first and store.temporary_of(store.path_of(folder, first)).exists()
-    unmounted = place.is_symlink() and not place.is_dir()
-    if not (unmounted or "best" in held or steps and not unfinished):
+    """Why a folder without a checkpoint can be no new run's: it holds files of another run. One
+    that was killed before its first checkpoint was finished may start again."""
+    held = [name for name in ("config.toml", "metrics.jsonl", "best") if (folder / name).exists()]
+    if not held or (folder / store.NONE_YET).exists():
         return None
-    why = f"the history of a run of {steps} steps, but there is no checkpoint in {place}"
-    return f"{folder} holds {why}: mount its disk, or move {folder} away to start anew"
+    what = f"{folder} holds the {held[0]} of another run, but no checkpoint"
+    return f"{what}: mount its disk, choose another --name, or move {folder} away to start anew"
 
 
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:

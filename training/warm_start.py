@@ -1,7 +1,5 @@
 """Starting from the weights of another model: a run, an export, a pretrained decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every system as one of three classes: `build_model(config)`, which checks the configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, get_type_hints
 
@@ -15,25 +13,6 @@ from variants.encoder import Encoder, log_linear_noise
 from variants.parameters import flops_per_token, init_weight, init_weights, parameter_counts
 from variants.scoring import Decoder, group_log_probs, group_starts
 from variants.two_stream import TwoStream, TwoStreamPass
-
-__all__ = [
-    "Decoder",
-    "Encoder",
-    "TwoStream",
-    "TwoStreamPass",
-    "build_model",
-    "check_config",
-    "flops_per_token",
-    "group_log_probs",
-    "group_starts",
-    "head_chunk",
-    "init_weight",
-    "init_weights",
-    "length_is_fixed",
-    "log_linear_noise",
-    "parameter_counts",
-    "set_block_size",
-]
 
 
 def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:
@@ -52,30 +31,19 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
     """Take sequences of up to `block_size` tokens from now on. A model may be bad at lengths that
     it was not trained on. Raises UserError for one with tables of positions."""
     if length_is_fixed(model.config) and block_size != model.config.block_size:
-        raise UserError(
-            f"this model has tables of {model.config.block_size} positions and takes no other "
-            f"block size, such as {block_size}; only models without tables do: those with "
-            "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none' or "
-            "'two_stream'"
-        )
+        tables = f"this model has tables of {model.config.block_size} positions"
+        without = "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none'"
+        only = f"only models without tables do: those with {without} or 'two_stream'"
+        raise UserError(f"{tables} and takes no other block size, such as {block_size}; {only}")
     model.config = dataclasses.replace(model.config, block_size=block_size)
     model.make_angles(model.head.weight.device)
 
 
-# ---- checks of a configuration, for users --------------------------------------------------------
-
-BOUNDS = {"dropout": BelowOne} | {
-    name: Annotated[int, Interval(ge=1, le=largest)]
-    for name, largest in (
-        ("vocab_size", 2**24),
-        ("block_size", 2**20),
-        ("n_layer", 10_000),
-        ("n_head", 2**12),
-        ("n_embd", 2**17),
-        ("cond_dim", 2**17),
-    )
-}
+LARGEST = {"vocab_size": 2**24, "block_size": 2**20, "n_layer": 10_000, "n_head": 2**12}
+LARGEST |= {"n_embd": 2**17, "cond_dim": 2**17}
+BOUNDS = {name: Annotated[int, Interval(ge=1, le=most)] for name, most in LARGEST.items()}
 BOUNDS |= {
+    "dropout": BelowOne,
     "n_kv_head": BOUNDS["n_head"] | None,
     "head_width": BOUNDS["n_embd"] | None,
     "mlp_width": Annotated[int, Interval(ge=1, le=2**20)] | None,
@@ -89,41 +57,30 @@ def check_config(c: ModelConfig) -> None:
     for name, hint in get_type_hints(ModelConfig).items():
         check_value(getattr(c, name), BOUNDS.get(name, hint), f"model.{name}")
     if c.head_width is None and c.n_embd % c.n_head:
-        raise UserError(
-            f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
-        )
+        odd = f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
+        raise UserError(odd)
     if c.n_head % c.kv_heads:
-        raise UserError(
-            f"model.n_head ({c.n_head}) must be a multiple of model.n_kv_head ({c.n_kv_head})"
-        )
+        odd = f"model.n_head ({c.n_head}) must be a multiple of model.n_kv_head ({c.n_kv_head})"
+        raise UserError(odd)
     if c.rotates and c.head_dim % 2:
         raise UserError(f"rotary positions need an even head width, but it is {c.head_dim}")
     if c.is_encoder and c.target != "none":
-        raise UserError(
-            f"model.target is {c.target!r}, but an encoder (model.attention = 'full') has no "
-            "target position; set model.target to 'none'"
-        )
+        none = "an encoder (model.attention = 'full') has no target position"
+        raise UserError(f"model.target is {c.target!r}, but {none}; set model.target to 'none'")
     if c.is_encoder and (c.mask_token is None or not 0 < c.mask_token < c.vocab_size):
-        raise UserError(
-            f"model.mask_token is {c.mask_token}; an encoder (model.attention = 'full') needs the "
-            f"first id after the tokenizer's, below model.vocab_size ({c.vocab_size}): 50257 for "
-            "gpt2, 257 for bytes"
-        )
+        needs = "an encoder (model.attention = 'full') needs the first id after the tokenizer's"
+        below = f"below model.vocab_size ({c.vocab_size}): 50257 for gpt2, 257 for bytes"
+        raise UserError(f"model.mask_token is {c.mask_token}; {needs}, {below}")
     for name, value in (("mask_token", c.mask_token), ("noise", c.noise or None)):
         if not c.is_encoder and value is not None:
-            raise UserError(
-                f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
-            )
-    if c.rope_scaling is not None and not all(
-        (c.rope_scaling[0] >= 1, 0 < c.rope_scaling[1] < c.rope_scaling[2], c.rope_scaling[3] > 0)
-    ):
-        raise UserError(
-            f"model.rope_scaling is {c.rope_scaling}; give factor >= 1, low, a higher high, length"
-        )
+            only = f"model.{name} = {value!r} is for encoders"
+            raise UserError(f"{only}; set model.attention to 'full'")
+    factor, low, high, length = c.rope_scaling or (1, 1, 2, 1)
+    if not (factor >= 1 and 0 < low < high and length > 0):
+        wanted = "give factor >= 1, low, a higher high, length"
+        raise UserError(f"model.rope_scaling is {c.rope_scaling}; {wanted}")
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
-        raise UserError(
-            "model.target = 'rotary' rotates queries to the target; set model.position to 'rotary'"
-        )
+        raise UserError("model.target = 'rotary' rotates queries: set model.position to 'rotary'")
 
 
 def length_is_fixed(c: ModelConfig) -> bool:

@@ -18,7 +18,7 @@ def head_chunk(vocab_size: int, device: str) -> int:
 
 class ChunkedHead:
     """Replaces the head of `AOGPT`. Faster than torch's linear_cross_entropy where both were
-    measured (results/loss_head.md)."""
+    measured (results/speed.md)."""
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, (B, T, D), (B, T) -> (B, T), nats."""
@@ -28,8 +28,7 @@ class ChunkedHead:
         return F.cross_entropy(self.head_logits(x), targets, reduction="none")
 
     def in_chunks(self, function: Callable, x: Tensor, targets: Tensor) -> Tensor:
-        """function(x (n, D), targets (n,)) of all B T tokens; chunks are computed again in the
-        backward pass."""
+        """function(x (n, D), targets (n,)) of all B T tokens; the backward pass repeats chunks."""
         x, targets = x.flatten(0, 1), targets.flatten()
         n = head_chunk(self.config.vocab_size, x.device.type)
         if torch.compiler.is_compiling() or len(x) <= n:  # compiled, the softmax is fused anyway

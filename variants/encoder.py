@@ -1,8 +1,6 @@
 """The encoder: full attention over a partly masked sequence, which predicts the masked tokens; the
 masked diffusion models that the paper compares with (RADD, SEDD), on AO-GPT's own blocks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,11 +31,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
 
     def forward(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        sigma: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, masked: Tensor, sigma: Tensor | None = None, lengths=None
     ) -> Tensor:
         """-log p(true token | unmasked tokens) at masked positions, (B, T), nats, in sequence
         order; 0 elsewhere. With noise, whose outputs are scores, (2, B, T): see `head_loss`.
@@ -92,8 +86,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
     def masked_log_probs(
         self, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
-        """As `Scoring.masked_log_probs`. With noise, its level is that of the time that equals the
-        share of masked tokens."""
+        """As `Scoring.masked_log_probs`. The time of noise is the share of masked tokens."""
         check_mask(self, tokens, masked)
         if lengths is not None:  # padding is not predicted
             positions = torch.arange(masked.shape[1], device=masked.device)
@@ -122,7 +115,7 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         order: Tensor,
         known: Tensor,
         steps: Tensor | None = None,
-        lengths: Tensor | None = None,
+        lengths=None,
     ) -> Tensor:
         """As `Scoring.parallel_log_probs`; steps BoolTensor (B, T): 0 at all others."""
         step_of = inverse_permutation(order)
@@ -163,8 +156,7 @@ class NoiseEmbedding(nn.Module):
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
-    """Noise level sigma(t) = -log(1 - (1 - eps) t), at which a token is masked with probability
-    (1 - eps) t (SEDD)."""
+    """Noise level sigma(t) = -log(1 - (1 - eps) t): tokens are masked at rate (1 - eps) t."""
     return -torch.log1p(-(1 - eps) * t)
 
 

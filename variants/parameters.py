@@ -1,7 +1,5 @@
 """Parameters: initial values (the paper, section 3 and appendix B), counts, operations on them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

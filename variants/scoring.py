@@ -1,7 +1,5 @@
 """Log-probabilities of known sequences: along an order, of masked tokens, in groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -101,17 +99,9 @@ def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
     return allowed & ((torch.arange(allowed.shape[-1], device=allowed.device) > 0) | (last == 0))
 
 
-# ---- groups: steps that are predicted at once ----------------------------------------------------
-
-
 @torch.no_grad()
 def group_log_probs(
-    model: AOGPT,
-    tokens: Tensor,
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
-    lengths: Tensor | None = None,
+    model: AOGPT, tokens: Tensor, order: Tensor, group: int, prompt_lengths=None, lengths=None
 ) -> Tensor:
     """As `token_log_probs`, but the `group` steps of a group are predicted at once from the groups
     before it: what decoding in such groups draws from. A pass for each group; two streams need one.
@@ -119,8 +109,7 @@ def group_log_probs(
     Args:
         prompt_lengths: (B,) steps before the first group; the result means nothing there.
         lengths: (B,) of an encoder's rows that are shorter than T; their orders end with the
-            positions that they do not have.
-    """
+            positions that they do not have."""
     config = model.config
     if group == 1 and not config.is_encoder:
         return model.token_log_probs(tokens, order)
@@ -160,15 +149,11 @@ def groups_of(
         yield known, (steps >= known[:, None]) & (steps < known[:, None] + group)
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
 def check_tokens(model: AOGPT, tokens: Tensor, other: Tensor) -> None:
     """Raise UserError if tokens and what comes with them (orders, masks) do not fit the model."""
     if tokens.shape != other.shape or tokens.dim() != 2:
-        raise UserError(
-            f"tokens {tuple(tokens.shape)} and {tuple(other.shape)} must both be (batch, length)"
-        )
+        found = f"tokens {tuple(tokens.shape)} and {tuple(other.shape)}"
+        raise UserError(f"{found} must both be (batch, length)")
     T, limit, V = tokens.shape[1], model.config.block_size, model.config.vocab_size
     if not 1 <= T <= limit:
         raise UserError(f"{T} tokens a sequence; this model takes 1 to {limit}")

@@ -1,8 +1,6 @@
 """Two streams with the same weights (XLNet, A3): the content stream sees its own tokens; the query
 stream knows its target position only, reads the content stream, and predicts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,13 +13,7 @@ from variants.scoring import Scoring, check_permutations, check_tokens, without_
 class TwoStreamPass(Pass):
     """What inputs and queries see: all inputs up to their own step, or what two masks allow."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor,
-        allowed: Tensor | None = None,
-        query_allowed: Tensor | None = None,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor, allowed=None, query_allowed=None):
         super().__init__(config, targets)
         self.allowed, self.query_allowed = allowed, query_allowed  # (B, 1, T, T)
         self.target_angles: tuple[Tensor, Tensor] | None = None
@@ -101,8 +93,7 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
             2             group 1       0 1 2            0 1 2
             3             group 2       0 1 2 3          0 1 2      (input 4 would hold step 3's)
 
-        Without group_attention input 1 sees 0 1.
-        """
+        Without group_attention input 1 sees 0 1."""
         inputs = torch.arange(group_start.shape[1], device=group_start.device)
         group = F.pad(group_start[:, :-1], (1, 0), value=-1)  # of an input's token, by its start
         if not self.config.group_attention:

@@ -1,0 +1,150 @@
+"""Bach's chorales: crops, tokens, music files, and the scripts on them."""
+
+import json
+import struct
+from itertools import islice
+
+import helpers
+import numpy as np
+import pytest
+
+import eval_ppl
+import sample
+import train
+from data.chorales import CROP
+from data.loader import TokenDataset, load_meta, read_tokens
+from data.tokenizers import VOICES, get_tokenizer
+from runtime.errors import UserError
+from sampling.midi import BAR, TICKS, midi_file
+from sampling.page import PageSample, render
+
+TOKENIZER = get_tokenizer("chorales")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A file of random chorales whose voices span 13 semitones and are silent once in a while."""
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("source") / "made.json"
+    lengths, low = {"train": (100, 40), "valid": (70,), "test": (33, 90)}, [[60, 55, 48, 41]]
+    made = {s: [low + rng.integers(0, 13, (n, 4)) for n in of] for s, of in lengths.items()}
+    made["train"][1][:, 0] = 78  # goes up by 3 at most
+    made = {s: [np.where(rng.random(c.shape) < 0.02, -1, c) for c in of] for s, of in made.items()}
+    path.write_text(json.dumps(made, default=np.ndarray.tolist))
+    return path, made, helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
+
+
+def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(source):
+    (_, made, folder), expected = source, []
+    (long, high), [val], (test, last) = made.values()
+    for notes, start, most in (*((long, at, 6) for at in range(0, 69, 16)), (high, 0, 3)):
+        crop = notes[start : start + CROP]
+        expected += [np.where(crop < 0, -1, crop + shift) for shift in range(-5, most + 1)]
+    val, test = (val[:32], val[32:64]), (test[:32], last[:32], last[32:64])
+    for split, crops in {"train": expected, "val": val, "test": test}.items():
+        found = TOKENIZER.pitches(read_tokens(folder, split, verify=True).tolist())
+        assert found == np.array(crops).flatten().tolist()
+    assert load_meta(folder)["source"][0]["transpositions"] == [*range(-5, 7)]
+    assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
+
+
+def test_crops_of_the_published_file_are_counted_as_the_documentation_says(real_data, tmp_path):
+    if not (path := real_data / "chorales" / "Jsb16thSeparated.json.xz").exists():
+        pytest.skip("AOGPT_DATA has no chorales")
+    folder = helpers.prepared("chorales", tmp_path / "real", path, tokenizer=None)
+    splits = load_meta(folder)["splits"]
+    assert [splits[s]["documents"] for s in ("train", "val", "test")] == [35_502, 552, 570]
+    assert TOKENIZER.decode(read_tokens(folder, "test")[:8]) == "F4  C4  A3  F3\n" * 2
+
+
+def test_text_is_a_line_a_sixteenth_and_is_read_back():
+    assert TOKENIZER.encode(TOKENIZER.decode([*range(47)])) == [*range(47)]
+    assert TOKENIZER.encode("r C2 A5 C4 Bb3 A#3") == [0, 1, 46, 25, 23, 23]
+    assert TOKENIZER.pitches([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
+    for wrong in ("C6", "B1", "H4", "c4", "<|endoftext|>"):
+        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match("no note of a chorale")
+
+
+def notes_of(data):
+    """{name: [(pitch, start, length)]} of the tracks of a MIDI file, in sixteenths."""
+    assert data[:14] == b"MThd" + struct.pack(">IHHH", 6, 1, 4, 4 * TICKS)
+    tracks = {}
+    for chunk in data[14:].split(b"MTrk")[1:]:
+        assert int.from_bytes(chunk[:4], "big") == len(chunk) - 4
+        stream, now, meta, notes, on = iter(chunk[4:]), 0, {}, [], {}
+        while 0x2F not in meta:
+            delta, byte = 0, next(stream)
+            while byte & 0x80:
+                delta, byte = (delta | byte & 0x7F) << 7, next(stream)
+            now, status, key = now + (delta | byte), next(stream), next(stream)
+            if status == 0xFF:
+                meta[key] = bytes(islice(stream, next(stream)))
+            elif status >> 4 != 0xC and next(stream):  # how loud
+                on[key] = now
+            elif status >> 4 == 8:
+                notes.append((key, on[key] // TICKS, (now - on.pop(key)) // TICKS))
+        assert not on and not [*stream]
+        tracks[meta[3].decode()] = notes
+    return tracks
+
+
+def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
+    one, then = [72, 67, 60, 48, 72, 65, -1, 48, 71, 65, 60, 48, 71, -1, 60, 48], 4 + BAR
+    two = [70] * 300 * 4 + [70]  # a length of three bytes, and a voice that goes on
+    upper = [(72, 0, 2), (71, 2, 2), (70, then, 301)], [(67, 0, 1), (65, 1, 2), (70, then, 300)]
+    lower = [(60, 0, 1), (60, 2, 2), (70, then, 300)], [(48, 0, 4), (70, then, 300)]
+    assert [*notes_of(midi_file([one, two])).items()] == [*zip(VOICES, upper + lower, strict=True)]
+
+
+def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run, tmp_path):
+    (path, _, folder), ids = source, read_tokens(source[2], "test")
+    out, how = tmp_path / "alto", {"predict": ("alto",), "tokenizer": None}
+    alto = helpers.prepared("chorales", out, path, **how)
+    decoder = helpers.tiny_config(folder, tmp_path, steps=6, model__block_size=128)
+    encoder = helpers.tiny_config(alto, tmp_path, "encoder", 6, model__block_size=128)
+    for one in (decoder, helpers.encoder_config(encoder)):
+        assert train.train(one, helpers.ALONE) == 0
+        scores, written = (tmp_path / f"{one.name}{end}" for end in (".json", ".jsonl"))
+        words = "--datasets", alto, "--split", "test", "--num-orders", 1, "--json", scores
+        assert script(eval_ppl, one.run_folder, *words)[0] == 0
+        assert json.loads(scores.read_text())["results"][-1]["tokens"] == 3 * CROP
+        words = "--prompts", alto, "--rows", 2, "--num-samples", 1, "--jsonl", written
+        assert script(sample, one.run_folder, *words)[0] == 0
+        [record] = helpers.read_lines(written)
+        same = (record["tokens"] == ids[128:256]).reshape(CROP, 4).all(axis=0)
+        assert same.tolist() == [True, False, True, True]
+        assert record["prompt_index"] == 1 and record["infill"].count("[MASK:1]") == CROP
+    assert "--midi is for models of chorales" in script(sample, run, "--midi", tmp_path / "no")[2]
+
+
+def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
+    data, voices, script = tmp_path / "data", tmp_path / "voices.npy", helpers.run_script
+    done = script("data/prepare.py", "chorales", "--source", source[0], "--out", data)
+    assert "next: python train.py configs/chorales.toml --name data " in done.stdout
+    words = "--data.folder", data, "--out", tmp_path, "--train.steps", 2, "--optim.warmup-steps", 1
+    script("train.py", "configs/chorales.toml", *words, "--train.no-compile")
+    np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
+    music, page, rows = (tmp_path / f"made.{kind}" for kind in ("mid", "html", "jsonl"))
+    words = "--num-samples", 1, "--midi", music, "--html", page, "--jsonl", rows, "--mode", "order"
+    script("sample.py", tmp_path / "chorales", *words, "--order", f"file:file={voices}")
+    [record], [shown] = helpers.read_lines(rows), helpers.data_of(page.read_text())["samples"]
+    assert record["order"] == np.load(voices)[0].tolist()
+    assert shown["roll"] == TOKENIZER.pitches(record["tokens"])
+    assert music.read_bytes() == midi_file([shown["roll"]])
+
+
+def test_a_piano_roll_has_a_row_a_pitch_and_shows_no_note_before_its_step(tmp_path):
+    roll = [72, 67, 67, 48, 74, 67, 60, -1]
+    pieces = TOKENIZER.pieces([max(0, pitch - 35) for pitch in roll])
+    page = PageSample(pieces, [-1, 0, 1, 2, 3, 4, 5, 6], [-1.0] * 8, roll=roll)
+    (tmp_path / "page.html").write_text(render([page], {}))
+    state = """() => [...document.querySelectorAll("#text .token")].map((token) => [
+        token.textContent, getComputedStyle(token).visibility === "visible",
+        token.getBoundingClientRect().x, token.getBoundingClientRect().y])"""
+    with helpers.chromium() as browser:
+        tab = browser.new_page()
+        tab.goto((tmp_path / "page.html").as_uri() + "#sample=1&step=3")
+        names, seen, x, y = zip(*tab.evaluate(state), strict=True)
+    assert names == (*"C5 G4 G4 C3 D5 G4 C4 r".split(),) and seen == (True,) * 4 + (False,) * 4
+    assert x[0] == x[1] == x[3] < x[2] < x[4] == x[5] == x[6] == x[7]  # two on one pitch
+    rows = [round(2 * (one - y[4]) / (y[0] - y[4])) for one in y]  # D5 is two above C5
+    assert rows == [2, 7, 7, 26, 0, 7, 14, 27]
