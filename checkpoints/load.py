@@ -57,7 +57,11 @@ class Loaded:
 
 
 def load(
-    path: str | Path, weights: Weights = "ema", device="cpu", block_size=None, checkpoint="last"
+    path: str | Path,
+    weights: Weights = "ema",
+    device="cpu",
+    block_size: int | None = None,
+    checkpoint: str = "last",
 ) -> Loaded:
     """Load a model in eval mode. Raises CheckpointError.
 

@@ -34,7 +34,13 @@ SCRIPTS |= {f"{module.__name__}.py": module for module in (eval_ppl, eval_tasks,
 SCRIPTS |= {m.__name__: m for m in (bench, findings, speedrun, tasks, plan, plot)}
 SCRIPTS["data/prepare.py"] = prepare
 OUTPUTS = ("--out", "--json", "--jsonl", "--html", "--samples", "--dest")  # files that need not be
-MADE = ("stories_bytes", "own", "books_english", "questions")  # folders under data/ that users make
+MADE = (
+    "stories_bytes",
+    "own",
+    "books_english",
+    "questions",
+    "chorales_alto",
+)  # folders under data/ that users make
 
 
 def commands_of(text):
@@ -162,6 +168,7 @@ SMALL = {
     "eval_gen.py": ["--num-samples", "2", "--length", "16", "--judge", "RUN", "--overwrite"],
     "data/prepare.py": ["--limit", "20"],
 }
+USER_FILES = ("MY.txt", "my.txt", "wiki.test.raw", "MORE.jsonl", "MY.jsonl", "samples.jsonl")
 LEFT_OUT = {
     "ENCODER": "no encoder at hand",
     "score_entropy": "no SEDD at hand",
@@ -169,13 +176,14 @@ LEFT_OUT = {
     "openai-community/gpt2-medium": "a download",
     "FOLDER/tokenizer.json": "of another model",
     "--push": "an upload",
+    "data/chorales_alto": "a download",
+    "--midi": "no model of chorales at hand",
     "SRC": "a placeholder",
     "NAME": "a placeholder",
     "0.7,0.95": "slow: many settings",
     "lambada": "slow: many sets",
     "--world-size 64": "slow",
 }
-DOWNLOADED = ("openwebtext", "ptb", "wikitext103", "text8", "tinystories", "hub")  # and the like
 
 
 def small_commands():
@@ -192,8 +200,10 @@ def small_commands():
         if script == "sample.py" and not options & {"--infill", "--prompts", "--new-tokens"}:
             more += ["--length", "24"]
         if script == "data/prepare.py":
-            if arguments[0] in DOWNLOADED or prepare.DATASETS[arguments[0]].make:
-                continue  # those that are made of random numbers are large
+            dataset = prepare.DATASETS[arguments[0]]
+            if dataset.make or (dataset.hub or dataset.url) and "--source" not in options:
+                continue  # large, or a download
+            more += ["--tokenizer", "english"] * ("--tokenizer" not in options)
             more += ["--out", f"made{len(found)}"]
         if script == "eval_ppl.py" and "--json" in options:
             more.append("--overwrite")
@@ -210,11 +220,10 @@ def test_commands_run(tmp_path):
     commands = small_commands()
     used = {words[0] if words[0] != "-m" else words[1] for words in commands}
     assert used == SMALL.keys() and len(commands) >= 30
-    write = {name: tmp_path / name for name in ("MY.txt", "my.txt", "MORE.jsonl", "samples.jsonl")}
+    write = {name: tmp_path / name for name in USER_FILES}
     for path in write.values():
-        text = "The old horse was tired, and so they gave him some water. " * 60
+        text = "The old horse was tired, and so they gave him some water. " * 120
         path.write_text(json.dumps({"text": text}) if path.suffix == ".jsonl" else text)
-    (tmp_path / "MY.jsonl").write_text((tmp_path / "MORE.jsonl").read_text())
     (tmp_path / "MORE.jsonl.gz").write_bytes(gzip.compress(write["MORE.jsonl"].read_bytes()))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "length": 12}\n')
     rows = [json.dumps({"prompt": f"{i}+1=", "text": f"{i + 1}"}) for i in range(40)]
