@@ -8,13 +8,14 @@ from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
+PAGE = re.compile(r"([A-Z]+|studies/README|(docs|results)/.*)\.md")
 LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")  # to a file of the repository
 
 
 def on_files(files: Files, config) -> Files:
     root = Path(config.config_file_path).parent
     tracked = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
-    wanted = {n for n in tracked if n.endswith(".md") and not n.startswith("studies/configs/")}
+    wanted = {name for name in tracked if PAGE.fullmatch(name)}
     for page in tuple(wanted):
         for link in LINK.findall((root / page).read_text(encoding="utf-8")):
             wanted.add(posixpath.normpath(posixpath.join(posixpath.dirname(page), link)))
