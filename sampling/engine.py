@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ def generate(
     forced: Tensor | None = None,
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
-    **settings,
+    **settings: Any,
 ) -> Generation:
     """Generate the samples of a plan. To generate in a loop, keep an `Engine`.
 
@@ -86,7 +87,7 @@ def generate(
         batch_size: samples in flight at once, halved while memory runs out; by default all.
         progress: called after every step with the number of positions it unmasked, below 0 where a
             smaller batch begins again.
-        settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
+        **settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
 
     Raises UserError for what does not fit together, without memory, and for output not finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
