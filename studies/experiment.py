@@ -181,7 +181,8 @@ def read_values(name: str) -> dict:
         values["base"] = laid_over(common["base"], values.get("base", {}))
         for name, recipe in values["recipes"].items():
             shared = common["recipes"].get(recipe.pop("from", name), {})
-            values["recipes"][name] = shared | recipe
+            fixed = shared.keys() & recipe.get("tune", {})  # what is tuned here is not fixed
+            values["recipes"][name] = {k: v for k, v in shared.items() if k not in fixed} | recipe
     return values
 
 
