@@ -20,7 +20,7 @@ from studies.runs import ROOT
 from studies.verdicts import Claim, Ratio, figure_of, judged, ratio_of, tokens_to, with_verdicts
 
 RESULTS = ROOT / "results" / "findings"
-FEW = 4  # below so many seeds their values are shown, not a mean
+FEW = 4  # below that many seeds their values are shown, not a mean
 
 
 @functools.cache

@@ -39,7 +39,7 @@ Found = dict[str, dict[str, dict]]
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     seeds: Count | None = None
-    """By default as many as the experiment says. Fewer give results in out/findings/part."""
+    """By default those of the experiment. Fewer give results in out/findings/part."""
     jobs: Count = 1
     """Runs in parallel on a CPU, each with one thread."""
     quick: bool = False
