@@ -51,7 +51,7 @@ class Arguments:
     processes: Count = 1
     """Of each run, one for each GPU of this machine, started by torchrun."""
     repetitions: Count | None = None
-    """Instead of training, measure speed: that many times, a short run of each run config in turn."""
+    """Instead of training, measure speed by short runs: each run config this often, in turn."""
 
 
 def main() -> None:
