@@ -67,7 +67,7 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     for recipe, entries in found["recipes"].items():
         for name, entry in entries.items():
             family = f", {name.split('_')[0]}" * experiment.families
-            panels.setdefault(f"{experiment.name}, {recipe}{family}", {})[name] = entry
+            panels.setdefault(f"{experiment.name}, {title_of(recipe)}{family}", {})[name] = entry
 
     draw = functools.partial(DRAWINGS[experiment.figure], experiment)
     # Panels of a line differ by nature, or not every recipe reaches the ends of a sweep.

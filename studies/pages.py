@@ -149,7 +149,9 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     for recipe, of_recipe in claims.items():
         for c in (c for c in of_recipe if c["primary"]):
             p = "" if c["p"] is None else f", p {c['p']:.2g}"
-            lines.append(f"- *{recipe}*: {c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**")
+            lines.append(
+                f"- *{title_of(recipe)}*: {c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**"
+            )
     lines += [""] * any(c["primary"] for of_recipe in claims.values() for c in of_recipe)
     lines += [f"**Setting.** {e.setting}", ""]
     lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
@@ -190,7 +192,7 @@ def details_of(experiment: Experiment, found: dict) -> list[str]:
     lines = [f"# {experiment.name}: details", ""]
     for recipe, entries in reported(experiment, found).items():
         description = experiment.descriptions.get(recipe)
-        lines += [f"## {recipe}" + (f": {description}" if description else ""), ""]
+        lines += [f"## {title_of(recipe)}" + (f": {description}" if description else ""), ""]
         lines += [*losses_table(experiment, entries), ""]
         lines += [*claims_table(claims[recipe]), ""] if claims[recipe] else []
         for ratio in (ratio_of(one, experiment.kind, entries) for one in experiment.ratios):
