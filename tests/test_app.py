@@ -232,6 +232,8 @@ def tab():
 def begin(tab, text):
     tab.get_by_label("Text with gaps").fill(text)
     tab.get_by_role("button", name="Restart").click()
+    # The text before is there until the server has answered.
+    tab.locator("section .filling", has_text=text.partition("[")[0].strip()).first.wait_for()
 
 
 def filled(tab, count, column=0):
