@@ -232,8 +232,6 @@ def tab():
 def begin(tab, text):
     tab.get_by_label("Text with gaps").fill(text)
     tab.get_by_role("button", name="Restart").click()
-    # The text before is there until the server has answered.
-    tab.locator("section .filling", has_text=text.partition("[")[0].strip()).first.wait_for()
 
 
 def filled(tab, count, column=0):
@@ -242,6 +240,7 @@ def filled(tab, count, column=0):
 
 def test_a_text_is_filled_in_by_clicks(tab):
     begin(tab, "The old horse[MASK:4] home.")
+    tab.locator("section .filling", has_text="The old horse").wait_for()  # another one was there
     filled(tab, 0)
     assert tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8
     tab.get_by_role("button", name="Step").click()
