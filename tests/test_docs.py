@@ -215,6 +215,7 @@ def small_commands():
     return list(found.values())
 
 
+@pytest.mark.slow  # .ci/run calls it
 def test_commands_run(tmp_path):
     """In a folder in which their files exist, each in a process of its own (run_commands.py)."""
     commands = small_commands()
