@@ -255,7 +255,7 @@ def overview() -> str:
         )
         link = f"[{experiment.title}]({name}.md)"
         rows.append([link, paper, fast, says, how_sure(experiment, found)])
-    head = ["question", "paper recipe", "fast recipe", "elsewhere", "how sure"]
+    head = ["question", "paper recipe, or sine tables", "fast recipe", "elsewhere", "how sure"]
     table = markdown_table(head, rows, left=5)
     text = filled((CONFIGS / "page.md").read_text(), None, None)
     if missing:
