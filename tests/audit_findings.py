@@ -73,7 +73,7 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     found = {}
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
-            terms, censored = [], False
+            terms, censored = [], False  # or on the unigram plateau: nothing can be said
             for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
                 for n, term in enumerate(text.split(" - ")):
                     config, _, kind = term.partition(":")
@@ -81,6 +81,7 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                     for result in runs_of(recipe, config):
                         value = figure(result, kind or toml["kind"])
                         censored |= value is None and sign_of < 0
+                        censored |= on_plateau(result, kind or toml["kind"], value)
                         values.append(result["tokens"][-1] / 1e6 if value is None else value)
                         errors.append(error_of(result, kind or toml["kind"]))
                     terms.append((sign_of, config, values, statistics.mean(errors)))
@@ -90,6 +91,13 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
         least = max(least, min(1.0, (len(ranked) - rank) * found[key][1]))
         found[key] = found[key][0], least
     return found
+
+
+def on_plateau(result: dict, kind: str, value: float | None) -> bool:
+    """Whether a loss is within 0.1 of the unigram entropy of its text."""
+    of, tested = result["measured"], kind.startswith("eval_")
+    unigram = of.get("unigram_test", of["unigram"]) if tested else of["unigram"]
+    return (tested or kind in result["losses"]) and value > unigram[0] - 0.1
 
 
 def error_of(result: dict, kind: str) -> float:
