@@ -241,9 +241,13 @@ class HubTokenizer(Tokenizer):
         return np.array(self.inner.encode(text, add_special_tokens=False).ids, self.dtype)
 
     def encode_after(self, text: str) -> list[int]:
-        # Without what it writes before a text, a space; a new line merges with nothing.
-        before = self.encode("\n") if self.adds_space else []
-        return self.encode("\n" * self.adds_space + text)[len(before) :]
+        if not self.adds_space:
+            return self.encode(text)
+        for start in "\n0.":  # after a character that does not merge with the first of the text
+            before, whole = self.encode(start), self.encode(start + text)
+            if whole[: len(before)] == before:
+                break
+        return whole[len(before) :]
 
     def to_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.bytes[i] for i in ids)

@@ -47,6 +47,7 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
     assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
 
 
+@pytest.mark.slow
 def test_crops_of_the_published_file_are_counted_as_the_documentation_says(real_data, tmp_path):
     if not (path := real_data / "chorales" / "Jsb16thSeparated.json.xz").exists():
         pytest.skip("AOGPT_DATA has no chorales")

@@ -230,7 +230,7 @@ def test_primary_claims_share_the_error_of_an_experiment():
 
 def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
     """Three claims against one baseline of 8 seeds, with spreads that differ fourfold."""
-    rng, spoken, experiments = np.random.default_rng(0), 0, 1500
+    rng, spoken, experiments = np.random.default_rng(0), 0, 800
     spreads = {"a": 1, "b": 1, "c": 2, "d": 4}
     for _ in range(experiments):
         entries = {name: by_seed(*rng.normal(2, s, 8)) for name, s in spreads.items()}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import assert_user_error, run_main, run_script
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
 
@@ -228,6 +228,7 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
 
 
 @settings(deadline=None, max_examples=60)
+@example("\n")
 @given(st.text(max_size=60))
 def test_tokenizers_give_text_back(text):
     for tokenizer, made in TOKENIZERS.values():
