@@ -177,7 +177,8 @@ def parse_order(text: str, option: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
     known = ORDER_SETTINGS.get(text.partition(":")[0], ())
     types = {key: type(getattr(OrderConfig, key)) for key in known}
-    kind, values = parse_settings(text, types, "".join(f"{key}=1" for key in known[:1]), option)
+    example = f"{known[0]}=1" if known else ""
+    kind, values = parse_settings(text, types, example, option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:

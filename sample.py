@@ -130,7 +130,8 @@ def sample(a: Arguments, procs: Processes) -> None:
     tokenizer = loaded.get_tokenizer()
     if a.midi and tokenizer.pitches([]) is None:
         raise UserError(f"--midi is for models of chorales, not of text as {a.run}: leave it out")
-    requests = requests or read_dataset(a.prompts, loaded, tokenizer)
+    if of_data:
+        requests = read_dataset(a.prompts, loaded, tokenizer)
     if wrong := [row for row in a.rows if row > len(requests)]:
         raise UserError(f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}")
     options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
@@ -223,7 +224,8 @@ def caption(record: dict) -> str:
     if "scores" not in record:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
-    told = [f"{n} {p:.3f}" for n, k in names.items() if (p := record["scores"][k]) == p]  # no NaN
+    values = {name: record["scores"][key] for name, key in names.items()}
+    told = [f"{name} {value:.3f}" for name, value in values.items() if value == value]  # no NaN
     blanks = sum(step >= 0 for step in record["step"])
     return f"{blanks} tokens; log p a token: {', '.join(told)}"
 

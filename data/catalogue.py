@@ -123,7 +123,7 @@ TEXT8 = dict(
     tokenizer=f"{ALPHABET} {ascii_lowercase}",
 )
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
-STORIES_OF_MODELS = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
+TINY_STORIES = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
 FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
 CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
@@ -161,7 +161,7 @@ DATASETS: dict[str, Dataset] = {
     "hub": Dataset(val_fraction=0.005),
     "openwebtext": Dataset(source="optional", **OWT),
     "fineweb_edu": Dataset(source="optional", **OWT | {"hub": FINEWEB}),
-    "tinystories": Dataset(source="optional", **STORIES_OF_MODELS),
+    "tinystories": Dataset(source="optional", **TINY_STORIES),
     "text8": Dataset(source="optional", divide=text8_splits, **TEXT8),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
     "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),

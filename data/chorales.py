@@ -1,6 +1,6 @@
 """Bach's chorales in four voices, with the splits of Boulanger-Lewandowski et al. (2012), as crops
 of 32 sixteenths. A crop is a block of 128 notes: soprano, alto, tenor and bass of one sixteenth,
-then of the next. Held and repeated notes are not told apart."""
+then of the next. The source does not distinguish held from repeated notes."""
 
 from __future__ import annotations
 

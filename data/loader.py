@@ -14,6 +14,7 @@ import numpy as np
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from data.tokenizers import RECORDED
 from runtime import randomness
 from runtime.errors import UserError
 from runtime.files import sha256_file
@@ -231,7 +232,9 @@ class Mixture(TokenDataset):
         self.parts, self.meta = parts, parts[0].meta
         ends = np.rint(np.cumsum(shares) * PATTERN).astype(np.int64)
         self.counts = np.diff(ends, prepend=0)
-        self.ends = np.cumsum([part.num_blocks for part in parts])
+        sizes = [part.num_blocks for part in parts]
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes  # numbers of the first blocks
         self.block_size, self.of_records, self.shift = parts[0].block_size, False, 0
         self.num_blocks = max(1, round(parts[0].num_blocks / shares[0]))
 
@@ -246,8 +249,8 @@ class Mixture(TokenDataset):
         part = np.searchsorted(self.ends, indices, side="right")
         found = torch.empty(len(indices), self.block_size, dtype=torch.int64)
         for n in np.unique(part):
-            first = self.ends[n] - self.parts[n].num_blocks
-            found[part == n] = self.parts[n].blocks(indices[part == n] - first)
+            here = part == n
+            found[here] = self.parts[n].blocks(indices[here] - self.starts[n])
         return found
 
     def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
@@ -262,9 +265,9 @@ class Mixture(TokenDataset):
                 of_part = here & (drawn[sequence % PATTERN] == n)
                 before = np.cumsum(drawn == n)[sequence[of_part] % PATTERN] - 1
                 number = pattern * self.counts[n] + before
-                first = self.ends[n] - part.num_blocks
                 # Parts of one size are shuffled differently; the first as it would be alone.
-                indices[of_part] = first + in_epochs(seed, number, part.num_blocks, n << 40)
+                numbers = in_epochs(seed, number, part.num_blocks, n << 40)
+                indices[of_part] = self.starts[n] + numbers
         return indices
 
 
@@ -295,15 +298,13 @@ def open_training_data(
             raise UserError(f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1") from None
         parts.append(TokenDataset(find_dataset(name), "train", data.block_size, verify))
         theirs, ours = parts[-1].meta, data.meta
-        keys = ("tokenizer", "tokenizer_sha256", "vocab_size")
-        if any(theirs.get(key) != ours.get(key) for key in keys):
-            raise UserError(
-                f"data.mix {name} has another tokenizer than {folder}; prepare it again"
-            )
+        if any(theirs.get(key) != ours.get(key) for key in RECORDED):
+            what = f"data.mix {name} has another tokenizer than {folder}"
+            raise UserError(f"{what}; prepare it again")
         shares[0] -= shares[-1]
     if min(shares) <= 0:
         raise UserError("data.mix: give shares above 0, below 1 in all; data.folder has the rest")
-    if mix and (any(part.of_records for part in parts)):
+    if mix and any(part.of_records for part in parts):
         raise UserError("data.mix is for texts, and one of these has prompts; leave it out")
     return Mixture(parts, shares) if mix else data
 

@@ -83,7 +83,7 @@ class Reference:
 
     def __init__(self, name: str):
         folder = find_dataset(name)
-        meta, self.source = load_meta(folder), str(folder)
+        meta = load_meta(folder)
         self.tokenizer = meta["tokenizer"]
         self.encode = get_tokenizer(self.tokenizer, folder=folder).encode
         tokens = read_tokens(folder, evaluation_split(meta))

@@ -143,11 +143,11 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
     """The measures of `x`, or those shown, side by side, a point for each run config."""
-    kinds = list(experiment.x) or experiment.shown
+    kinds, style_of = list(experiment.x) or experiment.shown, styles(experiment, entries)
     for number, (name, entry) in enumerate(entries.items()):
         shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
         points = [(place + shift, entry, kind) for place, kind in enumerate(kinds)]
-        style = styles(experiment, entries)[name] | {"linestyle": ""}
+        style = style_of[name] | {"linestyle": ""}
         draw_means(axes, points, markersize=4, label=title_of(name), **style)
     labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")

@@ -9,7 +9,6 @@ out/findings are not trained again, nor those with a row in results/findings/E1.
 the file to repeat them).
 """
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +42,7 @@ def main() -> None:
             if (file := pages.RESULTS / f"{name}.json").exists():
                 write_page(file, *pages.results_of(name))
         write_text(pages.RESULTS / "README.md", pages.overview())
-        front = pages.filled((CONFIGS / "front.md").read_text(), None, None)
+        front = pages.filled((CONFIGS / "front.md").read_text())
         write_text(pages.RESULTS.parent / "README.md", front)
         show("wrote results/README.md and results/findings")
     else:
@@ -89,9 +88,10 @@ def prepare_quick_text(experiment: Experiment) -> None:
     experiment.base["data"] = {"folder": str(stories)}
     for other in list(experiment.recipes)[1:]:
         del experiment.recipes[other]
-    for one in itertools.chain(*(recipe.values() for recipe in experiment.recipes.values())):
-        for key in ("data.folder", "data.max_tokens"):
-            one.changes.pop(key, None)
+    for run_configs in experiment.recipes.values():  # none, where it is a benchmark
+        for one in run_configs.values():
+            one.changes.pop("data.folder", None)
+            one.changes.pop("data.max_tokens", None)
 
 
 if __name__ == "__main__":

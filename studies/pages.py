@@ -108,7 +108,7 @@ def tuned_cell(entry: dict) -> str:
     return words + " (boundary)" * entry["at_boundary"]
 
 
-def filled(text: str, experiment: Experiment | None, found: dict | None) -> str:
+def filled(text: str, experiment: Experiment | None = None, found: dict | None = None) -> str:
     """A text with its numbers. Raises UserError for one that names what is not there."""
 
     def number(match: re.Match) -> str:
@@ -142,17 +142,16 @@ def results_of(name: str) -> tuple[Experiment, dict]:
 
 def page_of(experiment: Experiment, found: dict) -> list[str]:
     """Question, answer, figure, a table of at most five columns, primary claims, caveats."""
-    e, claims = experiment, judgements(experiment, found)
+    e, verdicts = experiment, []
+    for recipe, claims in judgements(e, found).items():
+        for c in (claim for claim in claims if claim["primary"]):
+            p = "" if c["p"] is None else f", p {c['p']:.2g}"
+            told = f"{c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**"
+            verdicts.append(f"- *{title_of(recipe)}*: {told}")
     lines = [f"# {e.name}. {e.title}", ""]
     lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
     lines += [*main_table(e, found), ""]
-    for recipe, of_recipe in claims.items():
-        for c in (c for c in of_recipe if c["primary"]):
-            p = "" if c["p"] is None else f", p {c['p']:.2g}"
-            lines.append(
-                f"- *{title_of(recipe)}*: {c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**"
-            )
-    lines += [""] * any(c["primary"] for of_recipe in claims.values() for c in of_recipe)
+    lines += [*verdicts, ""] if verdicts else []
     lines += [f"**Setting.** {e.setting}", ""]
     lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
     lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(e.caveats)
@@ -257,7 +256,7 @@ def overview() -> str:
         rows.append([link, paper, fast, says, how_sure(experiment, found)])
     head = ["question", "paper recipe, or sine tables", "fast recipe", "elsewhere", "how sure"]
     table = markdown_table(head, rows, left=5)
-    text = filled((CONFIGS / "page.md").read_text(), None, None)
+    text = filled((CONFIGS / "page.md").read_text())
     if missing:
         table += ["", f"Not run yet: {', '.join(missing)}."]
     return text.replace("TABLE", "\n".join(table))

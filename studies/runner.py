@@ -148,15 +148,13 @@ class Runner:
             for recipe, one in chosen:
                 pairs = tuning[recipe, *self.tuned_on(one)].result()
                 tuned = best_of(one, pairs)
+                ends = [tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()]
                 model = meta_model(self.experiment.config(recipe, one, 0, tuned))
                 found[recipe][one.name] = {
                     "description": one.description,
                     "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
                     "tuned": tuned,
-                    "at_boundary": any(
-                        tuned[key] in (values[0], values[-1]) for key, values in one.tune.items()
-                    )
-                    and bool(pairs),
+                    "at_boundary": bool(pairs) and any(ends),
                     "parameters": sum(p.numel() for p in model.parameters()),
                     "runs": [pool.submit(self.run, recipe, one, s, tuned) for s in range(seeds)],
                 }

@@ -26,13 +26,14 @@ Entries = dict[str, dict]
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure is lower than another. A side is a term, or a difference A - B of two; a term is
-    RUN_CONFIG, RUN_CONFIG:KIND,
-    RUN_CONFIG:KIND@SHARE or a number. KIND is a loss or a measured figure, by default that of the
-    experiment, KIND-2*OTHER a combination of two figures of one run, lowest_LOSS the lowest of all
-    evaluations, or tokens_to_GOAL: millions of tokens until the training-order loss is at most
-    GOAL. SHARE is the share of the tokens after
-    which a loss is read, by default 1."""
+    """One figure is lower than another. A side is a term, or a difference A - B of two terms. A
+    term is RUN_CONFIG, RUN_CONFIG:KIND, RUN_CONFIG:KIND@SHARE or a number. SHARE is the share of
+    the tokens after which a loss is read, by default 1. KIND is by default that of the experiment:
+
+    a name          a loss, or a measured figure
+    ONE-2*OTHER     of two figures of one run
+    lowest_LOSS     the lowest of all evaluations
+    tokens_to_GOAL  millions of tokens until the training-order loss is at most GOAL"""
 
     says: str
     lower: str
@@ -134,7 +135,7 @@ def compared(
         return mean, None, None
     parts = [statistics.variance(side) / len(side) for side in values]
     shared = [statistics.mean(figure.shared_error for figure in side) for _, side in signed]
-    error = math.sqrt(sum(parts) + math.hypot(*shared) ** 2)
+    error = math.sqrt(sum(parts) + sum(each**2 for each in shared))
     if error == 0:
         return mean, 0.0, float(mean + margin == 0)
     squares = [part**2 / (len(side) - 1) for part, side in zip(parts, values, strict=True)]

@@ -52,9 +52,8 @@ class OptimConfig(Table):
     weight_decay: Amount = 0.05  # on matrices only
     grad_clip: Annotated[float, Ge(0)] = 1.0  # largest gradient norm; 0 switches clipping off
     ema_decay: Probability = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
-    more_ema_decays: tuple[
-        Probability, ...
-    ] = ()  # of further averages, whose losses are logged, too
+    # of further averages, whose losses are logged, too
+    more_ema_decays: tuple[Probability, ...] = ()
     kind: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of blocks, with AdamW for others
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
     muon_momentum: BelowOne = 0.95  # of Muon
@@ -83,9 +82,8 @@ class TrainConfig(Table):
     # exchange gradients after every micro-batch, not once a step: more traffic, but under fsdp no
     # process holds the gradients of all weights
     reduce_every_micro_batch: bool = False
-    timeout: Annotated[float, Interval(gt=0, le=1e6)] = (
-        1800.0  # seconds to wait for other processes; longer than a checkpoint
-    )
+    # seconds to wait for other processes; longer than a checkpoint
+    timeout: Annotated[float, Interval(gt=0, le=1e6)] = 1800.0
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
     deterministic: bool = False  # the same bits in every run on a GPU, too, with slower operations
     log_interval: Count = 10  # steps between rows of metrics.jsonl
