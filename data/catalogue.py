@@ -8,7 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from data import sources
+from data import books, sources
 from data.chorales import URL, chorale_corpora
 from data.generators import generated, latin5, polya, shuffled
 from data.prompts import Examples
@@ -122,6 +122,7 @@ TEXT8 = dict(
     readers={".zip": sources.read_zipped},
     tokenizer=f"{ALPHABET} {ascii_lowercase}",
 )
+BOOKS = dict(url=books.URL, readers={".zip": books.read_books})
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
 TINY_STORIES = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
 FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -151,6 +152,7 @@ def text8_splits(corpus: Corpus, splits: tuple, predicted: tuple) -> dict[str, C
 
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
+    "books": Dataset(source="optional", divide=books.book_splits, **BOOKS),
     "text": Dataset(source="always", val_fraction=0.05),
     "polya": Dataset((60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"),
     "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),

@@ -50,6 +50,7 @@ BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.protocol == "sedd")
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
+books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
 chorales: 382 of Bach's, in four voices (docs/data.md), downloaded, or a local copy in --source.
 shuffled: the same, in chunks of 63 characters in random order.
 records: your own prompts and answers, each in a block (docs/data.md).

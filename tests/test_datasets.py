@@ -32,7 +32,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import catalogue, packing
+from data import books, catalogue, packing
 from data import prepare as prepare_module
 from data.detokenisers import RULES, detokenise
 from data.loader import TokenDataset, load_meta, read_tokens
@@ -685,6 +685,23 @@ def test_text8_has_its_published_splits(tmp_path):
     assert load_meta(folder)["vocab_size"] == 28
     parts = [documents(folder, split)[0] for split in ("train", "val", "test")]
     assert [len(part) for part in parts] == [1080, 60, 60] and "".join(parts) == text
+
+
+def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch):
+    listed = "split\tauthor\ttitle\tbytes\ntrain\tX Y\tOne: 1\t9\nval\tX Y\tÉ\t4\n"
+    (tmp_path / "books.tsv").write_text(listed)
+    monkeypatch.setattr(books, "LIST", tmp_path / "books.tsv")
+    file = tmp_path / "books.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("repository-0/README.md", "about")
+        archive.writestr("repository-0/X Y/E\u0301 .md", "two!\r\n")  # as some file systems write É
+        archive.writestr("repository-0/X Y/One: 1.md", "one\r\n\r\none!\r\n")
+    folder = prepared("books", tmp_path / "out", file, tokenizer="bytes")
+    assert documents(folder, "train") == ["one\n\none!"] and documents(folder, "val") == ["two!"]
+    assert not (folder / "test.bin").exists()
+    with pytest.raises(UserError, match="X Y/Two.md is missing; the books are those of https"):
+        (tmp_path / "books.tsv").write_text(listed.replace("One: 1", "Two"))
+        prepared("books", tmp_path / "other", file, tokenizer="bytes")
 
 
 def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
