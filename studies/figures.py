@@ -54,8 +54,11 @@ def draw_panels(panels: dict[str, dict], draw: Callable, columns: int, **options
         draw(axes, entries)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
-        many = len(axes.get_legend_handles_labels()[0]) > 6
-        axes.legend(fontsize=7, ncols=1 + many)
+        labels = axes.get_legend_handles_labels()[1]
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+        axes.legend(
+            fontsize=7, ncols=1 + (len(labels) > 6), **below if max(map(len, labels)) > 24 else {}
+        )
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     return png(drawing, dpi=120)
@@ -73,6 +76,10 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     # Panels of a line differ by nature, or not every recipe reaches the ends of a sweep.
     shared = experiment.figure != "lines" and not experiment.families
     return draw_panels(panels, draw, min(4, len(panels)), sharey=shared)
+
+
+def label_of(name: str, entry: dict) -> str:
+    return entry["description"] or title_of(name)
 
 
 def draw_means(axes, points: list[tuple[float, dict, str]], **style) -> None:
@@ -98,7 +105,7 @@ def mean_and_bars(entry: dict, kind: str) -> tuple[float, float, float] | None:
 def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
     """The loss over tokens, mean and 95% CI over seeds, of few seeds the range; dashed, the least
     possible one, if known."""
-    style_of, kind = styles(experiment, entries), experiment.kind.removeprefix("lowest_")
+    style_of, kind = styles(experiment, entries), re.sub("^(lowest|eval)_", "", experiment.kind)
     for name, entry in entries.items():
         rows = [row for row in entry["runs"] if row["tokens"]]
         of = kind if kind in rows[0]["losses"] else "training"
@@ -110,7 +117,7 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
             low.append(min(values) if few else mean - half)
             high.append(max(values) if few else mean + half)
         tokens, style = [n / 1e6 for n in rows[0]["tokens"]], style_of[name] | {"marker": ""}
-        axes.plot(tokens, means, label=title_of(name), **style)
+        axes.plot(tokens, means, label=label_of(name, entry), **style)
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.2, linewidth=0)
     if "excess" in rows[0]["measured"]:
         least = rows[0]["losses"]["training"][-1] - rows[0]["measured"]["excess"][0]
@@ -148,7 +155,7 @@ def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
         shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
         points = [(place + shift, entry, kind) for place, kind in enumerate(kinds)]
         style = style_of[name] | {"linestyle": ""}
-        draw_means(axes, points, markersize=4, label=title_of(name), **style)
+        draw_means(axes, points, markersize=4, label=label_of(name, entry), **style)
     labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
     axes.set(ylabel=experiment.y_label)
@@ -158,10 +165,10 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
     """The first figure shown over the compared one, a point for each run config."""
     kinds = experiment.kind, experiment.shown[0]
     style_of = styles(experiment, entries)
-    for name in entries:
+    for name, entry in entries.items():
         style = style_of[name]
-        (x, *x_bars), (y, *y_bars) = (mean_and_bars(entries[name], kind) for kind in kinds)
-        style = style | {"linestyle": "", "capsize": 2, "label": title_of(name)}
+        (x, *x_bars), (y, *y_bars) = (mean_and_bars(entry, kind) for kind in kinds)
+        style = style | {"linestyle": "", "capsize": 2, "label": label_of(name, entry)}
         axes.errorbar(x, y, xerr=[[b] for b in x_bars], yerr=[[b] for b in y_bars], **style)
     x, y = (f"{title_of(kind)}, nats per token" for kind in kinds)
     axes.set(xlabel=x, ylabel=y)
