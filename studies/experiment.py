@@ -105,7 +105,6 @@ class Experiment:
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
     models: str = ""  # another experiment, whose base, recipes, run configs and runs are used
-    bench: Measure | None = None  # in place of run configs: a benchmark, whose systems are compared
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
     figure: str = ""  # curves, points, lines or frontier: see figures.py
@@ -205,7 +204,5 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         helpers[recipe] = {n: read[n] for n in helper_tables}
     for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
-    if "bench" in values:
-        values["bench"] = from_values(values["bench"], Measure, source)
     parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
     return Experiment(name=name, **parts, **values)

@@ -48,17 +48,13 @@ def styles_of(names: Iterable[str]) -> dict[str, dict]:
 def draw_panels(panels: dict[str, dict], draw: Callable, columns: int, **options) -> bytes:
     """PNG: a panel for each title; draw(axes, entries) fills it."""
     rows = -(-len(panels) // columns)
-    size = (4.8 * columns, 4.0 * rows)
+    size = (4.8 * columns, (3.8 + 0.17 * max(map(len, panels.values()))) * rows)  # a line a label
     drawing, grid = new_figure(rows, columns, size, squeeze=False, **options)
     for axes, (title, entries) in zip(grid.flat, panels.items(), strict=False):
         draw(axes, entries)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
-        labels = axes.get_legend_handles_labels()[1]
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-        axes.legend(
-            fontsize=7, ncols=1 + (len(labels) > 6), **below if max(map(len, labels)) > 24 else {}
-        )
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     return png(drawing, dpi=120)
@@ -140,12 +136,6 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
     for label, points in lines.items():  # hollow: lines may coincide
         draw_means(axes, points, fillstyle="none", label=label, **style_of[label])
     axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
-    if experiment.bench:  # a tick at each value and nowhere else
-        axes.set_xscale("log")
-        ticks = sorted(set(x.values()))
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_yscale("log")
 
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
@@ -192,7 +182,6 @@ def draw_frontier(experiment: Experiment, axes, entries: Entries) -> None:
             axes.plot(*zip(*points, strict=True), label=label, **style)
         entropy = mean_and_bars(entry, "entropy_of_text")[0]
     axes.axvline(entropy, linestyle="--", color="black", linewidth=0.8, label="the text")
-    axes.margins(y=0.3)  # room for the legend
     axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
 
 

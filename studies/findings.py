@@ -24,7 +24,7 @@ from studies import experiment as experiments
 from studies import pages
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure
-from studies.runner import Results, Runner, RunOptions, benchmark, commits_of
+from studies.runner import Results, Runner, RunOptions, commits_of
 from studies.runs import ROOT
 
 
@@ -56,7 +56,7 @@ def run(experiment: Experiment, a: Arguments) -> None:
     if a.quick:
         prepare_quick_text(experiment)
     runner = Runner(experiment, results, jobs=a.jobs, quick=a.quick)
-    trained = benchmark(experiment, a.quick) if experiment.bench else runner.train(seeds)
+    trained = runner.train(seeds)
     rows = (row for entries in trained.values() for e in entries.values() for row in e["runs"])
     found = {"experiment": experiment.name, "recipes": trained}
     found |= {"commit": commits_of(rows), "torch": versions()["torch"]}
@@ -88,7 +88,7 @@ def prepare_quick_text(experiment: Experiment) -> None:
     experiment.base["data"] = {"folder": str(stories)}
     for other in list(experiment.recipes)[1:]:
         del experiment.recipes[other]
-    for run_configs in experiment.recipes.values():  # none, where it is a benchmark
+    for run_configs in experiment.recipes.values():
         for one in run_configs.values():
             one.changes.pop("data.folder", None)
             one.changes.pop("data.max_tokens", None)

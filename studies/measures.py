@@ -125,25 +125,8 @@ def of_infilling(result: dict) -> Measured:
     return figures
 
 
-def of_bench(result: dict) -> dict[str, dict]:
-    """Of bench decode --lengths: by system {"description", "repeats"}, the figures of each repeat:
-    KIND_LENGTH and KIND, its exponent in the length. KIND is seconds, forwards, peak or planned."""
-    systems: dict[str, dict] = {}
-    columns = [(name, "", fit) for name, fit in result["exponents"].items()]
-    columns += [(row["name"], f"_{row['length']}", row["by_repeat"]) for row in result["rows"]]
-    for name, ending, values in columns:
-        repeats = systems.setdefault(name, {"repeats": []})["repeats"]
-        repeats += [{} for _ in range(result["settings"]["repeats"] - len(repeats))]
-        for kind, of_kind in values.items():
-            for figures, value in zip(repeats, of_kind, strict=True):
-                figures[kind + ending] = [value, None]
-    for row in result["rows"]:
-        systems[row["name"]]["description"] = row["description"]
-    return systems
-
-
-READERS = {"studies.bench": of_bench, "eval_infill.py": of_infilling}
-READERS |= {"eval_ppl.py": of_perplexity, "eval_gen.py": of_generation}
+READERS = {"eval_ppl.py": of_perplexity, "eval_gen.py": of_generation}
+READERS |= {"eval_infill.py": of_infilling}
 
 
 @functools.cache

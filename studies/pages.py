@@ -197,8 +197,8 @@ def details_of(experiment: Experiment, found: dict) -> list[str]:
         for ratio in (ratio_of(one, experiment.kind, entries) for one in experiment.ratios):
             lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""] if ratio else []
     seeds = ", ".join(map(str, experiment.tuning_seeds))
-    tuned = "" if experiment.bench else f"Rates are tuned on seeds {seeds}, which no table holds. "
-    return [*lines, f"{tuned}Commit {found['commit']}, torch {found['torch']}.", ""]
+    tuned = f"Rates are tuned on seeds {seeds}, which no table holds."
+    return [*lines, f"{tuned} Commit {found['commit']}, torch {found['torch']}.", ""]
 
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
@@ -210,19 +210,18 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     if any("excess" in row["measured"] for row in rows):
         columns["excess"] = "above the entropy"
     head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
-    head += ["parameters", "tuned", "losses of the values tried"] * (not experiment.bench)
+    head += ["parameters", "tuned", "losses of the values tried"]
     lines = []
     for name, entry in entries.items():
         cells = [mean_cell([value_of(row, kind) for row in entry["runs"]]) for kind in columns]
         if goal is not None:
             reached = mean_tokens_to(goal, entry["runs"], "training")
             cells.append("-" if reached is None else f"{reached / 1e6:.2f}M")
-        if not experiment.bench:
-            tried = [
-                ", ".join(f"{v:g}" for v in one["tuned"].values()) + f": {one['loss']:.3f}"
-                for one in entry["tuning"]
-            ]
-            cells += [f"{entry['parameters']:,}", tuned_cell(entry), "; ".join(tried)]
+        tried = [
+            ", ".join(f"{v:g}" for v in one["tuned"].values()) + f": {one['loss']:.3f}"
+            for one in entry["tuning"]
+        ]
+        cells += [f"{entry['parameters']:,}", tuned_cell(entry), "; ".join(tried)]
         lines.append([name, *cells])
     return markdown_table(head, lines)
 
@@ -267,8 +266,7 @@ def how_sure(experiment: Experiment, found: dict) -> str:
     claims = [c for of in judgements(experiment, found).values() for c in of if c["primary"]]
     if not claims:
         runs = [e["runs"] for es in reported(experiment, found).values() for e in es.values()]
-        what = "repetitions" if experiment.bench else "seeds"
-        return f"looked at, {min(map(len, runs))} {what}"
+        return f"looked at, {min(map(len, runs))} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     return f"{', '.join(counts)}; {claims[0]['seeds']} seeds"

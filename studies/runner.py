@@ -21,7 +21,6 @@ from data.loader import find_dataset
 from runtime.command_line import show
 from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
-from runtime.outputs import commit
 from runtime.validation import Count
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
@@ -222,21 +221,6 @@ class Runner:
             return result
 
         return self.results.of(config, [words for _, *words in commands], make)
-
-
-def benchmark(experiment: Experiment, quick: bool) -> Found:
-    """The systems of a benchmark in place of run configs; its repeats stand in for seeds."""
-    found, row = {}, {"commit": commit(), "tokens": [], "losses": {}}
-    bench = experiment.bench
-    for name, system in measured_by([bench.script, *bench.words(quick)]).items():
-        runs = [row | {"measured": figures} for figures in system["repeats"]]
-        found[name] = {
-            "description": system["description"],
-            "tuning": [],
-            "tuned": {},
-            "runs": runs,
-        }
-    return {"side by side": found}
 
 
 def result_of(config: Config, lines: list[dict] | None) -> dict:

@@ -79,7 +79,7 @@ def beside(config: Config, suffix: str) -> Path:
 
 
 def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
-    """Run a script (FILE.py) or module (studies.bench) to its end, in processes of one thread."""
+    """Run a script (FILE.py) or module to its end, in processes of one thread."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     target = [ROOT / script] if script.endswith(".py") else ["-m", script]
     return subprocess.run(

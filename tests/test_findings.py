@@ -24,7 +24,6 @@ from data.loader import read_tokens
 from runtime.validation import FileError
 from studies import experiment as experiments
 from studies import figures, findings, measures, pages, runner, runs, verdicts
-from studies.decoding_speed import SYSTEMS
 from studies.experiment import RunConfig, load_experiment
 from studies.verdicts import (
     OPPOSITE,
@@ -70,8 +69,6 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     known = {one for recipe in experiment.recipes.values() for one in recipe}
     sides = [side for claim in experiment.claims for side in (claim.lower, claim.higher)]
     sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
-    if experiment.bench:
-        known = set(SYSTEMS) | {f"{system}_{size}" for system in SYSTEMS for size in (1, 8)}
     sides = [term for side in sides for term in side.split(" - ")]
     assert all(side.partition(":")[0] in known or is_number(side) for side in sides)
     assert known >= {one for measure in experiment.measures for one in measure.run_configs}
@@ -92,30 +89,18 @@ def test_the_pages_are_those_of_the_runs_that_are_shipped(name, monkeypatch):
         ("details.md", pages.details_of(experiment, found)),
     ):
         assert (pages.RESULTS / f"{name}.{suffix}").read_text() == "\n".join(lines)
-    if not experiment.bench:
-        monkeypatch.setattr(runner, "finished_run", None)
-        monkeypatch.setattr(runner, "find_dataset", None)
-        results = runner.Results(pages.RESULTS / f"{name}.runs.jsonl")
-        again = runner.Runner(experiment, results).train(experiment.seeds)
-        assert json.loads(json.dumps(again)) == found["recipes"]
+    monkeypatch.setattr(runner, "finished_run", None)
+    monkeypatch.setattr(runner, "find_dataset", None)
+    results = runner.Results(pages.RESULTS / f"{name}.runs.jsonl")
+    again = runner.Runner(experiment, results).train(experiment.seeds)
+    assert json.loads(json.dumps(again)) == found["recipes"]
 
 
-@pytest.mark.parametrize("name", [*WITH_RESULTS, "as if primary"])
-def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(name, tmp_path):
-    experiment, found = pages.results_of("E18" if name == "as if primary" else name)
-    folder = ROOT
-    if name == "as if primary":  # claims that are not, to have some
-        folder, file = tmp_path, Path("studies/configs/findings/E18.toml")
-        claims = [dataclasses.replace(c, primary=[*experiment.recipes]) for c in experiment.claims]
-        experiment = dataclasses.replace(experiment, claims=claims)
-        values = tomllib.loads((ROOT / file).read_text())
-        for of in values["claims"]:
-            of["primary"] = [*experiment.recipes]
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text(tomli_w.dumps(values))
-        shutil.copytree(pages.RESULTS, folder / "results" / "findings")
+@pytest.mark.parametrize("name", WITH_RESULTS)
+def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(name):
+    experiment, found = pages.results_of(name)
     primary = any(claim.primary for claim in experiment.claims)
-    audited = audit_findings.audited(experiment.name, folder) if primary else {}
+    audited = audit_findings.audited(name, ROOT) if primary else {}
     for recipe, claims in pages.judgements(experiment, found).items():
         for claim in (claim for claim in claims if claim["primary"]):
             mean, p = audited.pop(f"{recipe}: {claim['says']}")
@@ -531,7 +516,7 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(tiny, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["E6", "E7", "E13"])  # E6: models of another, a judge; E7: bench
+@pytest.mark.parametrize("name", ["E6", "E13"])  # E6: models of another, a judge
 def test_experiments_run_quickly_from_the_text_of_the_repository(name):
     done = run_script("-m", "studies.findings", name, "--seeds", 1, "--quick", "--jobs", 2)
     assert "also looked at" in done.stdout or "undecided" in done.stdout
