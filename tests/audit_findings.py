@@ -121,6 +121,8 @@ def tested(terms: list, margin: float, censored: bool) -> tuple[float, float]:
         return mean, 1.0
     parts = [(statistics.variance(values) / len(values), len(values)) for _, _, values, _ in terms]
     variance = sum(part for part, _ in parts)
+    if variance + shared == 0:  # all seeds agree
+        return mean, float(mean + margin == 0)
     degrees = variance**2 / sum(part**2 / (n - 1) for part, n in parts)
     return mean, 2 * stats.t.sf(abs(mean + margin) / (variance + shared) ** 0.5, degrees)
 
