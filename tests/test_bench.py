@@ -14,7 +14,6 @@ from model import ModelConfig
 from sampling import Plan, generate, group_sizes, mdm_plan
 from studies import bench, decoding_speed, step_speed
 from studies.decoding_speed import DecodeOptions, floor_of, parts_of
-from studies.measures import of_bench
 from studies.step_speed import Trainee, TrainOptions
 from variants import build_model
 
@@ -144,9 +143,8 @@ def test_exponents_are_fitted_over_lengths_for_every_system_that_is_listed(monke
     assert result["exponents"]["encoder"]["forwards"] == pytest.approx([2, 2], abs=0.2)
     assert result["exponents"]["l2r"]["forwards"] == pytest.approx([1, 1])
     assert "exponent of forwards" in capsys.readouterr().out
-    figures = of_bench(json.loads(json.dumps(result)))["l2r"]
-    assert figures["description"] == decoding_speed.SYSTEMS["l2r"]
-    assert [r["forwards_16"] for r in figures["repeats"]] == [[2 * 16, None]] * 2
+    row = next(r for r in result["rows"] if (r["name"], r["length"]) == ("l2r", 16))
+    assert row["by_repeat"]["forwards"] == [2 * 16] * 2
 
 
 @pytest.mark.slow
