@@ -374,12 +374,7 @@ FILES = {
         ("ptb", "good.txt", {}, "160 tokens in 20 rows.* a block of 1,024: lower --block-size"),
         ("shuffled", "one.txt", {"split": "test"}, "no document of shuffled is left"),
         # options that do not fit the dataset or each other
-        (
-            "texts",
-            "good.txt",
-            {},
-            "'books', 'text', .*'openwebtext'.*did you mean 'text'",
-        ),
+        ("texts", "good.txt", {}, "'books', 'text', .*'openwebtext'.*did you mean 'text'"),
         ("text", None, {}, "text needs files: --source FILE"),
         ("polya", "good.txt", {}, "takes no --source.*text --source"),
         ("stories", None, {"val": "good.txt"}, "takes no --val"),
