@@ -104,10 +104,9 @@ class Experiment:
     # By recipe: runs from which others start, or with which they are measured; not tuned.
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
-    models: str = ""  # another experiment, whose base, recipes, run configs and runs are used
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
-    figure: str = ""  # curves, points, lines or frontier: see figures.py
+    figure: str = ""  # curves, points, lines or scatter: see figures.py
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
     # The x coordinate of each run config or measure (lines); the measures drawn (points).
@@ -115,17 +114,11 @@ class Experiment:
     x_label: str = ""
     y_label: str = "nats per token"
 
-    def trained(self, recipe: str) -> list[RunConfig]:
-        """The run configs to train; of another experiment's models those that are measured."""
-        measured = [m.applies_to for m in self.measures] if self.models else [lambda name: True]
-        known = self.recipes[recipe].values()
-        return [one for one in known if any(applies(one.name) for applies in measured)]
-
     def config(
         self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
     ) -> Config:
         """The configuration of one run. A fixed order differs from seed to seed."""
-        out = self.out or OUT / ("quick" if quick else "") / (self.models or self.name)
+        out = self.out or OUT / ("quick" if quick else "") / self.name
         words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
         name = "_".join([run_config.name, *words, f"s{seed}"])
         changes = run_config.changes | (QUICK if quick else {}) | tuned
@@ -173,9 +166,6 @@ def read_values(name: str) -> dict:
     """The values of an experiment's file. Its base and recipes are laid over those of common.toml:
     a recipe over the one with its name, or the one that it is `from`."""
     values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
-    if "models" in values:
-        of_models = read_values(values["models"])
-        return values | {part: of_models[part] for part in ("base", "recipes", "run_configs")}
     if "run_configs" in values:
         values["base"] = laid_over(common["base"], values.get("base", {}))
         for name, recipe in values["recipes"].items():

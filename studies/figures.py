@@ -164,26 +164,4 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
     axes.set(xlabel=x, ylabel=y)
 
 
-def draw_frontier(experiment: Experiment, axes, entries: Entries) -> None:
-    """The judge's loss over entropy: a curve for each run config and setting, a point for each
-    number of steps; a line at the entropy of the text."""
-    style_of = styles(experiment, entries)
-    for name, entry in entries.items():
-        curves: dict[str, list] = {}
-        for kind in entry["runs"][0]["measured"]:
-            _, judge, setting = kind.rpartition("judge_")
-            if judge:
-                kinds = f"entropy_{setting}", kind
-                point = [mean_and_bars(entry, one)[0] for one in kinds]
-                curves.setdefault(setting.rpartition("_")[0], []).append(point)
-        for place, (setting, points) in enumerate(curves.items()):
-            style = style_of[name] | {"marker": MARKERS[place % 4], "markersize": 3}
-            label = f"{name}, {title_of(setting)}"
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-        entropy = mean_and_bars(entry, "entropy_of_text")[0]
-    axes.axvline(entropy, linestyle="--", color="black", linewidth=0.8, label="the text")
-    axes.set(xlabel="unigram entropy, nats", ylabel="judge, nats per token")
-
-
 DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, scatter=draw_scatter)
-DRAWINGS |= dict(frontier=draw_frontier)

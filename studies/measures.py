@@ -3,7 +3,6 @@ process of its own, and their JSON is read. Figures are {name: [value, standard 
 """
 
 import functools
-import itertools
 import json
 import math
 import statistics
@@ -16,7 +15,7 @@ import numpy as np
 from data.generators import NATS_OF_TEXT
 from data.loader import TokenDataset, read_tokens, spread
 from data.tokenizers import END_OF_TEXT, get_tokenizer
-from evaluation.text_measures import mean_and_reach, unigram_entropy
+from evaluation.text_measures import mean_and_reach
 from runtime.errors import UserError
 from studies.runs import run_alone
 
@@ -76,38 +75,6 @@ def of_perplexity(result: dict) -> Measured:
     return figures
 
 
-def of_generation(result: dict) -> Measured:
-    """judge_SETTING and entropy_SETTING (nats per token), nfe_SETTING; SETTING as in
-    t0.9_p0.95_mdm64."""
-    figures: Measured = {}
-    for row in result["rows"]:
-        s = row["sampler"]
-        size = s["steps"] or s["group_size"] or s["draft"]
-        name = f"t{s['temperature']:g}_p{s['top_p']:g}_{s['mode']}{size}"
-        figures[f"judge_{name}"] = [row["nll"], finite(row["standard_error"])]
-        for key in ("entropy", "nfe"):
-            figures[f"{key}_{name}"] = [row[key], finite(row[f"{key}_standard_error"])]
-    return figures
-
-
-def at_entropy(figures: Measured, entropy: float) -> Measured:
-    """matched_mdmSTEPS: the judge's loss at this entropy of the samples, interpolated linearly
-    between the two settings around it; nothing if all settings are on one side."""
-    settings: dict[str, list[tuple[float, float]]] = {}
-    for name, (loss, _) in figures.items():
-        _, judge, setting = name.rpartition("judge_")
-        if judge:
-            point = figures[f"entropy_{setting}"][0], loss
-            settings.setdefault(setting.rpartition("_")[2], []).append(point)
-    found: Measured = {}
-    for steps, points in settings.items():
-        for (low, below), (high, above) in itertools.pairwise(sorted(points)):
-            if low <= entropy <= high:
-                share = (entropy - low) / (high - low)
-                found[f"matched_{steps}"] = [below + share * (above - below), None]
-    return found
-
-
 def of_infilling(result: dict) -> Measured:
     """nll_left, nll_both (nats per token of the middle); gain, their difference, and gain_low, the
     lower end of its 95% interval over sentences; rouge1_GIVEN_MODE and so on; GIVEN is passage for
@@ -125,8 +92,7 @@ def of_infilling(result: dict) -> Measured:
     return figures
 
 
-READERS = {"eval_ppl.py": of_perplexity, "eval_gen.py": of_generation}
-READERS |= {"eval_infill.py": of_infilling}
+READERS = {"eval_ppl.py": of_perplexity, "eval_infill.py": of_infilling}
 
 
 @functools.cache
@@ -148,11 +114,3 @@ def unigram(folder: str, split: str = "val") -> float:
     counts = np.bincount(read_tokens(Path(folder), split))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-@functools.cache
-def entropy_of_blocks(folder: str, size: int) -> float:
-    """`unigram_entropy` of a block of the validation text, mean of a thousand blocks."""
-    data = TokenDataset(folder, "val", size)
-    blocks = data.blocks(spread(1000, data.num_blocks))
-    return statistics.mean(map(unigram_entropy, blocks.tolist()))

@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.files import json_object, read_lines, write_jsonl
 from runtime.validation import Count
 from studies.experiment import Experiment, RunConfig, Values
-from studies.measures import at_entropy, entropy_of_blocks, least_loss, measured_by, unigram
+from studies.measures import least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from studies.verdicts import figure_of
 from training import config as configuration
@@ -135,7 +135,7 @@ class Runner:
         Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
         do equally well, and the best rate there is not the best one later."""
         recipes, pool = self.experiment.recipes, ThreadPoolExecutor(self.jobs)
-        chosen = [(recipe, one) for recipe in recipes for one in self.experiment.trained(recipe)]
+        chosen = [(recipe, one) for recipe in recipes for one in recipes[recipe].values()]
         found: Found = {recipe: {} for recipe in recipes}
         try:
             tuning = {}
@@ -214,10 +214,6 @@ class Runner:
                 ]
                 if splits[-1:] == ["test"]:  # the text of the eval_ figures
                     result["measured"]["unigram_test"] = [unigram(config.data.folder, "test"), None]
-            if any(name.startswith("judge_") for name in result["measured"]):
-                entropy = entropy_of_blocks(config.data.folder, config.model.block_size)
-                result["measured"] |= at_entropy(result["measured"], entropy)
-                result["measured"]["entropy_of_text"] = [entropy, None]
             return result
 
         return self.results.of(config, [words for _, *words in commands], make)

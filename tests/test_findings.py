@@ -248,20 +248,6 @@ def test_a_ratio_is_of_differences_seed_by_seed():
 
 
 def test_figures_are_read_from_what_scripts_write():
-    sampler = {"temperature": 0.9, "top_p": 1.0, "mode": "mdm", "steps": 8}
-    sampler |= {"group_size": None, "draft": None}
-    of_samples = {"nll": 2.0, "standard_error": math.nan, "entropy": 2.5, "nfe": 7.5}
-    of_samples |= {"entropy_standard_error": 0.1, "nfe_standard_error": 0.2}
-    found = measures.of_generation({"rows": [{"sampler": sampler} | of_samples]})
-    assert found == {
-        "judge_t0.9_p1_mdm8": [2.0, None],
-        "entropy_t0.9_p1_mdm8": [2.5, 0.1],
-        "nfe_t0.9_p1_mdm8": [7.5, 0.2],
-    }
-    lower = {"judge_t0.7_p1_mdm8": [1.0, None], "entropy_t0.7_p1_mdm8": [2.1, 0.1]}
-    matched = measures.at_entropy(found | lower, 2.2)
-    assert matched == {"matched_mdm8": [pytest.approx(1.25), None]}
-    assert measures.at_entropy(found | lower, 2.6) == {}  # above both
     rouge = {"rouge_1": [0.5, 0.7], "rouge_2": [0.0, 0.0], "rouge_l": [0.5, 0.5]}
     left = {"given": "left", "mode": "l2r", "nll": [3.0, 2.0]} | rouge
     both = {"given": "both", "mode": "random", "nll": [2.5, 1.9]} | rouge
@@ -516,9 +502,8 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(tiny, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["E6", "E13"])  # E6: models of another, a judge
-def test_experiments_run_quickly_from_the_text_of_the_repository(name):
-    done = run_script("-m", "studies.findings", name, "--seeds", 1, "--quick", "--jobs", 2)
+def test_experiments_run_quickly_from_the_text_of_the_repository():
+    done = run_script("-m", "studies.findings", name := "E13", "--seeds", 1, "--quick", "--jobs", 2)
     assert "also looked at" in done.stdout or "undecided" in done.stdout
     assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000
 
