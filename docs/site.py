@@ -1,6 +1,7 @@
 """Hook of mkdocs: the site has the Markdown of the repository, and what it links to, in its own
-places. So links work in both."""
+places, so that links work in both; and the notebook as a page."""
 
+import json
 import posixpath
 import re
 import subprocess
@@ -22,4 +23,20 @@ def on_files(files: Files, config) -> Files:
     found = [name for name in tracked if name in wanted]
     theme = [file for file in files if file.src_dir != config.docs_dir]
     ours = [File.generated(config, name, abs_src_path=str(root / name)) for name in found]
-    return Files(theme + ours)
+    tour = File.generated(config, "docs/tour.md", content=page_of(root / "docs" / "tour.ipynb"))
+    return Files([*theme, *ours, tour])
+
+
+def page_of(notebook: Path) -> str:
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if image := data.get("image/png"):
+                parts.append(f"![output](data:image/png;base64,{image.strip()})")
+            else:
+                shown = "".join(output.get("text") or data.get("text/plain", ""))
+                parts.append(f"```text\n{shown.rstrip()}\n```")
+    return "\n\n".join(parts)

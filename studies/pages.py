@@ -146,7 +146,7 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     for recipe, claims in judgements(e, found).items():
         for c in (claim for claim in claims if claim["primary"]):
             p = "" if c["p"] is None else f", p {c['p']:.2g}"
-            told = f"{c['says']}: {difference_cell(c)}{p}: **{c['verdict']}**"
+            told = f"{c['says']}: {difference_cell(c)}{c['unit']}{p}: **{c['verdict']}**"
             verdicts.append(f"- *{title_of(recipe)}*: {told}")
     lines = [f"# {e.name}. {e.title}", ""]
     lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
@@ -232,7 +232,9 @@ def claims_table(claims: list[dict]) -> list[str]:
     for c in claims:
         p = "" if c["p"] is None else f"{c['p']:.2g}"
         holm = f"{c['p_holm']:.2g}" if "p_holm" in c else ""
-        lines.append([c["says"], difference_cell(c), p, holm, c["verdict"] or "also looked at"])
+        lines.append(
+            [c["says"], difference_cell(c) + c["unit"], p, holm, c["verdict"] or "also looked at"]
+        )
     return markdown_table(["claim", "difference", "p", "Holm's p", "verdict"], lines)
 
 

@@ -97,8 +97,8 @@ def tokens_to(goal: float, row: dict, kind: str) -> float | None:
 
 
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
-    """A claim with its difference, higher - lower: {"says", "margin", "mean", "half_width", "p",
-    "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only what
+    """A claim with its difference, higher - lower: {"says", "margin", "unit", "mean", "half_width",
+    "p", "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only what
     stands in the way of one, or nothing. None if a run config is missing."""
     (high, *less), (low, *more) = claim.higher.split(" - "), claim.lower.split(" - ")
     terms = [(1, side) for side in (high, *more)] + [(-1, side) for side in (low, *less)]
@@ -107,6 +107,7 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         return None
     signed = [(sign, side) for (sign, _), side in zip(terms, sides, strict=True)]
     found = {"says": claim.says, "margin": claim.margin, "seeds": min(map(len, sides))}
+    found["unit"] = " M tokens" * ("tokens_to_" in claim.lower)
     if not all(any(side) for side in sides):
         return found | {"mean": None, "half_width": None, "p": None, "verdict": UNMEASURED}
     if len({parts_of(side, kind)[0] for _, side in terms}) == 1:  # the same runs: a paired test
