@@ -98,8 +98,8 @@ def tokens_to(goal: float, row: dict, kind: str) -> float | None:
 
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     """A claim with its difference, higher - lower: {"says", "margin", "unit", "mean", "half_width",
-    "p", "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only what
-    stands in the way of one, or nothing. None if a run config is missing."""
+    "p", "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only
+    what stands in the way of one, or nothing. None if a run config is missing."""
     (high, *less), (low, *more) = claim.higher.split(" - "), claim.lower.split(" - ")
     terms = [(1, side) for side in (high, *more)] + [(-1, side) for side in (low, *less)]
     sides = sides_of([side for _, side in terms], kind, entries)
