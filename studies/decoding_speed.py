@@ -63,6 +63,8 @@ class DecodeOptions(BenchOptions):
     """How often every system runs, in turn; the median counts."""
     compile: bool = False
     """Let the engine compile its step."""
+    kernels: bool = False
+    """On a GPU: draw tokens with a Triton kernel, and with --compile record CUDA graphs."""
 
 
 def bench_decode(o: DecodeOptions) -> dict:
@@ -167,8 +169,10 @@ class DecodeBench:
         """Buffers, packed weights and compiled steps are made once."""
         model = self.models.get(system, self.models["ours"])
         if model not in self.engines:
-            engine = Engine(model, *shape, CHOICE, self.vocab_size, self.options.compile)
-            self.engines[model] = engine
+            o = self.options
+            self.engines[model] = Engine(
+                model, *shape, CHOICE, self.vocab_size, o.compile, o.kernels
+            )
         return self.engines[model]
 
     def peak(self, system: str, plan: Plan) -> int:
@@ -305,9 +309,10 @@ def report(result: dict) -> list[str]:
         cells += [common.short(r["ms_per_call"])]
         cells += ["~" * (r["timed_calls"] < r["calls"]) + common.spread_of(seconds)]
         lines.append([r["system"], *cells, *(common.short(mib) for mib, *_ in sizes)])
+    how = ", compiled" * s["compile"] + ", with kernels" * s["kernels"]
     text = (
-        f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}"
-        f"{', compiled' * s['compile']}; median of {s['repeats']}. "
+        f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}{how}; median of "
+        f"{s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, {rates['bandwidth'] / 1e9:,.1f} "
         "GB/s from memory. x ours: seconds relative to `ours`. x floor: seconds of `ours` relative "
         "to its arithmetic and memory traffic at these rates. ~: scaled up from some of the calls."
