@@ -126,7 +126,9 @@ def commit() -> str:
 
 def command() -> str:
     """This command, as it would be typed at the top of the repository."""
-    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    module = sys.modules["__main__"].__spec__  # of `python -m`
+    script = ["-m", module.name] if module else [Path(sys.argv[0]).name]
+    return shlex.join(["python", *script, *sys.argv[1:]])
 
 
 def provenance(
