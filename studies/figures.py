@@ -30,8 +30,10 @@ def styles(experiment: Experiment, entries: Entries) -> dict[str, dict]:
 def styles_of(names: Iterable[str]) -> dict[str, dict]:
     """Color, line and marker of each run config: of a system its color, of its variants other lines
     and markers; of others colors that are left."""
-    first = {name: re.sub(r"\d*(_.*)?$", "", name) for name in names}
-    systems = {name: name if name in KNOWN else first[name] for name in first}
+    systems = {}
+    for name in names:
+        parts = [part for part in (name, *re.split(r"\d*_", name)) if part in KNOWN]
+        systems[name] = parts[0] if parts else re.sub(r"\d*(_.*)?$", "", name)
     taken = {KNOWN[system] for system in systems.values() if system in KNOWN}
     left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken] or range(8))
     numbers, uses, styles = dict(KNOWN), Counter(), {}
@@ -69,8 +71,8 @@ def figure(experiment: Experiment, found: dict) -> bytes:
             panels.setdefault(f"{experiment.name}, {title_of(recipe)}{family}", {})[name] = entry
 
     draw = functools.partial(DRAWINGS[experiment.figure], experiment)
-    # Panels of a line differ by nature, or not every recipe reaches the ends of a sweep.
-    shared = experiment.figure != "lines" and not experiment.families
+    # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
+    shared = experiment.figure in ("curves", "scatter") and not experiment.families
     return draw_panels(panels, draw, min(4, len(panels)), sharey=shared)
 
 

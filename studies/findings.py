@@ -1,11 +1,11 @@
 """Questions about any-order models, answered by experiments: run configs, seeds, verdicts.
 
-    python -m studies.findings E1 --seeds 1 --quick   # does it run? Three minutes
-    python -m studies.findings E1 --jobs 2            # train what is missing: results/findings/E1.*
-    python -m studies.findings page                   # all pages of what has results
+    python -m studies.findings E13 --seeds 1 --quick   # does it run? Three minutes
+    python -m studies.findings E13 --jobs 2            # what is missing: results/findings/E13.*
+    python -m studies.findings page                      # all pages of what has results
 
 An experiment is a file of studies/configs/findings. An interrupted one is resumed: finished runs in
-out/findings are not trained again, nor those with a row in results/findings/E1.runs.jsonl (remove
+out/findings are not trained again, nor those with a row in results/findings/E13.runs.jsonl (remove
 the file to repeat them).
 """
 

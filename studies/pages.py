@@ -4,7 +4,7 @@ them is written by hand. Texts name the numbers in them:
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
     {fast: random / fixed}         the ratio of two, seed by seed
-    {E1 fast: random - fixed}      of another experiment
+    {E20 fast: random - fixed}     of another experiment
 """
 
 import functools
@@ -150,13 +150,23 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
             verdicts.append(f"- *{title_of(recipe)}*: {told}")
     lines = [f"# {e.name}. {e.title}", ""]
     lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
-    lines += [*main_table(e, found), ""]
+    lines += [*main_table(e, found), "", interval_of(reported(e, found)), ""]
     lines += [*verdicts, ""] if verdicts else []
     lines += [f"**Setting.** {e.setting}", ""]
     lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
     lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(e.caveats)
     again = f"`python -m studies.findings {e.name} --jobs 2`"
     return [*lines, f"Repeat it: {again}. [Details]({e.name}.details.md).", ""]
+
+
+def interval_of(recipes: dict[str, dict]) -> str:
+    """What the numbers of a table are over."""
+    counts = sorted({len(e["runs"]) for entries in recipes.values() for e in entries.values()})
+    told = " or ".join(map(str, counts))
+    if counts[-1] < FEW:
+        return f"{told} seeds, one by one."
+    few = " (fewer than four: one by one)" if counts[0] < FEW else ""
+    return f"±: 95% interval over {told} seeds{few}."
 
 
 def main_table(experiment: Experiment, found: dict) -> list[str]:
