@@ -36,16 +36,16 @@ def convert(
     Args:
         source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
         destination: New folder; written completely or not at all.
-        weights: The averaged weights, where the source has them, or the last ones.
-        dtype: Of the file. bfloat16 is half as large and rounds weights to 8 bits; models that are
-            loaded from it are float32 all the same.
-        checkpoint: Of a run folder: last, best (the lowest validation loss) or a step's number.
-        hub: Write a folder that transformers.AutoModel loads without this project, with its
-            tokenizer, code and a model card.
-        push: With --hub: also upload the folder to this Hugging Face repository, NAME/MODEL, which
-            is private if it is new."""
+        weights: ema: the averaged weights, if the source has them; raw: those of the last step.
+        dtype: Of the file. bfloat16 takes half the space and rounds weights to 8 significant bits;
+            this project loads both as float32.
+        checkpoint: Of a run folder: last, best (lowest validation loss) or the number of a step.
+        hub: Write a folder that transformers.AutoModel loads without this project: with code,
+            tokenizer and a model card.
+        push: With --hub: also upload the folder to this Hugging Face repository, OWNER/NAME; a new
+            repository is private."""
     if push and not hub:
-        raise UserError("--push uploads what --hub writes: add --hub")
+        raise UserError("--push uploads the folder of --hub: add --hub")
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists already; give a new folder, or remove it")
     loaded = load(source, weights, checkpoint=checkpoint)
@@ -60,12 +60,12 @@ def convert(
     try:
         with staging(destination, replace=False) as folder:
             (folder / "model.safetensors").write_bytes(data)
-            # transformers writes weights again, and would leave an old checksum
+            # no checksum: transformers may rewrite the weights and would keep it
             sums = {} if hub else {"model.safetensors": hashlib.sha256(data).hexdigest()}
             settings["files"] = sums
             settings["sha256"] = digest(settings)
             if hub:
-                from training.metrics import read_metrics  # and all of training with it
+                from training.metrics import read_metrics  # imports all of training
 
                 rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
                 write_hub_files(folder, loaded, settings, dtype, rows)
@@ -74,7 +74,10 @@ def convert(
                     loaded.get_tokenizer().keep(folder)
                 write_json(folder / "config.json", settings)
     except OSError as error:
-        made = os.path.lexists(destination) and "another process has made it meanwhile"
+        made = (
+            os.path.lexists(destination)
+            and "another process has made it; remove it, or give a new folder"
+        )
         raise CheckpointError(f"could not write {destination}: {made or error}") from error
     show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())

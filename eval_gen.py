@@ -1,5 +1,5 @@
-"""Quality of generated text: perplexity under a judge, always beside entropy, since a text that
-repeats itself is easy to predict.
+"""Quality of generated text: its perplexity under a judge, a second language model, beside its
+entropy, as repetitive text has a low perplexity.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
@@ -67,7 +67,7 @@ class Sweep(DecodingOptions):
     steps: tuple[Count, ...] | None = None
     """Steps of mdm and even; by default one per token."""
     group_size: tuple[Count, ...] | None = None
-    """Tokens a step of l2r, random, order and adaptive; by default 1."""
+    """Tokens per step of l2r, random, order and adaptive; by default 1."""
     draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
     """speculative: tokens drafted in parallel; by default 8."""
     settings: tuple[str, ...] = ()
@@ -96,19 +96,19 @@ class Sweep(DecodingOptions):
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Run folders (out/NAME) or checkpoints to sample from; all stand in one table."""
+    """Run folders (out/NAME) or checkpoints to sample from, compared in one table."""
     judge: str = "gpt2-large"
     """Hugging Face id or folder of a causal language model (it needs transformers), or a run,
     checkpoint or released weights of a decoder of this project; in float32."""
     samples: tuple[Path, ...] = ()
-    """Score the samples of these files too, or alone: those of sample.py --jsonl, or rows of
-    {"text": TEXT}."""
+    """Also score the samples in these files, or only them if there is no RUN: files of
+    sample.py --jsonl, or of rows {"text": TEXT}."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
     reference: str | None = None
-    """Data set of held-out text of the same kind: also the Jensen-Shannon divergence of 1-, 2- and
-    3-grams from it, 0 to 0.693 nats, which unlike perplexity no repetition lowers."""
+    """Data set of held-out text of the same kind: also report the Jensen-Shannon divergence between
+    its 1-, 2- and 3-grams and those of the samples, 0 to 0.693 nats; repetition raises it."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
-    """Tokens in a sample, of which a judge can score all but one; by default the block size."""
+    """Tokens in a sample, all but the first of which are scored; by default the block size."""
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
     json: Path | None = None
@@ -152,14 +152,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
 
 def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> DecodingOptions:
-    """The options with what the model gives them. Raises UserError where it cannot generate so."""
+    """The options with defaults of the model. Raises UserError if it cannot generate with them."""
     if loaded.scored_from:
-        advice = "make samples with sample.py --prompt TEXT --jsonl FILE, and give --samples FILE"
+        advice = "make samples with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
         raise UserError(f"{run} has no start token (GPT-2): {advice}")
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:
-        raise UserError(f"{run}: --length is {a.length}, but it was built for up to {limit} tokens")
+        raise UserError(f"{run}: --length is {a.length}; give at most its block size, {limit}")
     return modes.with_default_steps(options, [[None] * (a.length or limit)])
 
 
@@ -230,7 +230,7 @@ def notes(rows: list[dict]) -> list[str]:
         if "js_1" in row:
             near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
             lines.append(f"JS of {row['tokens']:,} tokens of other held-out text: {near}.")
-    lines = list(dict.fromkeys(lines))  # the rows of a sweep share theirs
+    lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
     if given := sum(row["given_tokens"] for row in rows):
         lines.append(f"{given} tokens were given, not generated; they are scored like the rest.")
     return lines

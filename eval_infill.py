@@ -1,11 +1,11 @@
-"""Infilling: a sentence in the middle of a passage, predicted and filled in.
+"""Infilling: score a sentence in the middle of a passage, and fill it in.
 
     python eval_infill.py results/books_model --data data/books_english --num-passages 500
     python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json infill.json
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
-The likelihood of the sentence is measured given both sides, and given only what is before it; and
-samples are compared with it by ROUGE. A plain GPT can only continue."""
+Reports the negative log-likelihood (nats/token) of the sentence given both sides, and given only
+its left side, and the ROUGE of samples. A plain GPT has the left side only."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -29,29 +29,29 @@ from sampling import modes
 from sampling.modes import DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
-WORD = "passage"  # what is given of a last word
+WORD = "passage"  # "given" of a last word, which has no other side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
-    """Run folders, exports or released weights."""
+    """Run folders (out/NAME), checkpoints, exported or released weights."""
     data: str
     """Prepared data set: a name under data/, or a folder that data/prepare.py wrote."""
     split: str | None = None
-    """By default the evaluation set's own, the only one, or val."""
+    """Split to score; by default that of the evaluation set, the only one, or val."""
     num_passages: Count = 200
-    """Blocks, spread over the split, to search for a sentence; those without one are left out."""
+    """Blocks of the split, evenly spread, to search for a sentence each; some may have none."""
     last_word: bool = False
     """Instead of sentences: the last word of each of --num-passages documents, as in LAMBADA."""
     shortest: Count = 6
-    """Tokens of the sentence, at least."""
+    """Least number of tokens in the sentence."""
     longest: Count = 40
-    """And at most."""
+    """Greatest number of tokens in the sentence."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(temperature=0)
-    """Without --mode: left to right and, given both sides, random and adaptive, too."""
+    """Without --mode: l2r; given both sides also random and adaptive."""
     json: Path | None = None
-    """Write every figure, of every passage, to this file, and the table beside it (.md)."""
+    """Write the results of every passage to this file, and the table beside it (.md)."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
-    rouge([])  # a missing package shows before the work
+    rouge([])  # reports a missing package before the work
     outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
@@ -91,7 +91,7 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
 
 
 def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
-    """A row for what is given and for every way to fill it in."""
+    """A row for each context (left or both sides) and each decoding mode."""
     model, rows, size = loaded.model, [], a.decoding.batch_size or modes.BATCH_SIZE
     sides = [WORD] if a.last_word else ["left"] if model.config.l2r_only else ["left", "both"]
     parts = [passages[start : start + size] for start in range(0, len(passages), size)]
@@ -110,7 +110,7 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
 def fill_in(
     loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[tuple[str, str]]:
-    """(sample, true middle) of every passage. Without the other side, rows end with the middle."""
+    """(sample, true middle) of every passage, as text. both: whether the right side is given."""
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
@@ -131,7 +131,7 @@ def table_of(rows: list[dict]) -> list[str]:
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """How much the other side is worth, passage by passage."""
+    """The legend, and the gain (nats/token) from the right side, paired by passage."""
     what = "last word" if rows[0]["given"] == WORD else "sentence"
     how = f"nats/token: of the true {what} from left to right, mean over {what}s"
     lines = [f"{len(rows[0]['nll'])} {what}s. {how}; ROUGE: F1 of samples against it."]
@@ -141,7 +141,7 @@ def notes(rows: list[dict]) -> list[str]:
             gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
             mean, half = mean_and_reach(gains)
             interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
-            lines.append(f"{run}: the other side is worth {mean:.4f} nats/token, {interval}")
+            lines.append(f"{run}: the right side is worth {mean:.4f} nats/token, {interval}")
     return lines
 
 

@@ -32,49 +32,52 @@ from runtime.processes import Processes, processes
 from runtime.validation import Count, check_values
 from sampling.plans import Pace, Rule, RuleScore
 
+TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     other: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A second model of the same tokenizer: the difference of their losses on the same text, with a
-    95% interval and a p value, in blocks of the smaller block size."""
+    """A second model with the same tokenizer: also the difference of the two losses on the same
+    text, with a 95% interval and a p value, in blocks of the smaller block size."""
     datasets: tuple[str, ...] = ()
-    """Data sets that data/prepare.py wrote: their names (data/catalogue.py), or folders. A path
-    that ends in .txt, or /dev/stdin, is scored as it is, as one document without end-of-text."""
-    text: Annotated[str | None, tyro.conf.arg(constructor=str)] = None
+    """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin is scored
+    as it is, as one document without end-of-text."""
+    text: Annotated[str | None, TEXT] = None
     """A text to score as it is, such as a sentence."""
     split: str | None = None
-    """By default the evaluation set's own, the only one, or val."""
+    """Split to score; by default that of the evaluation set, the only one, or val."""
     orders: tuple[str, ...] | None = None
-    """Orders to score: l2r; random (any order: the mean over uniform orders, or an encoder's ELBO);
-    any distribution with its settings, as fixed_blockwise:block=32,seed=1 or mixture:l2r_prob=0.5;
-    score_entropy, SEDD's own bound; confidence, entropy or margin: the order in which the model
-    itself would decode the text, a pass for every step, also several positions a step, as
-    confidence:threshold=0.9 or entropy:entropy_bound=0.5,most=4,block=32; oracle: next the position
-    whose true token is most probable, which looks at the answer and is no likelihood. By default
-    l2r and random, as far as the model has them in a single pass (an encoder needs a pass per token
-    along an order)."""
+    """Orders to score.
+    l2r: left to right.
+    random: the mean over uniformly random orders, or an encoder's ELBO.
+    Any order.kind of a config with its settings, such as fixed_blockwise:block=32,seed=1.
+    score_entropy: SEDD's bound.
+    confidence, entropy, margin: the order in which the model would decode the text, one pass per
+    step; several positions per step as in confidence:threshold=0.9 or entropy:entropy_bound=0.5,
+    also with most=4,block=32.
+    oracle: the position whose true token is most probable comes next; not a likelihood.
+    By default those of l2r and random that the model scores in a single pass."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
-    """Sizes of order ensembles: probabilities averaged over this many orders of the context, for
-    uniformly random orders, always in float32 (rounding looks like a gain). 1 is no ensemble."""
+    """Sizes of order ensembles: average probabilities over this many random orders of the context;
+    only for random orders, always in float32. 1: no ensemble."""
     group: Count = 1
-    """Steps of an order that are predicted at once from those before them, as decoding in groups
-    does: a pass for each group, except for two-stream models."""
+    """Predict this many steps of an order at once, each from the groups before, as decoding in
+    groups does. Costs one pass per group, except for two-stream models."""
     bound: Literal["mean", "iw"] = "mean"
-    """Several orders: the mean of their losses; or iw, the importance-weighted bound over
-    --num-orders of them, -log of the mean of the probabilities that they give a sequence."""
+    """How --num-orders orders are combined. mean: mean loss. iw: the importance-weighted
+    bound, -log of the mean of the probabilities that they give a sequence."""
     num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] = 2
-    """Monte Carlo samples per sequence, of orders or of an encoder's masks. Ensembles use one
-    context per 8 orders, and at least two."""
+    """Monte Carlo samples per sequence: random orders, or an encoder's masks. Ensembles use a
+    context per 8 of them, at least two."""
     max_sequences: Count | None = None
     """Score only this many blocks, spread over the split."""
     batch_size: Count | None = None
-    """Sequences in a pass; by default enough for a fast pass, halved where the memory runs
-    out. The results do not depend on it."""
+    """Sequences per pass; by default chosen for speed, and halved when memory runs out. Does not
+    change the results."""
     json: Path | None = None
     """Write results, settings and versions to this file, and the table beside it (.md)."""
 
@@ -83,9 +86,9 @@ def check_arguments(a: Arguments) -> Outputs:
     """The files to write. Raises UserError for impossible options, before the work begins."""
     check_values(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
-        raise UserError("ensembles are of single steps and of means: leave out --ensemble")
+        raise UserError("ensembles do not combine with --group or --bound iw: leave out --ensemble")
     if a.other and (set(a.ensemble) != {1} or a.bound == "iw"):
-        raise UserError("two models are compared by means: leave out --ensemble and --bound")
+        raise UserError("two models are compared by mean losses: leave out --ensemble and --bound")
     for option in ("orders", "ensemble"):
         if getattr(a, option) == ():
             raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
@@ -104,16 +107,16 @@ def scorers_of(
     first, *others = map(default_orders, configs)
     names = a.orders or [name for name in first if all(name in other for other in others)]
     if not names:
-        raise UserError("no order is scored in one pass by both models: give --orders l2r")
+        raise UserError("the models share no order that both score in one pass: give --orders l2r")
     scorers = {
         text: [scorer_of(text, a, config, block_size) for config in configs] for text in names
     }
     found = sum(scorers.values(), [])
     if set(a.ensemble) != {1} and all(of.ensembles == (1,) for of in found):
-        known = "ensembles are for decoders that know their target position, along random orders"
+        known = "ensembles are for any-order decoders, along random orders"
         raise UserError(f"{known}: leave out --ensemble, or give --orders random")
     if a.bound == "iw" and not any(of.weighted for of in found):
-        raise UserError("--bound iw needs random orders, and no ELBO: give other --orders")
+        raise UserError("--bound iw needs several random orders of a decoder: give other --orders")
     return scorers
 
 
@@ -126,7 +129,7 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
 def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> Scorer:
     """What one of --orders means."""
     if a.group > 1 and (config.l2r_only or text == "score_entropy"):
-        raise UserError("--group is for models that know their target position: leave it out")
+        raise UserError("--group is for any-order models: leave it out")
     if text == "score_entropy":
         if not config.noise:
             raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
@@ -146,7 +149,7 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> 
 
 
 def parse_rule(text: str, group: int) -> Rule:
-    """The model's own order that `score` or `score:setting=value,...` means."""
+    """The decoding order that `confidence` or `confidence:setting=value,...` means."""
     score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
     block = values.pop("block", None)
     if block is not None and block < 1:

@@ -1,4 +1,4 @@
-"""Tasks that have right answers: prompts of a prepared data set, and lm-evaluation-harness.
+"""Accuracy on tasks: prompts of a prepared data set, or tasks of lm-evaluation-harness.
 
     python eval_tasks.py out/sudoku6 --tasks sudoku6 --mode confidence --threshold 0.9 --html FILE
     python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
@@ -6,11 +6,11 @@
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
     torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
 
-A task is the name or the folder of prepared data (data/prepare.py sudoku6, ... or records), or else
-a task of the harness, which needs: pip install -r requirements-harness.txt.
+A task is a prepared data set with prompts, by name or folder (data/prepare.py sudoku6, ... or
+records), or a task of the harness, which needs: pip install -r requirements-harness.txt.
 
-The YAML file of a task is a program: by the harness's design it can name Python functions to call
-(!function) and holds templates that are run (Jinja). Give only files that you would run."""
+The YAML file of a task can run code (Python functions, Jinja templates): use only files that you
+trust."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -46,7 +46,8 @@ class Decoding(DecodingOptions):
     (default) or random, an estimate of the ELBO (encoders' default)."""
 
     temperature: Temperature | None = None
-    """Of prompts; by default 0, the most probable tokens, and 1 for copy, replace and shuffle."""
+    """Prepared data: by default 0 (the most probable token), but 1 for copy, replace and shuffle.
+    The harness: by default 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +55,22 @@ class Arguments(harness.Settings, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights."""
     tasks: tuple[str, ...]
-    """Prepared data, by name or folder; or tasks, groups or tags of the harness by name (also with
-    *), or the YAML files of tasks."""
+    """Prepared data, by name or folder; or tasks, groups or tags of the harness by name (* matches
+    any text), or YAML files of tasks."""
     decoding: Annotated[Decoding, tyro.conf.arg(name="")]
     limit: Count | None = None
-    """Only this many rows of every task: of prepared data spread over the split, of the harness the
-    first."""
+    """Use only this many rows of every task: of prepared data evenly spread, of the harness the
+    first. By default all."""
     split: str | None = None
-    """Of prepared data; by default test, where there is one."""
+    """Prepared data: the split; by default test, if there is one."""
     html: Path | None = None
     """Prepared data: write a page on which the first answers fill in, step by step."""
     include_path: Path | None = None
     """Harness: folder with the YAML files of your own tasks."""
     num_fewshot: NonNegative | None = None
-    """Harness: examples in front of every context; by default what the task says."""
+    """Harness: examples before every context; by default the number that the task sets."""
     gen_kwargs: str | None = None
-    """Harness: settings of generation instead of the tasks' own,
+    """Harness: settings of generation that replace those of the tasks, such as
     "max_gen_toks=64,temperature=0.7,do_sample=True"."""
     json: Path | None = None
     """Write results, settings and versions to this file."""
@@ -86,7 +87,7 @@ def main() -> None:
     for name in OF_HARNESS if of_data else OF_DATA:
         if getattr(a, name) != getattr(Arguments, name):
             kind = "tasks of the harness" if of_data else "prepared data"
-            raise UserError(f"{flag(name)} is for {kind}, and {a.tasks[0]} is not: leave it out")
+            raise UserError(f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out")
     if not of_data:
         harness.require_lm_eval()
     with processes(a.device) as procs:
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def is_prepared(task: str) -> bool:
-    """Whether it is a data set, and not a task of the harness."""
+    """Whether a task is a prepared data set, not a task of the harness."""
     if task in TASKS:
         return True
     try:
@@ -188,13 +189,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
-    """The names of tasks, each as given or all that match a pattern."""
+    """The task names and YAML files that `wanted`, names or patterns, stand for."""
     found = []
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
             advice = "data/prepare.py makes it; your own tasks need --include-path"
-            raise UserError(f"there is no task {name!r}, and no prepared data ({advice})")
+            raise UserError(f"there is no task or prepared data {name!r}; {advice}")
         found += matching
     return found
 

@@ -33,7 +33,7 @@ from sampling.midi import midi_file
 from sampling.modes import Context, DecodingOptions, sample_records
 from sampling.page import PageSample, render
 
-TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # "None" is a text
+TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
 
 
 @dataclass(frozen=True)
@@ -45,43 +45,43 @@ class Arguments(ModelOptions, OutputOptions):
     """Text that every sample begins with."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
-    new_tokens: Count | None = None  # Instead: tokens after the prompt.
+    new_tokens: Count | None = None  # Instead of --length: tokens to generate after the prompt.
     num_samples: Count | None = None  # Samples of each prompt: 4, or 1 with --interactive.
     infill: Annotated[str | None, TEXT] = None
-    """Text with masks, "It was a[MASK:12] and the[MASK:3].": every [MASK:n] becomes n tokens, and
-    [MASK:2-12] two to twelve: every length is filled in --num-samples times, and the best is shown.
-    A word of the gpt2 tokenizer begins with the space before it, so leave none before a mask."""
+    """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
+    tries every length from 2 to 12, --num-samples times each, and shows the best filling.
+    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word after it."""
     candidates: Count | None = None
-    """Show only this many distinct fillings of an --infill, the best first: those after which known
-    text to the right is most probable, per token. By default 1 if a length is unknown, else all."""
+    """Infilling: show only this many distinct fillings, ranked by the log-probability per token of
+    the known text on their right. By default 1 if a mask has several lengths, else all."""
     prompts: Path | None = None
-    """Many prompts: FILE.txt (or /dev/stdin), one a line, or FILE.jsonl.
-    Its rows are {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}. Or the folder
-    of a prepared data set with prompts (its test split, if it has one)."""
+    """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
+    {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder of a prepared
+    data set with prompts (its test split, if it has one)."""
     rows: tuple[Count, ...] = ()
-    """Only these of the --prompts, by number; the first is 1."""
+    """Use only these of the --prompts, by number from 1."""
     truncate: Literal["no", "left"] = "no"
-    """Prompts that are too long. no: they are left out of --prompts. left: they (without masks)
-    lose their beginning, so that --new-tokens, or else half of the length, are generated."""
+    """What to do with prompts that are too long. no: skip them. left: drop their first tokens, so
+    that there is room for --new-tokens, or else for half of the length (not with masks)."""
     stop: tuple[str, ...] = ()
     """Cut each sample before the first of these texts."""
     until_end: bool = False
-    """Cut each sample before its end-of-text; for models that were trained on records."""
+    """Cut each sample before its end-of-text; for models that were trained on prompts."""
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the step and
-    log-probability of each, the order in which they became known, settings. Log-probabilities, here
-    and on the page, are the model's own, before temperature, top-k and top-p. Model calls,
-    token-forwards and seconds are those of all samples together."""
+    log-probability of each, the order in which they were generated, settings. Log-probabilities
+    (nats) are those before temperature, top-k and top-p, also on the --html page. Model calls,
+    token-forwards and seconds are totals over all samples."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step; chorales as a piano roll."""
     midi: Path | None = None
     """Models of chorales: write the samples, one after the other, to a MIDI file."""
     live: bool = False
-    """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not known
-    yet, colors say how probable a token was when drawn. A key ends a replay, Ctrl-C all."""
+    """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not yet
+    known; colors show how probable a token was. Any key ends a replay, Ctrl-C ends all."""
     interactive: bool = False
     """Read lines from the terminal or standard input: masks are filled in, other text is continued
-    by 40 tokens. An empty line is the last one with the next seed; "exit" or Ctrl-D ends."""
+    by 40 tokens. An empty line repeats the last one with the next seed; "exit" or Ctrl-D ends."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
 
 
 def best_fillings(model, contexts, rows, records, numbers: list[int], a: Arguments) -> list[dict]:
-    """The records, but only the best of each text with masks, the best first, with scores.
-    rows: the whole texts, which --stop does not cut; numbers: of the request of each context."""
+    """The records, of which only the best fillings of each text with masks, best first, with
+    scores. rows: all token ids of each sample; numbers: the index of each context's request."""
     kept, lengths, count = [], Counter(numbers), len(rows) // len(contexts)
     for number, places in itertools.groupby(range(len(rows)), lambda i: numbers[i // count]):
         several, group = lengths[number] > 1, list(places)
@@ -220,7 +220,7 @@ def best_fillings(model, contexts, rows, records, numbers: list[int], a: Argumen
 
 
 def caption(record: dict) -> str:
-    """What is said of a filling that was chosen."""
+    """Length and log-probabilities (nats per token) of a ranked filling; "" for other samples."""
     if "scores" not in record:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
@@ -237,16 +237,15 @@ def read_requests(a: Arguments) -> list[Request]:
         return [Request("--prompt", "prompt", a.prompt or "")]
     stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
-        raise UserError(
-            f"--prompts {a.prompts}: give a .txt, a .jsonl, or a folder of prepared data"
-        )
+        known = "a .txt or .jsonl file, or a folder of prepared data"
+        raise UserError(f"--prompts {a.prompts}: give {known}")
     lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
         for place, line in lines
     ]
     if not requests:
-        raise UserError(f"--prompts {a.prompts}: there is no prompt in it")
+        raise UserError(f"--prompts {a.prompts}: it has no prompt; write one per line")
     return requests
 
 
@@ -266,7 +265,7 @@ def read_request(place: str, line: str) -> Request:
 
 
 def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
-    """The rows of a data set with prompts, as texts whose masks are what is predicted."""
+    """The rows of a data set with prompts, with masks in place of the tokens to predict."""
     from evaluation.answers import open_questions  # not needed for text
 
     questions = open_questions(str(folder), None, loaded)
@@ -281,14 +280,14 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
 
 
 def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
-    """The numbers of the requests that fit, and their contexts; those that are too long are told.
-    Raises UserError where none fits."""
+    """The indices of the requests that fit, and their contexts; prints how many are too long.
+    Raises UserError if none fits."""
     found, too_long = {}, []
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:
             continue
         try:
-            found[number] = encode(request, tokenizer, a, loaded)  # one a length
+            found[number] = encode(request, tokenizer, a, loaded)  # one per length
         except gaps.TooLong as error:
             too_long.append(f"{request.place}: {error}")
         except UserError as error:
@@ -296,20 +295,20 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
     if not found:
         raise gaps.TooLong(too_long[0])
     if too_long and procs.main:
-        told = f"left out {len(too_long)} of {len(requests)} prompts, which are too long"
+        told = f"skipped {len(too_long)} of {len(requests)} prompts, which are too long"
         show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
     pairs = [(number, context) for number, several in found.items() for context in several]
     return tuple(map(list, zip(*pairs, strict=True)))
 
 
 def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded) -> list[Context]:
-    """The tokens of a sample, None where they are to be generated, for each length that it may
-    have; UserError for what the model cannot do."""
+    """The token ids of a sample, None where they are to be generated, for each length that the
+    request allows. Raises UserError if the model cannot fill it in, TooLong if it is too long."""
     c = loaded.model.config
     if request.kind == "infill":
         lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
         if option := next((name for name, value in lengths.items() if value is not None), None):
-            raise UserError(f"text and masks say the length; leave out {option}")
+            raise UserError(f"the text and its masks set the length: leave out {option}")
         known = [request.context] if request.context else None
         found = known or gaps.contexts(request.text, tokenizer, c.block_size)
     else:
@@ -332,7 +331,7 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
 
 
 def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:
-    """On a terminal, what was generated is bold where something was given as well, or replayed."""
+    """Print the samples; on a terminal generated tokens are bold beside given ones, or replayed."""
     replay = replay and live.can_style()
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
@@ -345,7 +344,7 @@ def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = Fals
         text += "\n"
         if replay:
             replay, text = live.play(*tokens), ""
-        sys.stdout.write(f"{text}\n")  # bold stays
+        sys.stdout.write(f"{text}\n")  # not show(), which would escape the bold type
 
 
 if __name__ == "__main__":

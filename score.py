@@ -5,7 +5,7 @@
     python score.py RUN "The [cat|dog|tax] barked."
     python score.py RUN "The dog[MASK:2] at the moon." --top 5
 
-Log-probabilities are natural logarithms. Text as long as you like, and data sets: eval_ppl.py."""
+Log-probabilities are natural logarithms. For long texts and data sets see eval_ppl.py."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -26,18 +26,17 @@ from sampling import gaps
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), exported folder, released weights or Hugging Face repo id."""
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
     texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")]
-    """Sentences. [this|that] ranks the alternatives; [MASK:2] asks what two tokens may be there."""
+    """Sentences. [this|that] ranks alternatives; [MASK:2] lists likely tokens for two positions."""
     order: str = "l2r"
-    """Order in which the tokens of a sentence are predicted: l2r, random or another kind, as
-    slots:block=8."""
+    """Order in which tokens are predicted: l2r, random or another order.kind, as slots:block=8."""
     each: bool = False
-    """Score each token given all others, before and after it, in place of along an order."""
+    """Score each token given all others, before and after it, instead of along an order."""
     top: Count = 10
-    """How many tokens to show for a mask."""
+    """Number of tokens to list for each mask."""
     json: Path | None = None
-    """Write all numbers to this file, too."""
+    """Also write all results to this file."""
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
     if not a.texts:
         raise UserError('nothing to score: give a text, as python score.py RUN "The cat sat."')
     if a.each and a.order != "l2r":
-        raise UserError("--each follows no order: leave out --order")
+        raise UserError("--each uses no order: leave out --order")
     outputs = Outputs({"--json": a.json}, [a.run], a.overwrite)
     device = pick_device(a.device)
     options = {"block_size": a.block_size, "checkpoint": a.checkpoint}

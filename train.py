@@ -59,15 +59,14 @@ def main() -> int:
 
 
 def train(config: Config, procs: Processes) -> int:
-    """Start or resume the run, train until its last step or a signal, save it and say so."""
+    """Start or resume a run; train to its last step or until a signal. Returns the exit status."""
     source = find_dataset(config.data.folder)
     d = config.data
     data = open_training_data(source, config.model.block_size, d.verify, d.max_tokens, d.mix)
     config = config.with_steps(data.num_blocks)
     folder, t = config.run_folder, config.train
-    val_data = None
-    if config.eval.interval:
-        val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
+    validated = config.eval.interval > 0
+    val_data = TokenDataset(source, "val", data.block_size, d.verify) if validated else None
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     with locked_for_all(folder, procs):
@@ -89,12 +88,14 @@ def train(config: Config, procs: Processes) -> int:
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
-        raise CheckpointError("the last checkpoint is not written: free some space and start again")
+        raise CheckpointError(
+            "the last checkpoint was not written: free some disk space and run the same command"
+        )
     step = state.progress.step
     mode = ' --mode l2r --prompt "..." --until-end' if data.of_records else ""
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
-        how = f"stopped at step {step} and saved {saved}; the same command goes on from there"
+        how = f"stopped at step {step} and saved {saved}; run the same command to continue"
     procs.print0(newest_and_best(config, state.progress), how, sep="\n")
     return 0
 
@@ -120,10 +121,10 @@ def training_loop(
                 for files in filter(None, (data, val_data)):
                     files.check_unchanged()
             except (UserError, OSError) as error:
-                changed, stop.signalled = error, True  # told after a checkpoint
+                changed, stop.signalled = error, True  # raised after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
-            # All processes must leave the loop after the same step, and save after the same.
+            # All processes must stop, and save, after the same step.
             by_clock = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
             stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, by_clock)
             if stop.failed:
@@ -134,11 +135,11 @@ def training_loop(
             validating = val_data and (last or progress.step % config.eval.interval == 0)
             due |= last or stop.requested or stop.due
             due |= progress.step % config.checkpoint.interval == 0
-            if validating or due:  # which wait for the device anyway
+            if validating or due:  # both wait for the device anyway
                 log.training(losses.arrived(wait=True))
-                saver.wait()  # it is known now whether the best checkpoint was written
+                saver.wait()  # updates progress.best
                 best = progress.best
-            # A state whose step was skipped may be a bad one: it waits for a step that is not.
+            # The state before a skipped step may be the cause: save only after a step that counted.
             good = last or stop.requested or not progress.skipped_in_a_row
             if validating:
                 val_losses = evaluate(state.model, state.averages, val_data, config, procs)
@@ -161,8 +162,8 @@ def training_loop(
 def train_step(
     step: int, model, optimizer, batches: Iterator[Batch], config: Config, procs: Processes
 ) -> tuple[Tensor, Tensor]:
-    """Clipped gradients of the global batch of `step`, from 0, without waiting for the device.
-    Returns loss and gradient norm, 0-dimensional, the same on every process."""
+    """Compute the clipped gradients of the global batch of `step` (from 0), without waiting for the
+    device. Returns loss (nats) and gradient norm, 0-dimensional, the same on every process."""
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
         torch.manual_seed(int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0]))
@@ -199,13 +200,13 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
             losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
             return losses.mean(dim=1).mean()
-        case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # which draw their masks differently
+        case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # one loss, other masks
             return masked_nll(model, batch.tokens, batch.masks).mean()
 
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
-    """Update weights and averages, unless loss or gradient is not finite: one bad batch must not
-    ruin a long run. The device decides, as with torch.amp.GradScaler; an `if` would wait for it."""
+    """Update weights and averages; a loss or gradient that is not finite changes neither. As in
+    torch.amp.GradScaler, the device decides, so that nothing waits for it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
     for each in optimizers(state.optimizer):
         each.grad_scale, each.found_inf = None, 1 - finite
@@ -217,10 +218,10 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
-    """Raise UserError if data or processes do not fit the configuration."""
+    """Raise UserError if the data or the number of processes does not fit the configuration."""
     m, folder = config.model, config.data.folder
     config.micro_batch_size(procs.world_size)  # refuses processes that cannot share the batch
-    whole = f"{folder} has prompts and is not cut: leave out data.random_length_prob"
+    whole = f"{folder} has prompts, which stay whole: leave out data.random_length_prob"
     refuse(data.of_records and config.data.random_length_prob, whole)
     ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"
     refuse(data.of_records and m.l2r_only and config.order.kind != "l2r", ahead)
