@@ -1,4 +1,4 @@
-"""How a script runs: options that several scripts have, mistakes told in one line, and printing."""
+"""How a script runs: options that several scripts share, errors in one line, and printing."""
 
 import os
 import re
@@ -23,25 +23,25 @@ class ModelOptions:
     seed: Seed = 0
     """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
-    """The averaged weights, where there are any, or the last ones."""
+    """ema: the averaged weights, if there are any; raw: those of the last step."""
     checkpoint: str = "last"
-    """Of a run folder: last, best (the lowest validation loss) or a step's number."""
+    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of a step."""
     block_size: Count | None = None
-    """Another length than in training; only for models without position tables."""
+    """Longest sequence in tokens, if not that of training; only without position tables."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another that PyTorch knows."""
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of PyTorch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
+    """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""
 
 
 def visible(text: Any, one_line: bool = False) -> str:
-    """Text from elsewhere with control characters, and with `one_line` newlines, as escapes."""
+    """Text in which control characters, and with `one_line` newlines, are escaped."""
     text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
     return text.replace("\n", "\\n") if one_line else text
 
 
 def counted(count: int, what: str) -> str:
-    """A count and its noun: `what` says it in the plural, which becomes the singular for 1."""
+    """A count and its noun, given in the plural: (1, "tokens are") -> "1 token is"."""
     if count == 1:
         what = re.sub(r"(?<!Window)s\b", "", what, count=1)
         what = what.replace(" are ", " is ").replace(" have ", " has ")
@@ -49,21 +49,21 @@ def counted(count: int, what: str) -> str:
 
 
 def show(*values: Any, sep: str = " ", **options: Any) -> None:
-    """`print`, for everything that is printed: control characters in it are escaped."""
+    """`print` with control characters escaped, as they may come from a file or a model."""
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and lack of memory or processes end in one
-    line and status 2 (AOGPT_TRACEBACK=1 shows the traceback), an interrupt in status 130."""
-    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what the terminal cannot show
+    """Run a script's main and exit. UserError, OSError and a lack of memory or processes print one
+    line and exit with status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    if hasattr(sys.stdout, "reconfigure"):  # for characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         with _paths_with_home():
             status = main() or 0
         if sys.stdout:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has left, as `head` does
+    except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     except Exception as error:
         advice = ""
         if not isinstance(error, UserError | OSError):
-            from runtime.devices import out_of_memory  # imports torch: a mistake need not wait
+            from runtime.devices import out_of_memory  # imports torch, which takes seconds
 
             if out_of_memory(error):
                 advice = "out of memory; use a smaller batch or fewer samples: "
@@ -84,7 +84,7 @@ def run_script(main: Callable[[], int | None]) -> None:
             traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         if isinstance(error, OSError) and error.errno and error.filename is None:
-            advice = "the output cannot be written: "  # of a full disk, which names no file
+            advice = "the output cannot be written: "  # a full disk: names no file
         show(visible(f"error{rank}: {advice}{error}", one_line=True), file=sys.stderr)
         status = 2
     sys.exit(status)

@@ -12,7 +12,7 @@ from runtime.errors import UserError
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of that name, made the current one. local_rank: the GPU if the name has none."""
+    """The device of this name, made current. local_rank: index of the GPU if the name has none."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -34,7 +34,7 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on a CUDA GPU that has it. bfloat16: where autocast has it. Else float32."""
+    """auto: bfloat16 on a CUDA GPU that has it. bfloat16: if autocast supports it. Else float32."""
     if dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -43,7 +43,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def precision_note(dtype: str, device: torch.device) -> str:
-    """What to tell a user who expects bfloat16 and does not get it; else nothing."""
+    """A note for the user if bfloat16 was expected but is not available; else ""."""
     expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
     missing = expected and pick_dtype(dtype, device) == torch.float32
     return f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
@@ -109,7 +109,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether the memory of the device or of the CPU has run out."""
+    """Whether an error means that memory, of the device or the CPU, has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return full or "can't allocate memory" in str(error)  # a plain RuntimeError on the CPU
 

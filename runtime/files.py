@@ -1,4 +1,4 @@
-"""Files written whole or not at all, locks, checksums, and rows of JSON."""
+"""Atomic file writes, locks, checksums, and rows of JSON."""
 
 import contextlib
 import glob
@@ -23,12 +23,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     Raises FileExistsError for devices and FIFOs."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path} is no regular file and is not replaced; remove it")
+        raise FileExistsError(f"{path} is not a regular file; remove it, or name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if path.exists():  # permissions stay
+            if path.exists():  # keep its permissions
                 os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
@@ -37,7 +37,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # that of a full disk
+        if isinstance(error, OSError) and error.filename is None:  # a full disk
             error.filename = str(path)
         raise
 
@@ -62,8 +62,8 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end, or is removed. What killed runs have left is
-    removed, too. Without `replace`, a target that exists by then is an OSError."""
+    """A new folder that becomes `target` at the end, or is removed after an error. Also removes
+    leftovers of killed processes. Raises OSError if `target` exists and not `replace`."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -87,7 +87,8 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
-    """Hold the lock of a folder, which is made if missing, for a job: all processes must call."""
+    """Make a folder and hold its lock for the whole job. All processes must call. Raises UserError
+    if another job holds it."""
     from filelock import FileLock, Timeout
 
     lock, error = FileLock(folder / "lock"), None
@@ -96,7 +97,7 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
         except Timeout:
-            error = f"another job trains in {folder}: wait for its end, or choose another --name"
+            error = f"another job trains in {folder}: wait until it ends, or choose another --name"
         except OSError as failure:
             error = str(failure)
     if error := procs.gather(error)[0]:
@@ -110,13 +111,13 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hexadecimal digits."""
     if not path.is_file():  # opening a FIFO would wait
-        raise FileNotFoundError(f"{path} is no regular file")
+        raise FileNotFoundError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text of plain values; NaN and infinities become null, paths strings."""
+    """JSON of plain values; NaN and infinity become null, paths become strings."""
     text = json.dumps(value, default=str)
     return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=indent)
 
@@ -136,7 +137,9 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N"."""
     if not path.is_file() and str(path) != "/dev/stdin":
-        what = "it is no regular file; copy it to one" if path.exists() else "there is no such file"
+        what = (
+            "it is not a regular file; copy it to one" if path.exists() else "there is no such file"
+        )
         raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))

@@ -1,4 +1,4 @@
-"""What a script reports: result files that replace nothing unasked, tables, pictures, versions."""
+"""Result files that overwrite nothing without --overwrite, tables, figures, provenance."""
 
 import io
 import os
@@ -27,11 +27,11 @@ class OutputOptions:
     """The option of scripts that write results."""
 
     overwrite: bool = False
-    """Replace result files that exist already."""
+    """Overwrite existing result files."""
 
 
 class Outputs:
-    """The files that a script is asked to write, checked before it does its work.
+    """The result files of a script, checked before its work begins.
 
     with Outputs({"--json": a.json}, [a.prompts], a.overwrite) as outputs:
         outputs.write(a.json, text)"""
@@ -39,8 +39,8 @@ class Outputs:
     def __init__(
         self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
     ):
-        """files: by option. inputs: what the script reads; what is no existing path is ignored.
-        Raises UserError for a file that cannot or must not be written."""
+        """files: path by option. inputs: files that are read and must not be overwritten; ignored
+        if they do not exist. Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
         inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
         options: dict[str, str] = {}
@@ -57,18 +57,18 @@ class Outputs:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise UserError(f"{option} {path}: no permission to write it; name another file")
             if path.exists() and any(path.samefile(source) for source in inputs):
-                raise UserError(f"{option} {path} is a file that is read; name another file")
+                raise UserError(f"{option} {path} is an input; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
                 raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
 
     @classmethod
     def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> "Outputs":
-        """The file --json, and beside it the table as Markdown (.md): `write_report`."""
+        """For `write_report`: the file of --json, and beside it the table as Markdown (.md)."""
         files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
         return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result, whole or not at all; None: nowhere. Where that fails, text is printed."""
+        """Write a result atomically (None: do nothing). Prints text that cannot be written."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
@@ -87,7 +87,7 @@ class Outputs:
         self.write(path, to_json(value, indent=2) + "\n")
 
     def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
-        """The files of `of_report`; lines: of the table."""
+        """Write the files of `of_report`. lines: the table."""
         self.write_json(json, value)
         self.write(json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n")
 
@@ -98,7 +98,7 @@ class Outputs:
         return self
 
     def __exit__(self, kind, *error) -> None:
-        """Raise OSError if a result could not be written, once the others are."""
+        """Raise OSError if a result could not be written, after the others were."""
         if self.failed and kind is None:
             raise OSError("; ".join(self.failed.values()))
 
@@ -114,7 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, "-dirty" after it where files other than results have changed."""
+    """The commit of this code, with "-dirty" if files outside results/ have changed."""
 
     def git(*words: str) -> str:
         root = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ def command() -> str:
 def provenance(
     arguments: Any, dtype: "torch.dtype", device: "torch.device", processes: int = 1, **more
 ) -> dict:
-    """What numbers depend on. arguments: the script's options. dtype: what --dtype auto became."""
+    """Everything that results depend on. arguments: the options. dtype: the one that was used."""
     settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     settings |= settings.pop("decoding", {})
@@ -143,8 +143,8 @@ def provenance(
 
 
 def escaped(line: str) -> str:
-    """A line of Markdown in which text from elsewhere, such as a name, is no HTML and no line."""
-    # An odd number of backslashes before "<" escapes it; so what is escaped already stays.
+    """One line of Markdown, with HTML tags and control characters escaped."""
+    # An odd number of backslashes before "<" escapes it already.
     return re.sub(r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True))
 
 

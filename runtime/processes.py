@@ -31,7 +31,7 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process prints, logs and writes what one process writes."""
+        """Whether this is the process that prints, logs and writes results."""
         return self.rank == 0
 
     def print0(self, *values, **options) -> None:
@@ -60,9 +60,9 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
-    """Join the job that torchrun started, or stand alone; yields `Processes`. timeout: of messages,
-    in seconds. group: whether a process alone gets a process group, too, which FSDP needs. Raises
-    ConnectionError where another process hangs or has ended."""
+    """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of messages,
+    in seconds. group: make a process group even for one process (FSDP needs it). Raises
+    ConnectionError if another process hangs or has ended."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     rank, local_rank, world_size = (int(os.environ.get(name, n)) for name, n in names.items())
     procs = Processes(rank, world_size, pick_device(device, local_rank))
@@ -91,9 +91,9 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store under a prefix that only the processes of this attempt know: a job that is
-    restarted gets the old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Rank 0
-    gives it to the others under random names, which each of them leaves in the store."""
+    """torchrun's store, under a prefix of this attempt: a restarted job gets the old store, whose
+    stale addresses make gloo fail (as of PyTorch 2.13). Each other rank leaves a random name in
+    the store, under which rank 0 answers with the prefix. timeout: seconds."""
     deadline, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     name = secrets.token_hex(8)
@@ -129,12 +129,12 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C to any process. It is only noted, and every step ends with `agree`, so that
-    all stop after the same step: one alone would leave the others waiting for its gradients."""
+    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all processes stop
+    after the same step; otherwise the rest would wait for gradients of one that has stopped."""
 
     def __init__(self, procs: Processes):
         self.procs, self.signalled = procs, False  # signalled: this process
-        # Of any process, since `agree`. due: its clock says that a checkpoint is due.
+        # True if true of any process at the last `agree`. due: time for a checkpoint.
         self.requested = self.failed = self.due = False
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -1,5 +1,5 @@
-"""Counter-based random numbers (Philox), a pure function of (seed, index, row): a run that resumes,
-or has another number of processes, gets the same numbers without a state to save or share."""
+"""Counter-based random numbers (Philox): a pure function of (seed, index, row). A resumed run
+or another number of processes gets the same numbers without saved state."""
 
 import numpy as np
 

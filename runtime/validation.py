@@ -1,4 +1,4 @@
-"""Values that options, config keys and files may have: declared as types, checked by pydantic."""
+"""Types for the values of options, config keys and files, checked by pydantic."""
 
 import codecs
 import contextlib
@@ -32,17 +32,17 @@ MAX_BYTES = 64 << 20  # of a file of settings: state.json has 100 bytes for each
 
 
 class FileError(UserError):
-    """A file that cannot be used; the message names it and says why and what to do."""
+    """A file that cannot be used. The message says which file, why, and what to do."""
 
 
 class Table:
-    """Base of dataclasses that are tables of a file: keys that they do not declare are refused."""
+    """Base of dataclasses that are tables of a file: undeclared keys are errors."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
 
 def schema(table: type) -> type:
-    """Let a TypedDict keep keys that it does not declare, for files of later versions."""
+    """Let a TypedDict accept undeclared keys, which files of later versions may have."""
     table.__pydantic_config__ = {"extra": "allow"}
     return table
 
@@ -72,22 +72,22 @@ _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 @functools.cache
 def _validator(shape: Any):
-    from pydantic import TypeAdapter  # takes a tenth of a second, which --help need not wait for
+    from pydantic import TypeAdapter  # 0.1 s to import, not for --help
 
     return TypeAdapter(shape)
 
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
-    """Plain values as what a type declares, such as a dataclass. Raises FileError."""
-    # Of JSON, lists may become tuples and tables dataclasses, but strings no numbers. A date, which
-    # JSON does not have, becomes what no type asks for.
+    """Plain values as an instance of a type, such as a dataclass. Raises FileError."""
+    # Strict validation of JSON, unlike that of Python values, turns lists into tuples and tables
+    # into dataclasses. Dates become lists, which no type accepts.
     with damaged(source, advice):
         text = json.dumps(values, default=lambda value: [str(value)])
     return from_json(text, shape, source, advice)
 
 
 def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
-    """`from_values` of JSON."""
+    """`from_values` of JSON text."""
     try:
         return _validator(shape).validate_json(text, strict=True)
     except ValueError as error:
@@ -101,7 +101,7 @@ def read_json(path: Path, shape: Any, advice: str) -> Any:
 
 
 def read_results(path: Path, advice: str) -> Any:
-    """The contents of a JSON file that a script of this project wrote; use them in `damaged`."""
+    """The contents of a JSON result file. Unchecked: use them inside `damaged`."""
     with damaged(path, advice):
         return json.loads(read_bounded(path))
 
@@ -110,24 +110,26 @@ def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     try:
         return tomllib.loads(read_bounded(path).decode("utf-8-sig"), parse_float=number)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of absurd length, too
+    except (ValueError, RecursionError) as error:  # ValueError: also of a very long number
         raise FileError(f"{path} is not a TOML file: {error}") from None
 
 
 def number(text: str) -> float:
-    """The number that a text is: an int where it is whole and has an exponent, as 1e3."""
+    """float(text), or an int for a whole number with an exponent, such as 1e3."""
     value = float(text)
     return int(value) if "e" in text.lower() and value.is_integer() else value
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a file of settings, which must be a regular file of at most that size."""
+    """The bytes of a regular file of at most `most` bytes. Raises FileError."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a FIFO would wait
-        raise FileError(f"{path} is no regular file; copy its contents to one")
+        raise FileError(f"{path} is not a regular file; copy its contents to one")
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise FileError(f"{path} has more than {most >> 20} MB: it is no file of settings")
+        raise FileError(
+            f"{path} has more than {most >> 20} MB: it is not a settings file; name another"
+        )
     return data
 
 
@@ -141,7 +143,7 @@ def expand_home(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def damaged(path: Path | str, advice: str) -> Iterator[None]:
-    """Turn what escapes while a file is read into a FileError, unless it names the file already."""
+    """Turn an exception while a file is read into a FileError that names it."""
     try:
         yield
     except (FileError, OSError, MemoryError):
