@@ -101,7 +101,7 @@ def load(
 
 
 def config_of(path: str | Path) -> ModelConfig:
-    """The configuration of the model that `load` reads; without weights of a pretrained decoder."""
+    """The configuration of the model of `load`; of pretrained decoders without their weights."""
     folder = expand_home(path) if expand_home(path).exists() else download(str(path), ())
     if (place := folder / "config.json").is_file():
         settings = read_json(place, dict[str, Any], "get it again")
@@ -128,8 +128,8 @@ def weights_file(folder: Path) -> Path:
 
 
 def download(repo: str, weights: tuple[str, ...] = (*WEIGHTS_FILES, "*.pt")) -> Path:
-    """The folder of a Hugging Face repo's settings, and of the first of these files that it has,
-    from the network or the local cache."""
+    """The local folder with a Hugging Face repo's settings and the first of the `weights` files
+    that it has, downloaded or cached."""
     is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         advice = "give a run folder (out/NAME) or a checkpoint, weights, or a Hugging Face repo id"

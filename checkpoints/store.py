@@ -104,7 +104,7 @@ def best_of(run_folder: Path) -> Path | None:
 
 
 def candidates(run_folder: Path, which: str) -> list[Path]:
-    """What "best" or the number of a step means; of "last" all, for the newest may be damaged."""
+    """The checkpoint that "best" or a step means; for "last" all, as some may be damaged."""
     found, best = find(run_folder), None if which == "last" else best_of(run_folder)
     choices = {"best": best} | {str(step_of(path)): path for path in found}
     if which != "last" and not choices.get(which):
@@ -183,7 +183,7 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
 
 @contextlib.contextmanager
 def only_warned(what: str) -> Iterator[None]:
-    """An OSError in the block is told, no more: the newest checkpoint is whole all the same."""
+    """Turn an OSError into a warning: the newest checkpoint is complete without the block."""
     try:
         yield
     except OSError as error:
@@ -244,10 +244,10 @@ def read_newest(
     procs: Processes | None = None,
     which: str = "last",
 ) -> tuple[Path, Any] | None:
-    """The newest checkpoint that can be read, and read(path); None if the run has none. Damaged
-    ones are passed over with a warning. procs: the processes of the job that owns the run, which
-    all must call and get the same one; without, a job may be replacing checkpoints: one that is
-    gone is looked for again. which: see `candidates`. Raises CheckpointError if all are damaged."""
+    """The newest checkpoint that can be read, and read(path); None if the run has none. Skips
+    damaged ones with a warning. procs: the processes of the job that owns the run, which all must
+    call and get the same one; without, looks again if a running job has replaced a checkpoint.
+    which: see `candidates`. Raises CheckpointError if all are damaged."""
     main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)
@@ -311,7 +311,7 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A file that is gone, or not what was written, as a CheckpointError."""
+    """Raise CheckpointError if a file in the block is missing or damaged."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:

@@ -28,7 +28,7 @@ FORMAT = 2  # the newest that is read; of prompts, where text has 1
 LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
-PATTERN = 1000  # sequences, of which every part of a mixture has its number
+PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
 ADVICE = "prepare the dataset again"
 
 
@@ -77,7 +77,7 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder) -> Meta:
-    """The contents of meta.json, or what it would be for nanoGPT's token files."""
+    """The contents of meta.json; made up for nanoGPT's token files. Raises FileNotFoundError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
@@ -91,7 +91,7 @@ def load_meta(folder) -> Meta:
 
 
 def nanogpt_meta(folder: Path) -> Meta:
-    """Of train.bin and val.bin as nanoGPT writes them. Raises UserError for another tokenizer."""
+    """The meta.json of nanoGPT's train.bin and val.bin. Raises UserError for a meta.pkl."""
     if (folder / "meta.pkl").exists():
         raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
     splits = {}
@@ -135,7 +135,7 @@ def token_dtype(name: str) -> np.dtype:
 
 
 def spread(count: int, total: int) -> np.ndarray:
-    """`count` numbers spread evenly over range(total), int64; all where there are no more."""
+    """`count` numbers, evenly spread over range(total), int64; at most `total`."""
     count = min(count, total)
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
@@ -152,7 +152,7 @@ class TokenDataset:
         self.meta, self.tokens = load_meta(folder), read_tokens(folder, split, verify)
         protocol, packed = self.meta.get("protocol"), self.meta.get("block_size") or block_size
         if protocol == "records" and packed < block_size:
-            block_size = packed  # a model may be made for longer ones
+            block_size = packed  # a model may take longer sequences
         if packed != block_size:
             what = f"prepare it again with --block-size {block_size}, or with --protocol full"
             if protocol == "records":
@@ -180,7 +180,7 @@ class TokenDataset:
     def check_unchanged(self) -> None:
         """Raise UserError or OSError if a file has another size or time than when it was opened."""
         for path, stamp in self._opened.items():
-            if _stamp(path) != stamp:  # reading the missing end of a shorter one would be SIGBUS
+            if _stamp(path) != stamp:  # reading beyond a shorter one raises SIGBUS
                 advice = "see that it is whole (--data.verify) and start again"
                 raise UserError(f"{path} has changed since it was opened: {advice}")
 
@@ -191,7 +191,7 @@ class TokenDataset:
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
 
     def predicted(self, seed: int, step: int, global_batch: int) -> int:
-        """How many tokens of a global batch of examples are predicted."""
+        """Number of predicted tokens in a global batch of examples with prompts."""
         indices = self.indices(seed, step, range(global_batch), global_batch)
         return int((self._roles[indices] == 0).sum())
 
@@ -224,9 +224,9 @@ class TokenDataset:
 
 
 class Mixture(TokenDataset):
-    """Text data sets of one tokenizer, each with its share of the sequences: of every PATTERN
-    consecutive ones each has its number, in random order. Each is read as it would be alone, once
-    an epoch of its own; an epoch of the mixture is one of the first."""
+    """Text data sets with one tokenizer, each with a share of the sequences: a fixed number of
+    every PATTERN consecutive ones, in random order. Each has its own epochs, as if it were read alone; an
+    epoch of the mixture is one of the first data set."""
 
     def __init__(self, parts: list[TokenDataset], shares: list[float]):
         self.parts, self.meta = parts, parts[0].meta
@@ -265,7 +265,7 @@ class Mixture(TokenDataset):
                 of_part = here & (drawn[sequence % PATTERN] == n)
                 before = np.cumsum(drawn == n)[sequence[of_part] % PATTERN] - 1
                 number = pattern * self.counts[n] + before
-                # Parts of one size are shuffled differently; the first as it would be alone.
+                # Another shuffle for each part; that of the first is the one it has alone.
                 numbers = in_epochs(seed, number, part.num_blocks, n << 40)
                 indices[of_part] = self.starts[n] + numbers
         return indices

@@ -92,11 +92,11 @@ def encode_documents(
 
 
 def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """The documents, about BATCH characters at once."""
+    """The documents in lists of about BATCH characters."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += len(document[1]) + 128  # what a document takes beside its characters
+        size += len(document[1]) + 128  # overhead in memory of a document
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -111,7 +111,7 @@ class SplitFile:
         self.path, self.protocol, self.block_size = path, protocol, block_size
         self.dtype = token_dtype(dtype)
         self.tokens, self.ends = 0, array("q")  # ends: the place after each document
-        self.has_roles = False  # other than predicted
+        self.has_roles = False  # whether a token is not predicted
         self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
         self._files = [open(path, "wb") for path in self._paths]
 

@@ -51,8 +51,8 @@ EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.pro
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
 books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
+shuffled: your own files, in chunks of 63 characters in random order.
 chorales: 382 of Bach's, in four voices (docs/data.md), downloaded, or a local copy in --source.
-shuffled: the same, in chunks of 63 characters in random order.
 records: your own prompts and answers, each in a block (docs/data.md).
 polya, latin5: made of random numbers, with a known entropy.
 {", ".join(TASKS)}: puzzles.
@@ -75,7 +75,7 @@ class Prepare:
 
     name: Annotated[str, tyro.conf.arg(help=NAMES)]
     repository: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")] = ""
-    """hub: OWNER/NAME, or a folder of such files; --field says what holds the text."""
+    """hub: OWNER/NAME, or a local copy; --field names the field that holds the text."""
     config: _option(str | None, "NAME", "the only one") = None
     """hub: the configuration of the repository."""
     out: _option(Path | None, "DIR", "data/NAME in the project") = None
@@ -89,20 +89,20 @@ class Prepare:
     val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
     """text, shuffled, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
-    """The same: files of the test split."""
+    """text, shuffled, records: files of the test split."""
     tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
-    """GPT-2's byte-pair encoding, a small one of 2048 ids, bytes as they are, or a vocabulary of
-    yours, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
+    """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8 bytes. FILE:
+    your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
     alphabet: _option(str | None, "LETTERS", "none") = None
-    """Instead of a tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
+    """Instead of --tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
-    """What holds the text in a row of a .jsonl or .parquet file."""
+    """Field that holds the text in a row of a .jsonl or .parquet file."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
-    """records: what holds the prompt in a row."""
+    """records: field that holds the prompt in a row."""
     split_at: _option(str | None, "TEXT", "none") = None
-    """text, shuffled: what separates documents in a text, such as "<|endoftext|>"."""
+    """text, shuffled: separator of the documents in a file, such as "<|endoftext|>"."""
     skip_long: bool = False
-    """records: leave out those that are longer than a block."""
+    """records: skip those that are longer than a block."""
     split: _option(str | None, "train|val|test", "the published one") = None
     """Evaluation sets: the split to download, or which --source is.
     Others: write all documents to this split."""
@@ -113,8 +113,8 @@ class Prepare:
     """sedd: tokens of a block, which must be the model's.
     records: tokens of a block, more than the longest record has."""
     val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
-    """Share of the documents that becomes validation: one of every 1/SHARE in a row, drawn; of a
-    single document, its end."""
+    """Share of the documents for validation: a random one of every 1/SHARE in a row; of a single
+    document, its end."""
     predict: _option(tuple[Literal[tokenizers.VOICES], ...], "VOICE ...", "all") = ()
     """chorales: the voices to predict; the others are the prompt."""
     limit: _option(Count | None, "N", "all") = None
@@ -182,7 +182,10 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         (of_hub and not args.repository, "hub needs a repository: prepare.py hub OWNER/NAME"),
         (args.repository and not of_hub, f"{name} takes no repository; leave it out"),
         (args.config and not of_hub, f"{name} takes no --config; leave it out"),
-        (args.alphabet and (args.tokenizer or size), "--alphabet is in place of a tokenizer"),
+        (
+            args.alphabet and (args.tokenizer or size),
+            "--alphabet replaces --tokenizer: leave one of them out",
+        ),
         (files and source != "always", f"{name} takes no --val or --test files"),
         (args.split and (files or share), "--split is of all documents: leave out other splits"),
         (args.val and share, "give --val or --val-fraction, not both"),
@@ -272,7 +275,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
-        raise UserError(f"{target} is no prepared dataset ({found}); choose another --out")
+        raise UserError(f"{target} is not a prepared dataset ({found}); choose another --out")
     if overwrite or not names:
         return False
     found = load_meta(target)

@@ -74,7 +74,7 @@ class Examples(Reading):
             if MARKS.search(text + text_of(row, prompt, place, "--prompt-field")):
                 raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
             text = as_prompt(row[prompt]) + text
-        spans(text, place)  # raises for what is wrong with it, while its place is known
+        spans(text, place)  # raises UserError here, where the place is known
         example = Example(text)
         example.place = place
         return example

@@ -34,7 +34,7 @@ class Reading:
     field: str  # of a row, with the text
     prompt_field: str | None = None  # of examples (prompts.py)
     split_at: str | None = None  # what stands between the documents of a text
-    counts: Counter[str] = field(default_factory=Counter)  # what the user is told, and how often
+    counts: Counter[str] = field(default_factory=Counter)  # notes for the user, and how often
 
     @property
     def fields(self) -> set[str]:  # of a row, that are read
@@ -69,7 +69,7 @@ class Corpus:
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """The files that paths mean: themselves, or those of known kinds in a folder or a pattern."""
+    """Files of known kinds: the paths themselves, or those in a folder or matching a pattern."""
     files: list[Path] = []
     for path in paths:
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
@@ -192,7 +192,7 @@ def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]
 
 
 def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) -> Iterator[str]:
-    """The document in each row. problem: what it is where reading them fails."""
+    """The document in each row. problem: the message if reading fails."""
     number = 0
     try:
         for number, row in enumerate(rows, 1):

@@ -111,7 +111,10 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     # values that do not go together
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),
     ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
-    ("[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]", "a decay twice"),
+    (
+        "[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]",
+        "must differ in their first six digits",
+    ),
     ("[train]\nsteps = 8\nepochs = 3", "train.steps and train.epochs: leave one of them out"),
     ("[train]\ntimeout = 1e30", "train.timeout is 1", "at most 1000000"),
     ("[train]\nmax_iters = 2", UNKNOWN.format("train.max_iters", "train.steps")),

@@ -411,7 +411,7 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
     for arguments, message in (
         ("RUN --tasks tiny_roll", "no task 'tiny_roll', and no prepared data ("),
         ("RUN --tasks data/qa --threshold 0.9", "--threshold has no meaning with --mode l2r"),
-        ("RUN --tasks a --html h.html", "--html is for prepared data, and a is not: leave it out"),
+        ("RUN --tasks a --html h.html", "--html is for prepared data, not for a: leave it out"),
         ("TASKS/no --tasks a", "give a run folder"),
         ("RUN --tasks tiny_answer --include-path TASKS --gen-kwargs max_gen_toks=99", "1 to 15"),
     ):

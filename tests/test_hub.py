@@ -428,7 +428,7 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
         assert "\n" not in str(raised.value)
         assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES
         shutil.rmtree(tmp_path / "dst")
-    with pytest.raises(UserError, match="--push uploads what --hub writes"):
+    with pytest.raises(UserError, match="--push uploads the folder of --hub"):
         convert("x", tmp_path / "y", push="me/it")
 
 

@@ -106,7 +106,7 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, 
     assert rows[0]["nll"] != rows[1]["nll"] == rows[2]["nll"]
     settings = json.loads(report.read_text())["settings"]
     assert (settings["temperature"], settings["mode"], settings["shortest"]) == (0, None, 2)
-    assert f"{run}: the other side is worth" in out and f"{plain}: the other" not in out
+    assert f"{run}: the right side is worth" in out and f"{plain}: the right" not in out
     assert report.with_suffix(".md").read_text() == out
     status, _, err = script(eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15)
     assert status == 2 and "no sentence of 15 to 15 tokens" in err

@@ -238,7 +238,7 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
     for runs, file, words in (
         ([run, tmp_path / "nowhere"], out, "nowhere: it has no metrics.jsonl"),
         ([nothing], out, "nothing: it has no metrics.jsonl of a run with losses"),
-        ([], out, "name run folders"),
+        ([], out, "give run folders"),
         ([run], tmp_path / "out.pdf", "with --out a file NAME.png"),
     ):
         status, _, err = script(plot, *runs, "--out", file)

@@ -66,7 +66,7 @@ def test_what_cannot_be_written_is_told_before_the_work(there, tmp_path, monkeyp
     for path, message in (
         (tmp_path, "is a folder; name a file"),
         (tmp_path / "no" / "x", "there is no folder"),
-        (there, "is a file that is read"),
+        (there, "is an input"),
     ):
         with pytest.raises(ValueError, match=message):
             write(path, there, overwrite=True)
@@ -92,7 +92,7 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     fifo, link = tmp_path / "fifo", tmp_path / "link"
     os.mkfifo(fifo)
     link.symlink_to(fifo)
-    with pytest.raises(FileExistsError, match="fifo is no regular file and is not replaced"):
+    with pytest.raises(FileExistsError, match="fifo is not a regular file"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
     assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
 

@@ -397,7 +397,7 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(refused, argu
 
 
 BAD_FILES = [
-    ("txt", b"", "there is no prompt in it"),
+    ("txt", b"", "it has no prompt"),
     ("txt", b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
     ("txt", b"\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
@@ -432,7 +432,7 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     path.write_text("".join(json.dumps({"infill": text}) + "\n" for text in texts))
     assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
     _, _, err = script(sample, run, "--prompts", path)
-    assert "left out 1 of 3 prompts" in err and f"{path} line 2: text and masks exceed" in err
+    assert "skipped 1 of 3 prompts" in err and f"{path} line 2: text and masks exceed" in err
 
 
 NO_TARGET = "needs a model that is conditioned on the target position"
@@ -492,7 +492,7 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts, monke
     assert column(lines, "tokens") == [whole[0]["tokens"], whole[2]["tokens"]]
     many = prompts("ok\n" + "x" * 40 + "\nany\n")
     _, _, err = script(sample, run, "--prompts", many)
-    assert "left out 1 of 3 prompts" in err and "prompts.txt line 2" in err
+    assert "skipped 1 of 3 prompts" in err and "prompts.txt line 2" in err
     cut = draw("--prompts", many, "--truncate", "left", "--new-tokens", 5, "--num-samples", 1)
     check_given(cut[1], "x" * 11, 5)
     (whole,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "any ")

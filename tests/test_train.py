@@ -399,7 +399,7 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     wait_for(lambda: has_reached(config, 3))
     os.kill(child, number)
     assert driver.status() == 0 and "Traceback" not in driver.errors_of(path).read_text()
-    said = r"stopped at step (\d+) and saved .*; the same command goes on from there"
+    said = r"stopped at step (\d+) and saved .*; run the same command to continue"
     step = int(re.search(said, out.read_text())[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     resumed = change(config, train__steps=step + 4)
@@ -789,7 +789,7 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
     monkeypatch.setattr(train, "evaluate", evaluate)
     for _ in range(2):  # also of a run that was finished already
         status, out, _ = script(train, write_config(config))
-        assert status == 0 and "step 10 (validation loss 3.2500), which scripts take" in out
+        assert status == 0 and "step 10 (validation loss 3.2500), which scripts use" in out
         assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
     status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
     assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err

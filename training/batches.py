@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device, and losses on their way back, without a wait."""
+"""Asynchronous transfer of micro-batches to the device, and of losses back."""
 
 import itertools
 from collections import deque
@@ -16,19 +16,19 @@ from runtime.errors import UserError
 from runtime.processes import Processes
 from training.config import Config
 
-AHEAD, MOST = 4, 64  # micro-batches prepared in advance: those of a step, within these limits
+AHEAD, MOST = 4, 64  # limits of the micro-batches that are prepared in advance
 
 
 @dataclass
 class Batch:
     tokens: Tensor  # LongTensor (B, T)
-    order: Tensor | None = None  # decoder: LongTensor (B, T), in which positions are predicted
-    weight: Tensor | None = None  # decoder, with prompts (B, T): of the loss of every step
-    given: Tensor | None = None  # decoder, with prompts LongTensor (B,): tokens of the prompt
+    order: Tensor | None = None  # decoder: LongTensor (B, T), the position predicted at each step
+    weight: Tensor | None = None  # decoder, with prompts (B, T): factor of the loss of each step
+    given: Tensor | None = None  # decoder, with prompts LongTensor (B,): prompt tokens
     masks: Masks | None = None  # encoder
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same function of every tensor."""
+        """A batch with `function` applied to every tensor."""
         tensors = self.tokens, self.order, self.weight, self.given
         masks = self.masks and self.masks.map(function)
         return Batch(*(None if t is None else function(t) for t in tensors), masks)
@@ -37,9 +37,9 @@ class Batch:
 def make_batch(
     tokens: Tensor, config: Config, step: int, batch_rows: range, roles=None, mean_predicted=1.0
 ) -> Batch:
-    """Sequences `batch_rows` of the global batch of `step`, (B, T), with their orders or masks: a
-    pure function of the arguments. With prompts, roles: Roles; mean_predicted: predicted tokens of
-    a sequence of the global batch, so that losses are means over predicted tokens."""
+    """Sequences `batch_rows` (B, T) of the global batch of `step` with orders or masks: a pure
+    function of the arguments. With prompts, roles: Roles; mean_predicted: predicted tokens per
+    sequence, averaged over the global batch, so that losses are means over predicted tokens."""
     length, global_size = tokens.shape[1], config.train.batch_size
     if config.objective.kind in DECODER_OBJECTIVES:
         orders, _ = config.stage(step)
@@ -74,9 +74,9 @@ def roles_of(
 def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Iterator[Batch]:
-    """Yield this process's micro-batches on its device, from `first_step` on. Close it to end its
-    thread, which prepares the next ones. Process r has the r-th part of every micro-batch of
-    consecutive sequences, so what a step trains on does not depend on the number of processes."""
+    """Yield this process's micro-batches on its device, from `first_step` on; a thread prepares the
+    next ones until the iterator is closed. The sequences of a step do not depend on the number of
+    processes: process r has the r-th part of every micro-batch of consecutive sequences."""
     micro_size, device = config.micro_batch_size(procs.world_size), procs.device
     block_size, random_prob = data.block_size, config.data.random_length_prob
 
@@ -94,7 +94,7 @@ def micro_batches(
     micro_steps = config.train.batch_size // (micro_size * procs.world_size)
     wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        # A file that changes under the run shows in the batches of the next step, not of this one.
+        # A limit, as data is read here before `check_unchanged` runs for its step.
         first = itertools.islice(wanted, min(max(AHEAD, micro_steps), MOST))
         ahead = deque(thread.submit(make, *which) for which in first)
         try:
@@ -107,20 +107,20 @@ def micro_batches(
 
 
 class PendingLosses:
-    """Losses and gradient norms on their way from the device. Reading them at once would wait for
-    all work of a GPU, so they are copied in the background and read some steps later."""
+    """Losses and gradient norms, copied from the device in the background and read some steps
+    later: reading them at once would wait for the GPU."""
 
     def __init__(self):
         self.pending: deque = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        # Without waiting, PyTorch copies to pinned memory.
+        # non_blocking: PyTorch copies to pinned memory.
         host = torch.stack([loss.detach(), norm.detach()]).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
         self.pending.append((step, host, copied))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
-        """Yield (step, loss, norm) of the steps whose numbers are here; with `wait`, of all."""
+        """Yield (step, loss, norm) of the steps that were copied; with `wait`, of all."""
         while self.pending and (wait or not self.pending[0][2] or self.pending[0][2].query()):
             step, host, copied = self.pending.popleft()
             if copied:

@@ -1,7 +1,7 @@
 """Configuration: nested dataclasses, read from a TOML file, overridden on the command line.
 
-Types say what a value may be, `Config` checks what several keys must be together, and comments on
-fields are shown by `train.py --help`."""
+Types give the range of each value, `Config` checks combinations, and `train.py --help` shows the
+comments on fields."""
 
 import itertools
 import math
@@ -28,35 +28,35 @@ from variants import check_config
 @dataclass(frozen=True)
 class DataConfig(Table):
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
-    # further texts of the same tokenizer, FOLDER=SHARE of the sequences each; folder has the rest,
-    # and is validated on
+    # more data sets of the same tokenizer, as FOLDER=0.1 (share of the sequences); data.folder has
+    # the rest and the validation split
     mix: tuple[str, ...] = ()
     verify: bool = False  # check the checksums of the token files before training
-    # share of the steps whose whole batch has a random length, uniform in 1 to block_size and
-    # rounded up to an eighth of it, so that the model learns short sequences, too (LLaDA: 0.01)
+    # share of the steps with shorter sequences, so that the model learns these, too (LLaDA: 0.01);
+    # their length in tokens is uniform in 1 to block_size, rounded up to an eighth of it
     random_length_prob: Probability = 0.0
-    max_tokens: NonNegative = 0  # train on blocks of this many tokens, spread over the data; 0: all
+    max_tokens: NonNegative = 0  # train on this many tokens, in blocks spread over the data; 0: all
 
 
 @dataclass(frozen=True)
 class OptimConfig(Table):
     lr: Amount = 6e-4  # peak learning rate
-    min_lr_ratio: Probability = 0.1  # the rate ends at lr * min_lr_ratio
-    # how the rate decays after its warm-up; wsd: only in the last decay_share of the steps
+    min_lr_ratio: Probability = 0.1  # the learning rate ends at lr * min_lr_ratio
+    # decay after the warm-up; wsd: constant, then linear in the last decay_share of the steps
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    decay_share: Probability = 0.2  # of wsd, whose rate falls linearly; 0: it never falls
+    decay_share: Probability = 0.2  # wsd: share of the steps that decay; 0: none
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
     decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
-    beta1: BelowOne = 0.9  # of AdamW
-    beta2: BelowOne = 0.95  # of AdamW
+    beta1: BelowOne = 0.9  # AdamW: decay of the average gradient
+    beta2: BelowOne = 0.95  # AdamW: decay of the average squared gradient
     weight_decay: Amount = 0.05  # on matrices only
     grad_clip: Annotated[float, Ge(0)] = 1.0  # largest gradient norm; 0 switches clipping off
-    ema_decay: Probability = 0.9999  # of averaged weights; at step t at most (1 + t) / (10 + t)
-    # of further averages, whose losses are logged, too
+    ema_decay: Probability = 0.9999  # of the averaged weights; at step t at most (1 + t) / (10 + t)
+    # decays of more averages, which are validated and logged, too
     more_ema_decays: tuple[Probability, ...] = ()
-    kind: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of blocks, with AdamW for others
+    kind: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices of blocks, else AdamW
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
-    muon_momentum: BelowOne = 0.95  # of Muon
+    muon_momentum: BelowOne = 0.95  # Muon: decay of the average gradient
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,27 @@ class TrainConfig(Table):
     steps: Count = 500_000  # optimizer steps of the whole run
     epochs: Amount = 0.0  # passes over the data, instead of steps
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
-    # sequences in one forward pass of one process, or fewer, to share the batch among processes
+    # sequences in one forward pass of one process; lowered to a divisor of its share of the batch
     micro_batch_size: Count = 16
-    # precision of matrix products; auto: bfloat16 on a GPU that has it, else float32 (weights are
-    # float32)
+    # precision of matrix products; auto: bfloat16 on a CUDA GPU that has it, else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "auto"  # auto (a GPU if there is one), cpu, cuda or another that PyTorch knows
-    # start from the weights of this run, export or pretrained model: keys of the model that are not
-    # set are its own
+    device: str = "auto"  # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
+    # start from the weights of this run, export or pretrained model, and take from it the keys of
+    # [model] that are not set
     init_from: str = ""
-    # several processes: ddp: each holds everything; fsdp: weights, averages, optimizer and
-    # checkpoints are sharded
+    # with several processes: ddp: each holds the whole state; fsdp: weights, averages, optimizer
+    # state and checkpoints are sharded
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    # less memory, more time: block: the backward pass computes every block again; selective: all
-    # of a block except its matrix products and its attention
+    # less memory, more time: block: the backward pass recomputes every block; selective: all of a
+    # block except matrix products and attention
     activation_checkpointing: Literal["none", "selective", "block"] = "none"
-    # exchange gradients after every micro-batch, not once a step: more traffic, but under fsdp no
-    # process holds the gradients of all weights
+    # exchange gradients after every micro-batch, not once a step: more traffic, but with fsdp less
+    # memory, as gradients stay sharded
     reduce_every_micro_batch: bool = False
-    # seconds to wait for other processes; longer than a checkpoint
+    # seconds to wait for other processes; must exceed the time to write a checkpoint
     timeout: Annotated[float, Interval(gt=0, le=1e6)] = 1800.0
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
-    deterministic: bool = False  # the same bits in every run on a GPU, too, with slower operations
+    deterministic: bool = False  # bit-identical runs on a GPU, too; slower
     log_interval: Count = 10  # steps between rows of metrics.jsonl
     max_skipped_steps: Count = 10  # stop after this many non-finite steps in a row
 
@@ -100,7 +99,7 @@ class EvalConfig(Table):
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
-    minutes: Amount = 0.0  # also save this long after the last checkpoint; 0: only by steps
+    minutes: Amount = 0.0  # also save this many minutes after the last; 0: only by steps
     keep: Count = 3  # newest checkpoints kept, besides the best one
 
 
@@ -112,12 +111,12 @@ class WandbConfig(Table):
 
 @dataclass(frozen=True)
 class StageConfig(Table):
-    """A stage of a schedule of orders (A3's curriculum): in force from `step` on."""
+    """A stage of a schedule of orders (A3's curriculum), which applies from `step` on."""
 
     step: NonNegative = 0
     kind: OrderKind = "random"
     l2r_prob: Probability = 0.1
-    group: Count = 1  # steps in a group (objective.kind = "groupwise" only)
+    group: Count = 1  # steps in a group (only with objective.kind = "groupwise")
 
     def __post_init__(self):
         validation.check_values(self, name="schedule.{}".format)
@@ -127,7 +126,7 @@ class StageConfig(Table):
 class Config(Table):
     name: str = "aogpt"  # the run's name; its folder is OUT/NAME
     out: str = "out"  # folder that holds the run folders
-    seed: Seed = 0  # of the initial weights, the data shuffle and the orders
+    seed: Seed = 0  # seed of the initial weights, the data shuffle and the orders
     model: ModelConfig = field(default_factory=ModelConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -146,7 +145,7 @@ class Config(Table):
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in a forward pass of each of `world_size` processes: train.micro_batch_size, or
         the largest number below it that divides the process's share of the batch. Raises UserError
-        where there are no equal shares."""
+        if processes cannot have equal shares."""
         share, rest = divmod(self.train.batch_size, world_size)
         uneven = f"train.batch_size ({self.train.batch_size}) must be a multiple of the"
         refuse(rest, f"{uneven} {world_size} processes")
@@ -154,13 +153,13 @@ class Config(Table):
         return max(n for n in range(1, most + 1) if share % n == 0)
 
     def with_steps(self, num_blocks: int) -> "Config":
-        """With train.epochs, passes over `num_blocks` blocks, as train.steps."""
+        """The configuration with train.epochs, passes over `num_blocks` blocks, as train.steps."""
         t = self.train
         steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
         return replace(self, train=replace(t, steps=steps, epochs=0.0))
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
-        """Orders and group size in force at a step."""
+        """Orders and group size at a step (from 0)."""
         started = [stage for stage in self.schedule if stage.step <= step]
         if not started:
             return self.order, self.objective.group
@@ -174,13 +173,13 @@ class Config(Table):
         check_config(self.model)
         o, t, steps = self.optim, self.train, [stage.step for stage in self.schedule]
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
-        refuse(is_path, f"name is {self.name!r}; give a plain folder name without a path")
+        refuse(is_path, f"name is {self.name!r}; give a folder name without a path")
         late = f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it"
         refuse(o.warmup_steps > t.steps, late)
         early = f"optim.decay_steps ({o.decay_steps}) is below optim.warmup_steps; raise it"
         refuse(0 < o.decay_steps < o.warmup_steps, early)
         names = [f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)]  # of tensors
-        twice = "optim.ema_decay and optim.more_ema_decays have a decay twice, to six digits"
+        twice = "optim.ema_decay and optim.more_ema_decays must differ in their first six digits"
         refuse(len(set(names)) < len(names), twice)
         falling = any(after <= before for before, after in itertools.pairwise(steps))
         refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
@@ -251,8 +250,8 @@ def from_command_line(arguments: list[str], description: str) -> Config:
 
 
 def with_source(config: Config, given: set[str]) -> Config:
-    """With the model keys of train.init_from that are not given; those of the run, if it has begun,
-    since what it started from may be gone."""
+    """Take the model keys that are not given from the source, train.init_from; for a run that has
+    begun from its config.toml, since the source may be gone."""
     own = config.run_folder / "config.toml"
     source = load_toml(own).model if own.is_file() else config_of(config.train.init_from)
     given = {key.removeprefix("model.") for key in given}
@@ -260,8 +259,8 @@ def with_source(config: Config, given: set[str]) -> Config:
 
 
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:
-    """The words of a command line, with whole numbers like 1e3 written out, and the keys that they
-    set. Raises UserError for a key that does not exist."""
+    """The words of a command line, in which 1e3 is written out for integer keys, and the keys that
+    they set. Raises UserError for a key that does not exist."""
     keys, given, result, whole = validation.keys_of(Config), set(), [], False
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)

@@ -2,10 +2,9 @@
 
 Every row has step, grad_norm, tokens (since the run began), tokens_per_second, memory_bytes (the
 peak of the main process), skipped_steps. Tokens are those that are predicted: no prompts, no
-padding. A training row, of step 1 and every train.log_interval steps, also has loss (of the
-objective: SEDD's is not val_loss_random; the mean of the steps since the last row or the start of
-the process), lr, with Muon muon_lr, and mfu (null unless the GPU's peak is known). A validation
-row, every eval.interval steps:
+padding. A training row, at step 1 and every train.log_interval steps, also has loss (the objective,
+averaged over the steps since the last row; for SEDD this is not val_loss_random), lr, with Muon
+muon_lr, and mfu (null unless the GPU's peak is known). A validation row, every eval.interval steps:
 
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed or own (the run's orders, in its groups)
@@ -13,13 +12,11 @@ row, every eval.interval steps:
     val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1"""
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import resource
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import TokenDataset, batch_lengths
-from runtime.command_line import show, visible
+from runtime.command_line import visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -83,7 +80,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def in_units(value: float, units: Units, digits: int = 3) -> str:
-    """A number at this many significant digits, in the largest unit that leaves at least 1."""
+    """A number with `digits` significant digits, in the largest unit that leaves at least 1."""
     size, unit = next((pair for pair in units if value >= pair[0]), units[-1])
     amount = value / size
     decimals = max(0, digits - 1 - math.floor(math.log10(amount))) if amount else 0
@@ -114,7 +111,7 @@ class Log:
         self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
-        """Finished steps, from 1: (step, loss, gradient norm). Counts those that are skipped."""
+        """Log finished steps, from 1: (step, loss, gradient norm); counts skipped ones."""
         t = self.config.train
         for step, loss, norm in losses:
             finite, tokens = math.isfinite(loss + norm), self.count_tokens(range(step - 1, step))
@@ -127,7 +124,7 @@ class Log:
             self.clock_steps += 1
             self.losses.append(loss)
             self.bar.update()
-            if step == self.first_step:  # which may compile
+            if step == self.first_step:  # includes compilation
                 self.started = time.perf_counter()
             if step % t.log_interval and step not in (1, t.steps) and finite:
                 continue
@@ -152,7 +149,7 @@ class Log:
             self.restart_clock()
 
     def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
-        """What `evaluate` returned, and the blocks of the split."""
+        """Log the result of `evaluate`. num_blocks: of the whole split."""
         averaged, step = losses[""].items(), self.progress.step
         text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
         part = f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
@@ -169,7 +166,7 @@ class Log:
         self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
-        """Measure the speed from here on: it is that of training alone."""
+        """Measure the speed from here on, so that it excludes validations and checkpoints."""
         self.clock, self.clock_tokens, self.clock_steps = time.perf_counter(), 0, 0
 
     def count_tokens(self, steps: range) -> int:
@@ -181,7 +178,7 @@ class Log:
         return size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
-        """Of the whole run, validations included; empty where it is not known yet, or none."""
+        """Time left in the run, with validations; "" if unknown or none."""
         steps, left = step - self.first_step, self.config.train.steps - step
         seconds = left * (time.perf_counter() - self.started) / max(1, steps)
         return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
@@ -193,7 +190,7 @@ class Log:
 
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
-            with contextlib.suppress(OSError):  # the terminal is gone: training goes on
+            with contextlib.suppress(OSError):  # training outlives its terminal
                 tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
                 sys.stdout.flush()
 
@@ -217,7 +214,7 @@ class Log:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl, without lines that a kill or a full disk cut short."""
+    """The rows of metrics.jsonl; lines that a kill or a full disk has cut short are skipped."""
     rows, lines = [], path.read_text(errors="replace").splitlines() if path.is_file() else ()
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -226,17 +223,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: later steps will run again. If other lines are damaged than the
-    last, which a kill may have cut short, the file is kept as well, as metrics.jsonl.damaged1."""
-    if not path.exists():
-        return
-    rows = read_metrics(path)
-    if len(rows) < path.read_bytes().count(b"\n"):
-        copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
-        kept = next(copy for copy in copies if not copy.exists())
-        shutil.copyfile(path, kept)
-        show(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
-    write_jsonl(path, [row for row in rows if row["step"] <= step])
+    """Keep the rows up to `step`: later steps will run again."""
+    if path.exists():
+        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 
 
 def start_wandb(config: Config):
@@ -244,7 +233,7 @@ def start_wandb(config: Config):
     try:
         import wandb
     except ImportError:
-        raise UserError("wandb.mode is set but wandb is not installed: pip install wandb") from None
+        raise UserError("wandb.mode needs a package: pip install wandb") from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
         write_text(id_file, secrets.token_hex(4))
@@ -255,6 +244,6 @@ def start_wandb(config: Config):
         run = wandb.init(**where, config=asdict(config))
     except wandb.errors.Error as error:
         raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error
-    # W&B drops rows whose step is not above its own count, as after a kill: so step is a value.
+    # As a plain value: W&B drops rows whose step is not above its own count, as after a kill.
     run.define_metric("*", step_metric="step")
     return run

@@ -1,7 +1,8 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of the blocks.
+"""Muon: momentum with orthogonalised updates, for the matrices of the blocks.
 
 Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.optim.Muon, it treats
-queries, keys and values as three matrices, skips steps on the device, and divides the work."""
+queries, keys and values as three matrices, skips steps on the device, and divides the work among
+processes."""
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,14 @@ class Muon(torch.optim.Optimizer):
         U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)      Nesterov's form
         W <- (1 - lr wd) W - lr U
 
-    The factor makes a rate carry over from width to width. M, the only state, is sharded as W is.
-    found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
+    The factor lets one rate serve several widths. M, the only state, is sharded like W. found_inf,
+    a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
         self, matrices: list, fused: list, sizes: list[int], lr: float, weight_decay, momentum
     ):
-        """matrices: weights (rows, columns). fused: weights of queries, keys and values, whose rows
-        are in this order and `sizes` in number."""
+        """matrices: weights (rows, columns). fused: weights with the rows of queries, keys and
+        values, `sizes` of each."""
         common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         groups = [{"params": matrices, "sizes": None}, {"params": fused, "sizes": sizes}]
         super().__init__([group for group in groups if group["params"]], common)
@@ -51,7 +52,7 @@ class Muon(torch.optim.Optimizer):
             local(p).sub_(update * (go * group["lr"]))
 
     def _momentum(self, p: Tensor, momentum: float, finite: Tensor | None) -> Tensor:
-        """Average the gradient in; returns Nesterov's update, sharded as p is."""
+        """Add the gradient to the average; returns Nesterov's update, sharded like p."""
         state, gradient = self.state[p], local(p.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -68,8 +69,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """The parts (rows, columns) of matrices, `sizes` rows each, with singular values near
-    sqrt(max(1, rows / columns))."""
+    """Orthogonalise the parts (rows, columns) of each matrix, `sizes` rows each, to singular values
+    near sqrt(max(1, rows / columns))."""
     pieces = [piece for m, s in zip(matrices, sizes, strict=True) for piece in m.split(s)]
     scales = [max(1, len(piece) / piece.shape[1]) ** 0.5 for piece in pieces]
     # Matrices of one shape, or transposed to it, are one batch.
@@ -101,8 +102,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """`orthogonalise`, each matrix by one process, its owner, which sends the result to all. Of
-    DTensors, sharded by rows, owners gather the rows, and every process keeps its own."""
+    """`orthogonalise` with each matrix on one process, its owner, which sends the result to all.
+    Rows of DTensors are gathered first, and every process keeps its own."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return orthogonalise([local(u) for u in updates], sizes)
@@ -124,7 +125,7 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
 
 
 def assign(costs: list[int], world: int) -> list[int]:
-    """The owner of each piece of work: the costliest first, each to the least loaded process."""
+    """The process for each piece of work: costliest first, each to the least loaded process."""
     loads, owners = [0] * world, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owners[i] = min(range(world), key=loads.__getitem__)

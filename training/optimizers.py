@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest; averages of weights."""
+"""Optimizers (AdamW, or Muon with AdamW), learning rates, averaged weights."""
 
 import contextlib
 import math
@@ -13,9 +13,9 @@ from training.parallel import local
 
 
 def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
-    """Linear warm-up to `peak` (optim.lr), then half a cosine or linear decay down to
-    peak * min_lr_ratio at optim.decay_steps (the end of the run); wsd: constant until the last
-    decay_share of the steps, then linear decay (Hu et al., arXiv 2404.06395)."""
+    """Learning rate at a step (from 0): linear warm-up to `peak` (optim.lr), then cosine or linear
+    decay to peak * min_lr_ratio at optim.decay_steps (0: the end of the run); wsd: constant until
+    the last decay_share of the steps, then linear decay (Hu et al., arXiv 2404.06395)."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
@@ -31,7 +31,7 @@ def learning_rate(step: int, config: Config, peak: float | None = None) -> float
 
 
 def learning_rates(step: int, config: Config) -> dict[str, float]:
-    """{"lr": AdamW's rate} at a step, with Muon also "muon_lr"."""
+    """{"lr": AdamW's rate} at a step (from 0), with Muon also "muon_lr"."""
     rates = {"lr": learning_rate(step, config)}
     if config.optim.kind == "muon":
         rates["muon_lr"] = learning_rate(step, config, config.optim.muon_lr)
@@ -90,14 +90,14 @@ def optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 
 def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """{name of a parameter: its optimizer state}. PyTorch's has numbers, which groups change."""
+    """{parameter name: optimizer state}; PyTorch's numbers depend on the groups."""
     names = {p: name for name, p in model.named_parameters()}
     states = (state for each in optimizers(optimizer) for state in each.state.items())
     return {names[p]: dict(values) for p, values in states}
 
 
 def allocate_state(optimizer) -> None:
-    """Make the tensors that an optimizer otherwise makes in its first step, to be read into."""
+    """Make the state tensors, which an optimizer else makes in its first step, to load into."""
     for each in optimizers(optimizer):
         keys = ("momentum_buffer",) if isinstance(each, Muon) else ("exp_avg", "exp_avg_sq")
         for p in (p for group in each.param_groups for p in group["params"]):
@@ -107,8 +107,8 @@ def allocate_state(optimizer) -> None:
 
 
 class EMA:
-    """Averaged weights, sharded as the weights are (the paper, appendix B.3.2). The decay after t
-    updates is min(decay, (1 + t) / (10 + t)): the first weights have learned nothing."""
+    """Averaged weights, sharded like the weights (the paper, appendix B.3.2). The decay after t
+    updates is min(decay, (1 + t) / (10 + t)), so that the initial weights are soon forgotten."""
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self.decay = decay
@@ -119,7 +119,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
-        """Average in the model's weights if `finite` is 1, not if it is 0."""
+        """Add the model's weights to the average if `finite` is 1; do nothing if it is 0."""
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * finite
         self.updates += finite

@@ -30,8 +30,9 @@ SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 def build(
     config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
 ) -> AOGPT:
-    """A model on its device, sharded under fsdp, block by block: no process ever holds more than
-    one in full. weights: initial values by name, or new ones; empty: zeros, to be read into."""
+    """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
+    than one block in full. weights: initial values by name; None: random, or with `empty` zeros to
+    load a checkpoint into."""
     with torch.device("meta"):
         model = build_model(config.model)
     shard = sharding(config, procs) if config.train.parallel == "fsdp" else lambda module: None
@@ -66,7 +67,7 @@ def build(
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
     """A function that shards the weights of a module. Blocks are gathered in the precision of
     matrix products, everything else and all gradients in float32."""
-    # FSDP2 warns of writing into views of outputs, which nobody does.
+    # FSDP2 warns of in-place writes to views of outputs; the model has none.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
     dtype = pick_dtype(config.train.dtype, procs.device)
@@ -81,11 +82,11 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
 
 def checkpoint_activations(block: nn.Module, config: Config) -> None:
-    """Let the backward pass compute again what train.activation_checkpointing says."""
+    """Let the backward pass recompute the parts that train.activation_checkpointing names."""
     kind, dropout = config.train.activation_checkpointing, config.model.dropout > 0
     options = {"use_reentrant": False, "preserve_rng_state": dropout}
     if kind == "selective":
-        # Attention with dropout runs again: saved, it would leave its random numbers to the next.
+        # Attention with dropout is recomputed: if saved, it would not consume its random numbers.
         saved = SAVED[:2] if dropout else SAVED
 
         def policy(context, operation, *arguments, **keywords) -> checkpoint.CheckpointPolicy:
@@ -99,8 +100,8 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
 
 @contextlib.contextmanager
 def compiled(model: AOGPT, procs: Processes):
-    """Inside the block the model is compiled, once for every shape: up to LENGTHS in training, and
-    the whole and the last batch of a validation."""
+    """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
+    whole and last batches in validation. Raises UserError without a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError("train.compile needs a C++ compiler on a CPU: pass --train.no-compile")
     if isinstance(model, FSDPModule):
@@ -110,7 +111,7 @@ def compiled(model: AOGPT, procs: Processes):
         model.head_loss = torch.compile(model.head_loss, dynamic=False)
     else:
         model.compile(dynamic=False)
-    # Past torch.compile's default limit of 8 it would go on uncompiled, without a word.
+    # Beyond torch.compile's default limit of 8 shapes the model would silently run uncompiled.
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield
 
@@ -119,13 +120,13 @@ def replicate(model: AOGPT, procs: Processes) -> nn.Module:
     """What a training step calls: the model, in DDP if processes hold replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
-    with warnings.catch_warnings():  # newer ones have another name for broadcast_buffers
+    with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractContextManager:
-    """A context for a micro-batch, after which processes exchange gradients or go on adding up."""
+    """A context for a micro-batch, after which processes exchange or accumulate gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
     elif isinstance(model, DistributedDataParallel) and not exchange:
@@ -134,7 +135,7 @@ def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractCo
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, forget gathered weights after a pass without a backward: they may change."""
+    """Under fsdp, free weights that a pass without a backward has gathered: they may change."""
     if isinstance(model, FSDPModule):
         model.reshard()
 

@@ -3,9 +3,9 @@
     python -m training.plan configs/aogpt_7b.toml --world-size 64
 
 Options of train.py, such as --train.parallel fsdp, override keys of the config.
-Bytes of the fullest process. Exact: weights, gradients, optimizer, ema.
-Estimated: in_use (cast or gathered weights, gradients that wait), activations
-(saved for the backward pass), working (the head, or a block computed again)."""
+Memory is that of the fullest process. Exact: weights, gradients, optimizer, ema.
+Estimated: in_use (cast or gathered weights, unreduced gradients), activations
+(saved for the backward pass), working (the head, or a recomputed block)."""
 
 import math
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class RunPlan:
     parameters: dict[str, int]
     micro_batch_size: int
     memory: dict[str, int]  # bytes of the fullest GPU by part
-    memory_usable: int  # of the GPU, less what is reserved
-    largest_micro_batch_size: int  # that fits and divides a GPU's share of the batch, or 0
+    memory_usable: int  # bytes of the GPU, less the reserve
+    largest_micro_batch_size: int  # sequences; fits and divides a GPU's share of the batch; 0: none
     tokens_per_step: int
     seconds_per_step: float
     checkpoint_bytes: int  # weights, their first average and the optimizer's state
@@ -48,10 +48,10 @@ class RunPlan:
 
 
 def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4) -> RunPlan:
-    """utilisation: assumed share of the GPUs' bfloat16 peak. Raises UserError for a number of GPUs
-    that the batch cannot be divided among."""
+    """Plan a run on `world_size` GPUs. utilisation: assumed share of their bfloat16 peak. Raises
+    UserError if the batch cannot be divided among them."""
     t, m, model = config.train, config.model, meta_model(config)
-    refuse(t.epochs, "a plan knows no data: give --train.steps in place of train.epochs")
+    refuse(t.epochs, "a plan does not read the data: give --train.steps instead of train.epochs")
     micro_size = config.micro_batch_size(world_size)
     share, usable = t.batch_size // world_size, int(gpu.memory_gib * 2**30 * (1 - RESERVED))
     sizes = [size for size in range(1, share + 1) if share % size == 0]
@@ -75,7 +75,7 @@ def plan_run(config: Config, world_size: int, gpu: GPU, utilisation: float = 0.4
 
 
 def meta_model(config: Config) -> AOGPT:
-    """The model without its weights: names, shapes and counts."""
+    """The model on the meta device: names and shapes without weights."""
     with torch.device("meta"):
         return build_model(config.model)
 
@@ -85,7 +85,7 @@ def count(module: torch.nn.Module) -> int:
 
 
 def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
-    """Weights, gradients, optimizer state and averaged weights of the fullest process."""
+    """Bytes of weights, gradients, optimizer state and averages of the fullest process."""
     shards = world_size if config.train.parallel == "fsdp" else 1
     muon = muon_matrices(model) if config.optim.kind == "muon" else {}
     weights = optimizer = 0
@@ -98,7 +98,7 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
 
 
 def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> dict[str, int]:
-    """Bytes by part, with micro-batches of `sequences`."""
+    """Bytes of the fullest process by part, with micro-batches of `sequences`."""
     t, m, f, fsdp = config.train, config.model, FLOAT, config.train.parallel == "fsdp"
     h = f if t.dtype == "float32" else 2  # of matrix products; every known GPU has bfloat16
     total, block, outside = count(model), count(model.blocks[0]), count(model) - count(model.blocks)
@@ -121,7 +121,7 @@ def memory_of(config: Config, model: AOGPT, world_size: int, sequences: int) -> 
 @dataclass(frozen=True)
 class PlanOptions:
     world_size: Count = 1  # GPUs, one per process
-    gpu: Literal[*GPUS] = "NVIDIA H100 80GB HBM3"  # their device name
+    gpu: Literal[*GPUS] = "NVIDIA H100 80GB HBM3"  # device name of the GPUs
     mfu: Annotated[float, Interval(gt=0, le=1)] = 0.4  # assumed share of their bfloat16 peak
 
 

@@ -1,4 +1,4 @@
-"""Draw runs against each other: losses and gradient norms.
+"""Plot the losses and gradient norms of runs in one figure.
 
 python -m training.plot out/one out/other --out compare.png"""
 
@@ -31,7 +31,7 @@ class PlotOptions(OutputOptions):
 def main() -> None:
     o = tyro.cli(PlotOptions, prog="python -m training.plot", description=__doc__)
     if not o.runs or o.out.suffix != ".png":
-        raise UserError("name run folders, such as out/NAME, and with --out a file NAME.png")
+        raise UserError("give run folders, such as out/NAME, and with --out a file NAME.png")
     o.out.parent.mkdir(parents=True, exist_ok=True)
     with Outputs({"--out": o.out}, o.runs, o.overwrite) as outputs:
         outputs.write(o.out, plot_runs(list(o.runs)))
@@ -39,13 +39,15 @@ def main() -> None:
 
 
 def plot_runs(folders: list[Path]) -> bytes:
-    """A PNG of the panels that one of the run folders has numbers for."""
+    """A PNG of the panels that at least one of the run folders has values for."""
     runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
     found = {run: {key for row in rows for key in row} for run, rows in runs.items()}
     panels = {k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())}
     for run, keys in found.items():
         if not any(keys & set(of_panel) for of_panel in PANELS.values()):
-            raise UserError(f"cannot draw {run}: it has no metrics.jsonl of a run with losses")
+            raise UserError(
+                f"cannot plot {run}: it has no metrics.jsonl with losses; give run folders"
+            )
     lines = -(-len(panels) // 3)
     figure, grid = new_figure(lines, 3, (15.6, 3.8 * lines + 0.6), squeeze=False)
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
@@ -56,7 +58,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for i, run in enumerate(runs):  # $x$ would be mathematics
+    for i, run in enumerate(runs):  # $x$ would be typeset as mathematics
         figure.axes[0].plot([], [], color=f"C{i}", label=run.replace("$", r"\$"))
     figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
@@ -81,7 +83,7 @@ def draw(axes, rows: list[dict], keys: tuple[str, ...], color) -> None:
 
 
 def numbers(rows: list[dict], key: str) -> dict:
-    """{step: value} of the rows that have a number there."""
+    """{step: value} of the rows that have a number under this key."""
     return {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
 
 

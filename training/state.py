@@ -1,4 +1,4 @@
-"""The state of a run: new, or resumed from its newest checkpoint; and saving it."""
+"""The state of a run: start, resume and save it."""
 
 import contextlib
 import datetime
@@ -28,8 +28,8 @@ from training.validation import best_by, validation_orders
 from training.warm_start import warm_start
 from variants import build_model
 
-# What another value of a key does to a run that resumes, by key or table (docs/training.md):
-# refused, as what it is part of cannot change; told with its consequence; all others are free.
+# Keys (or tables) that differ when a run resumes (docs/training.md). REFUSED: an error; the value
+# names what cannot change. TOLD: a note with this consequence. All others may change freely.
 REFUSED = {"model": "architecture", "optim.kind": "optimizer"}
 REFUSED |= {"optim.more_ema_decays": "list of averages"}
 REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
@@ -49,7 +49,7 @@ class Progress:
     """Where a run is. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
-    sequences: int = 0  # trained on so far, which batches go on after
+    sequences: int = 0  # trained on so far; the next batch starts there
     tokens: int = 0
     best: dict | None = None  # {"step", "loss"} of the best checkpoint that exists
     skipped: int = 0
@@ -58,7 +58,7 @@ class Progress:
 
 @dataclass
 class State:
-    """Everything that training changes. Data, orders and learning rate follow from the step."""
+    """Everything that training changes; data, orders and learning rate depend on the step."""
 
     model: AOGPT
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
@@ -67,7 +67,7 @@ class State:
 
 
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
-    """The run's state: new, with the weights of train.init_from, or from its newest checkpoint.
+    """The state of the newest checkpoint, or a new one, with the weights of train.init_from if set.
     Raises UserError for another run's folder, CheckpointError if no checkpoint can be read."""
     torch.manual_seed(config.seed)
     share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
@@ -106,8 +106,8 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 
 
 def history_in(folder: Path) -> str | None:
-    """Why a folder without a checkpoint can be no new run's: it holds files of another run. One
-    that was killed before its first checkpoint was finished may start again."""
+    """Why no run can start in a folder without checkpoints: it holds files of another run; else
+    None. A run that was killed before its first checkpoint may start again."""
     held = [name for name in ("config.toml", "metrics.jsonl", "best") if (folder / name).exists()]
     if not held or (folder / store.NONE_YET).exists():
         return None
@@ -116,8 +116,8 @@ def history_in(folder: Path) -> str | None:
 
 
 def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
-    """Print what has changed since a checkpoint, and what follows; forget in its values what no
-    longer holds. Raises UserError for what cannot change."""
+    """Print which keys have changed since a checkpoint, with consequences; reset its `values` that
+    no longer hold. Raises UserError for keys that cannot change."""
     old, step = configuration.from_dict(values["config"], str(path)), values["step"]
     values.setdefault("sequences", step * old.train.batch_size)  # of older versions
     values.setdefault("tokens", 0)
@@ -144,9 +144,11 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
     if best and (measured or orders[0] != orders[1]):
         chosen = f"step {best['step']}, loss {best['loss']:.4f}"
-        print0(f"best ({chosen}) was chosen by another measure: it will be chosen anew")
+        print0(
+            f"the best checkpoint ({chosen}) was chosen by another measure: it will be chosen again"
+        )
         values["best"] = None
-    if changes:  # skipped steps may have had their cause in what has changed
+    if changes:  # the change may be the cure of skipped steps
         values["skipped_in_a_row"] = 0
 
 
@@ -175,11 +177,13 @@ def plain_values(state: State, best: dict | None, config: Config, data_meta: dic
 
 @torch.no_grad()
 def restore(state: State, path: Path, values: dict) -> None:
-    """Fill a state from a checkpoint, whatever number of processes wrote it."""
+    """Fill a state from a checkpoint; any number of processes may have written it."""
     optimizers.allocate_state(state.optimizer)
     tensors = named_tensors(state)
     if odd := sorted(values["tensors"].keys() - tensors.keys()):
-        raise CheckpointError(f"{path} holds {odd[0]}, which the run has no place for")
+        raise CheckpointError(
+            f"{path} holds {odd[0]}, which this run does not have; start another with --name"
+        )
     store.read_tensors(path, values, tensors)
     if name := not_finite(tensors):
         raise CheckpointError(f"{path}: {name} is not finite; remove it to resume from another")
@@ -196,12 +200,12 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time: under ddp the main process while the others
-    wait, under fsdp every process its shards in the background."""
+    """Writes the checkpoints of a run, one at a time: under ddp the main process writes while the
+    others wait; under fsdp every process writes its shards in the background."""
 
     def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable):
         self.config, self.procs, self.data_meta, self.warn = config, procs, data_meta, warn
-        self.group = None  # of the background, as its messages must not mix with those of training
+        self.group = None  # for the background, apart from the messages of training
         if config.train.parallel == "fsdp":
             limit = datetime.timedelta(seconds=config.train.timeout)
             self.group = dist.new_group(backend="gloo", timeout=limit)
@@ -219,7 +223,7 @@ class Saver:
         path = store.path_of(config.run_folder, state.progress.step)
         arguments = config.run_folder, values, tensors, config.checkpoint.keep
         if self.group:
-            # only dtypes and shapes of `tensors` are read later: their values will have changed
+            # `finish` reads only dtypes and shapes of `tensors`: training goes on changing values
             finish = functools.partial(store.finish, *arguments)
             temporary = store.temporary_of(path)
             future = store.start_writing_shards(temporary, tensors, finish, self.group)
@@ -269,7 +273,7 @@ def last_good(config: Config, step: int) -> str:
 
 
 def not_finite_message(config: Config, progress: Progress, what: str) -> str:
-    """Why a run ends whose numbers are no longer finite."""
+    """Why a run with numbers that are not finite ends, and what to do."""
     good = last_good(config, progress.step - progress.skipped_in_a_row)
     remove = "if no loss after that checkpoint is finite, remove it and all later ones"
     last = remove if good.startswith("the last") else f"move {config.run_folder} away"
@@ -288,4 +292,4 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     if best["step"] == progress.step:
         return f"the newest checkpoint, {newest}, is the best"
     chosen = f"step {best['step']} (validation loss {best['loss']:.4f})"
-    return f"newest checkpoint: {newest}, which scripts take; best: {chosen}, --checkpoint best"
+    return f"newest checkpoint: {newest}, which scripts use; best: {chosen}, --checkpoint best"

@@ -49,8 +49,8 @@ def evaluate(
 
 
 def validation_orders(config: Config) -> tuple[dict[str, tuple[OrderConfig, int]], str]:
-    """Orders and groups to evaluate in, by name: left to right, any order, the run's own, as at the
-    end of its schedule. And the name of the run's own: that loss says which checkpoint is best."""
+    """(order, group size) to validate with, by name: left to right, any order, and the run's order
+    at the end of its schedule. And the name of the last, whose loss selects the best checkpoint."""
     m, (own, group) = config.model, config.stage(config.train.steps)
     group = group if config.objective.kind == "groupwise" else 1
     orders = {} if m.is_encoder else {"l2r": (OrderConfig("l2r"), 1)}
@@ -62,16 +62,16 @@ def validation_orders(config: Config) -> tuple[dict[str, tuple[OrderConfig, int]
 
 
 def best_by(config: Config) -> str:
-    """The name of the loss that says which checkpoint is best."""
+    """The name of the orders whose loss selects the best checkpoint."""
     return validation_orders(config)[1]
 
 
 def validation_loss(
     model, val_data: TokenDataset, orders: OrderConfig, config: Config, procs: Processes, group=1
 ) -> Loss:
-    """Mean nats per token of eval.sequences blocks, predicted `group` at a time, under eval.draws
-    orders or masks each. The blocks are spread over the split, and with their orders the same in
-    every validation. All processes must call."""
+    """Mean nats per token of eval.sequences blocks, `group` tokens at a time, under eval.draws
+    orders or masks each. Blocks, evenly spread, and orders are the same in every validation. All
+    processes must call."""
     chosen = spread(config.eval.sequences, val_data.num_blocks)
     count, size = len(chosen), config.micro_batch_size(procs.world_size)
     dtype = pick_dtype(config.train.dtype, procs.device)
@@ -82,7 +82,7 @@ def validation_loss(
     largest_share = math.ceil(count / procs.world_size)
     for first in range(share.start, share.start + largest_share, size):
         batch_rows, roles = range(first, min(first + size, share.stop)), None
-        # Under fsdp all take part in a forward pass, maybe with sequence 0, which does not count.
+        # Under fsdp all processes join a forward pass, some with sequence 0, which is not counted.
         counts = bool(batch_rows)
         batch_rows = batch_rows or range(1)
         tokens = val_data.blocks(chosen[batch_rows]).to(procs.device)
@@ -94,7 +94,7 @@ def validation_loss(
             with autocast(procs.device, dtype):
                 nll = token_nll(model, tokens, orders, *rows, group=group, roles=roles).cpu()
             if counts:
-                # Sequences of data with prompts differ in length: their mean is over tokens.
+                # With prompts, sequences differ in predicted tokens: the mean is over tokens.
                 totals[draw] += nll.mean(dim=1).sum() if roles is None else nll.nansum()
     reshard(model)
 

@@ -1,4 +1,4 @@
-"""Starting from the weights of another model: a run, an export, a pretrained decoder."""
+"""Start from the weights of another model: a run, an export or a pretrained decoder."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
@@ -10,20 +10,20 @@ from checkpoints import CheckpointError
 from model import AOGPT, ModelConfig
 from variants import length_is_fixed
 
-# Keys that may differ between a model and the source of its weights: any value; what is gained.
+# Keys that may differ from those of the source: in any way; from this value of the source.
 FREE = ("dropout", "position_init", "block_size")
 GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
 
 
 def with_shape_of(source: ModelConfig, config: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """The configuration of a model that starts from a source: keys that are not given, and without
-    which its weights would mean something else, are the source's."""
+    """`config`, with the source's value of every key that is not in `given` and that changes what
+    the weights mean."""
     theirs = {name: before for name, before, _ in differences(source, config) if name not in given}
     return replace(config, **theirs)
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(key, theirs, ours) of what keeps a model from starting from these weights."""
+    """(key, theirs, ours) of the keys that prevent a start from these weights."""
     unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
     unread["query_at"] = theirs.target == "none"
     for name, before in asdict(theirs).items():
@@ -34,11 +34,11 @@ def differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[tuple[str, A
 
 @torch.no_grad()
 def warm_start(model: AOGPT, source: AOGPT) -> None:
-    """Start `model` from the weights of `source`, e.g. an adaLN decoder from GPT-2. A new adaLN
-    starts as the identity (shift 0, scale 0, gate 1) and other new tables of target positions at 0,
-    so the model first computes what the source does, except for two streams and, without
-    query_at = "before_target", for a plain GPT with rotary positions. Longer tables of positions
-    are cropped. Raises CheckpointError if the weights would mean something else in the model."""
+    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
+    starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
+    first the model computes what the source does, except with two streams, or for a plain GPT with
+    rotary positions without query_at = "before_target". Longer position tables are cropped. Raises
+    CheckpointError if the weights would mean something else in the model."""
     theirs, ours, refused = source.config, model.config, "cannot start from these weights"
     for name, before, now in differences(theirs, ours):
         raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
