@@ -225,8 +225,8 @@ class TokenDataset:
 
 class Mixture(TokenDataset):
     """Text data sets with one tokenizer, each with a share of the sequences: a fixed number of
-    every PATTERN consecutive ones, in random order. Each has its own epochs, as if it were read alone; an
-    epoch of the mixture is one of the first data set."""
+    every PATTERN consecutive ones, in random order. Each has its own epochs, as if it were read
+    alone; an epoch of the mixture is one of the first data set."""
 
     def __init__(self, parts: list[TokenDataset], shares: list[float]):
         self.parts, self.meta = parts, parts[0].meta

@@ -3,14 +3,12 @@
 run.
 """
 
-import math
 import re
 import statistics
 
-from evaluation.text_measures import mean_and_reach
 from runtime.outputs import markdown_table
 from studies.experiment import Experiment
-from studies.figures import draw_panels
+from studies.figures import draw_panels, styles_of
 from studies.pages import mean_cell, tuned_cell, value_of
 from studies.runner import commits_of
 from studies.runs import ROOT
@@ -62,13 +60,19 @@ def task_table(entries: Entries) -> list[str]:
     return markdown_table(head, lines, left=2)
 
 
+def is_hard(entries: Entries) -> bool:
+    """Whether one of the compared systems is wrong more than now and then."""
+    compared = COMPARED.values()
+    return min(mean_of(entries[name], by, "exact_match") for name, by in compared) < EASY
+
+
 def summary_table(results: dict[str, Entries]) -> list[str]:
-    """How often each system is right, on the tasks where one is wrong more than now and then."""
+    """How often each system is right, on the hard tasks."""
     lines = []
     for task, entries in results.items():
-        compared = [(entries[name], by) for name, by in COMPARED.values()]
-        if min(mean_of(entry, by, "exact_match") for entry, by in compared) < EASY:
-            lines.append([task, *(exact_cell(entry, by) for entry, by in compared)])
+        if is_hard(entries):
+            cells = [exact_cell(entries[name], by) for name, by in COMPARED.values()]
+            lines.append([task, *cells])
     return markdown_table(["task", *COMPARED], lines)
 
 
@@ -77,24 +81,29 @@ MARKERS = dict(zip(DECODED.split(), ">os^Dv*XP", strict=True))  # by the first w
 
 
 def figure(results: dict[str, Entries]) -> bytes:
-    """PNG: a panel for each task, exact match over NFE, a point with its 95% CI for each system
-    (its color) and decoder (its marker)."""
-    return draw_panels(results, draw_task, min(3, len(results)))
+    """PNG: a panel for each hard task, exact match over NFE: mean and range of the seeds for each
+    system (its color) and decoder (its marker)."""
+    hard = {task: entries for task, entries in results.items() if is_hard(entries)}
+    return draw_panels(hard, draw_task, min(2, len(hard)))
 
 
 def draw_task(axes, entries: Entries) -> None:
-    for number, (name, entry) in enumerate(entries.items()):
-        axes.plot([], [], "s", color=f"C{number}", label=name)
+    labels = {name: title.split(",")[0] for title, (name, _) in COMPARED.items()}
+    style_of = styles_of(entries)
+    for name, entry in entries.items():
+        color = style_of[name]["color"]
+        axes.plot([], [], "s", color=color, label=labels.get(name, name))
         alone = len(decoders_of(entry)) == 1  # larger, or others would hide it
         style = {"markersize": 9, "zorder": 5} if alone else {"markersize": 5}
-        style |= {"color": f"C{number}", "alpha": 0.7, "capsize": 2}
+        style |= {"color": color, "alpha": 0.7, "elinewidth": 0.8}
         for decoder in decoders_of(entry):
-            share, half_width = mean_and_reach(values_of(entry, decoder, "exact_match"))
-            bar = 0.0 if math.isnan(half_width) else half_width
+            shares = values_of(entry, decoder, "exact_match")
+            share = statistics.mean(shares)
+            bar = [[share - min(shares)], [max(shares) - share]]
             marker = MARKERS.get(re.split(r"\W", decoder)[0], "P")
             nfe = mean_of(entry, decoder, "nfe")
             axes.errorbar(nfe, share, yerr=bar, marker=marker, **style)
-    axes.set(xlabel="NFE", ylabel="exact match", ylim=(-0.05, 1.05))
+    axes.set(xlabel="model calls (NFE)", ylabel="share of right answers", ylim=(-0.05, 1.05))
     axes.set_xscale("log", base=2)
 
 

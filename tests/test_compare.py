@@ -157,7 +157,7 @@ def test_what_cannot_be_compared_or_scored_is_told(
             [run, other, "--datasets", data],
             "has gpt2 tokens, of another vocabulary: compare models",
         ),
-        ([plain, encoder, "--datasets", data], "one pass by both models: give --orders l2r"),
+        ([plain, encoder, "--datasets", data], "both score in one pass: give --orders l2r"),
         ([run, raw, "third", "--datasets", data], "third"),
         ([run, raw, "--datasets", data, "--ensemble", 1, 4], "leave out --ensemble and --bound"),
         ([run, raw, "--datasets", data, "--bound", "iw"], "leave out --ensemble and --bound"),

@@ -347,7 +347,7 @@ def fails(script):
         (["RUN", "--settings", "0.9"], "give temperature,top-p as in 0.9,0.95"),
         (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
         (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
-        (["RUN", "--length", LENGTH + 1], f"was built for up to {LENGTH} tokens"),
+        (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN"], "--mode mdm needs a model that is conditioned on the target position"),
         (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),

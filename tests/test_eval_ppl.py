@@ -333,9 +333,9 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
     assert list(by_name(evaluate("--max-sequences 4", path=plain))) == [("l2r", 1)]
     for path, options, words in (
         (plain, "--orders random", "is a plain GPT and has no 'random' order; give --orders l2r"),
-        (plain, "--group 2", "--group is for models that know their target position"),
+        (plain, "--group 2", "--group is for any-order models"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
-        (encoder, "--ensemble 1 8", "ensembles are for decoders that know their target position"),
+        (encoder, "--ensemble 1 8", "ensembles are for any-order decoders"),
         (encoder, "--bound iw --num-orders 2", "needs random orders, and no ELBO"),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())

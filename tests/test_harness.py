@@ -409,7 +409,7 @@ def test_the_model_is_registered_under_its_name(run, tasks):
 
 def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
     for arguments, message in (
-        ("RUN --tasks tiny_roll", "no task 'tiny_roll', and no prepared data ("),
+        ("RUN --tasks tiny_roll", "no task or prepared data 'tiny_roll'; "),
         ("RUN --tasks data/qa --threshold 0.9", "--threshold has no meaning with --mode l2r"),
         ("RUN --tasks a --html h.html", "--html is for prepared data, not for a: leave it out"),
         ("TASKS/no --tasks a", "give a run folder"),

@@ -237,7 +237,7 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
     nothing, out = write_rows(tmp_path / "nothing", [{"step": 1}]), tmp_path / "out.png"
     for runs, file, words in (
         ([run, tmp_path / "nowhere"], out, "nowhere: it has no metrics.jsonl"),
-        ([nothing], out, "nothing: it has no metrics.jsonl of a run with losses"),
+        ([nothing], out, "nothing: it has no metrics.jsonl with losses"),
         ([], out, "give run folders"),
         ([run], tmp_path / "out.pdf", "with --out a file NAME.png"),
     ):

@@ -24,7 +24,7 @@ from training.warm_start import warm_start
 from variants import build_model
 
 REFUSED, FREE = "cannot change", ""
-NOW, COMPARE, ANEW = "from this step on", "do not compare", "best .* will be chosen anew"
+NOW, COMPARE, ANEW = "from this step on", "do not compare", "best .* will be chosen again"
 # What the run says of another value of each key.
 KEYS = {
     "name": ("other", FREE),

@@ -526,7 +526,7 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
     path, last = write_config(config), store.find(config.run_folder)[-1]
     with limited_file_size(size):
         status, _, err = script(train, path)
-    assert status == 2 and "could not write" in err and "free some space" in err
+    assert status == 2 and "could not write" in err and "free some disk space" in err
     assert f"the last good checkpoint is {last}" in err and "disk full" in err
     assert files(config.run_folder / "checkpoints") == before, "and nothing unfinished is left"
     assert max(metrics(config, "loss")) == 47, "only at its last step the run may end in an error"
@@ -566,7 +566,7 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
     "another shape": (lambda t: t.update({MOMENT: torch.zeros(3)}), f"{MOMENT} is"),
     "another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
     "missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
-    "of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "no place"),
+    "of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "does not have"),
     "NaN in a moment": (lambda t: t[MOMENT].fill_(math.nan), f"{MOMENT} is not finite"),
 }
 
