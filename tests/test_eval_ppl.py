@@ -336,7 +336,7 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, pl
         (plain, "--group 2", "--group is for any-order models"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
         (encoder, "--ensemble 1 8", "ensembles are for any-order decoders"),
-        (encoder, "--bound iw --num-orders 2", "needs random orders, and no ELBO"),
+        (encoder, "--bound iw --num-orders 2", "needs several random orders of a decoder"),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
         assert status == 2 and words in " ".join(err.split()), err
