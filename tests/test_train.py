@@ -762,20 +762,6 @@ def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
     assert train.train(config, ALONE) == 0 and not (config.run_folder / store.NONE_YET).exists()
 
 
-def test_every_damage_of_the_metrics_is_kept_in_a_file_of_its_own(reference, tmp_path, capsys):
-    config = copy_of(reference, tmp_path)
-    path, texts = config.run_folder / "metrics.jsonl", []
-    for number in (1, 2):
-        lines = path.read_text().splitlines()
-        lines[number] = f"\x00 damage {number}"
-        texts.append("\n".join(lines) + "\n")
-        path.write_text(texts[-1])
-        train.train(change(config, train__steps=40 + number), ALONE)
-        assert f"all is kept in {path}.damaged{number}" in capsys.readouterr().err
-    for number, text in enumerate(texts, 1):
-        assert path.with_name(f"metrics.jsonl.damaged{number}").read_text() == text
-
-
 def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_losses(
     data, tmp_path, script, monkeypatch
 ):

@@ -12,13 +12,11 @@ muon_lr, and mfu (null unless the GPU's peak is known). A validation row, every 
     val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1"""
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import resource
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import TokenDataset, batch_lengths
-from runtime.command_line import show, visible
+from runtime.command_line import visible
 from runtime.devices import pick_dtype
 from runtime.errors import UserError
 from runtime.files import to_json, write_jsonl, write_text
@@ -225,17 +223,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: later steps will run again. If other lines are damaged than the
-    last, which a kill may have cut short, the file is kept as well, as metrics.jsonl.damaged1."""
-    if not path.exists():
-        return
-    rows = read_metrics(path)
-    if len(rows) < path.read_bytes().count(b"\n"):
-        copies = (path.with_name(f"{path.name}.damaged{n}") for n in itertools.count(1))
-        kept = next(copy for copy in copies if not copy.exists())
-        shutil.copyfile(path, kept)
-        show(f"warning: lines of {path} are damaged; all is kept in {kept}", file=sys.stderr)
-    write_jsonl(path, [row for row in rows if row["step"] <= step])
+    """Keep the rows up to `step`: later steps will run again."""
+    if path.exists():
+        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 
 
 def start_wandb(config: Config):
