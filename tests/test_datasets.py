@@ -670,7 +670,7 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
         ({"name": "hub"}, "hub needs a repository: prepare.py hub OWNER/NAME"),
         ({"name": "stories", "repository": "x/y"}, "stories takes no repository"),
         ({"name": "stories", "config": "x"}, "stories takes no --config"),
-        ({"name": "stories", "alphabet": "AB", "tokenizer": "gpt2"}, "--alphabet replaces --tokenizer"),
+        ({"name": "stories", "alphabet": "AB", "tokenizer": "gpt2"}, "--alphabet replaces"),
         ({"name": "stories", "alphabet": "ABA", "out": tmp_path / "o"}, "--alphabet has 'A' twice"),
     ):
         with pytest.raises(UserError, match=message):
