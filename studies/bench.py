@@ -96,7 +96,7 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):
-        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile")
+        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile", "--kernels")
 
 
 def training(out: Path, size: str, batch_size: int, planned: int | None, *words: str) -> Lines:
