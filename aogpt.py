@@ -1,4 +1,4 @@
-"""A model at the keyboard, from Python: text in, text out.
+"""Models from Python: text in, text out.
 
     import aogpt
     model = aogpt.load("results/books_model")
@@ -87,7 +87,7 @@ class TextModel:
     def score(self, text: str, order: str | Tensor = "l2r", seed: int = 0) -> Scored:
         """log p of every token, given those before it in an order: "l2r", "random" or another kind
         of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself; a
-        model without a start token scores no first token of an order: 0."""
+        model without a start token does not score the first token of an order (0)."""
         ids, found, skipped = self.tokenizer.encode(text), [], []
         if len(ids) <= self.loaded.scored_from:
             raise UserError("there is no text to score")

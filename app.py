@@ -78,7 +78,7 @@ class Fill:
         return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
 
     def next(self, rule: str, seed: int) -> int | None:
-        """The blank that comes next by a rule, one of the values of RULES; None: a click says."""
+        """The next blank by one of RULES; None: the visitor clicks on it."""
         if not (blanks := self.blanks) or rule == "click":
             return None
         if rule == "l2r":
@@ -119,7 +119,7 @@ class Fill:
 
 
 class Settings(NamedTuple):
-    """What the controls of the page say."""
+    """Values of the page's controls."""
 
     model: str
     text: str

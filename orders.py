@@ -169,7 +169,9 @@ def read_orders(file: str, length: int) -> np.ndarray:
     if longest < length:
         raise UserError(f"order.file {file} holds orders of {longest}, not {length} positions")
     if not (np.sort(orders, axis=1) == np.arange(longest)).all():
-        raise UserError(f"order.file {file} has a row that is no permutation of 0..{longest - 1}")
+        raise UserError(
+            f"order.file {file} has a row that is not a permutation of 0..{longest - 1}"
+        )
     return orders[orders < length].reshape(count, length).astype(np.int64)
 
 
@@ -193,7 +195,7 @@ def parse_settings(text: str, types: dict[str, type], example: str, option: str)
         key, _, value = setting.partition("=")
         if key not in types:
             possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
-            raise UserError(f"{option} {text}: {key!r} is no setting of {name}; {possible}")
+            raise UserError(f"{option} {text}: {key!r} is not a setting of {name}; {possible}")
         try:
             values[key] = types[key](value)
         except ValueError:
@@ -216,7 +218,7 @@ class Roles:
 
     @property
     def lengths(self) -> Tensor:
-        """LongTensor (B,), tokens of each row that are no padding."""
+        """LongTensor (B,), tokens of each row without padding."""
         return (self.predicted | self.given).sum(dim=1)
 
     def first_given(self, order: Tensor) -> Tensor:

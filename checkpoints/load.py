@@ -80,7 +80,7 @@ def load(
     file = path
     try:
         if checkpoint != "last" and not (path / "checkpoints").is_dir():
-            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is no run folder")
+            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is not a run folder")
         if (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
             model, origin = read(path)
         elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):

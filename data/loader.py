@@ -65,7 +65,7 @@ def find_dataset(name) -> Path:
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
     prepared = ", ".join(sorted(path.parent.name for path in home.glob("*/meta.json"))) or "none"
-    what = f"{name} is no prepared dataset, neither a folder nor in {home} ({prepared})"
+    what = f"{name} is not a prepared dataset, neither a folder nor in {home} ({prepared})"
     raise FileNotFoundError(f"{what}; make it with: python data/prepare.py {name} (see --help)")
 
 
@@ -83,7 +83,7 @@ def load_meta(folder) -> Meta:
         if path.with_name("train.bin").is_file():
             return nanogpt_meta(Path(folder))
         advice = f"make one with: python data/prepare.py NAME --out {folder}"
-        raise FileNotFoundError(f"{folder} is no data set (no meta.json); {advice}")
+        raise FileNotFoundError(f"{folder} is not a data set (no meta.json); {advice}")
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")

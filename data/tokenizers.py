@@ -163,7 +163,7 @@ class ChoralesTokenizer(Tokenizer):
         words = [FLATS.get(word[:2], word[:2]) + word[2:] for word in text.split()]
         if wrong := [word for word in words if word not in self.names]:
             advice = "write C2 to A5, such as F#4 or Bb4, or r for a rest"
-            raise UserError(f"{wrong[0][:40]!r} is no note of a chorale; {advice}")
+            raise UserError(f"{wrong[0][:40]!r} is not a note of a chorale; {advice}")
         return np.array([self.ranks[word.encode()] for word in words], np.uint16)
 
     def pieces(self, ids) -> list[str]:
@@ -208,7 +208,7 @@ class HubTokenizer(Tokenizer):
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"{path} is no tokenizer.json: {reason_of(error)}") from None
+            raise UserError(f"{path} is not a tokenizer.json: {reason_of(error)}") from None
         self.inner.no_truncation()
         self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)

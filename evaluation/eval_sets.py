@@ -1,4 +1,4 @@
-"""Text as something to score: N rows of a set, B in a batch, T tokens in a block."""
+"""Texts to score: N rows of a set, B in a batch, T tokens in a block."""
 
 import hashlib
 import math

@@ -24,7 +24,7 @@ NOTES = {
     "iw": "weighted over K: -log of the mean probability of a sequence over K orders; its "
     "expectation is between the mean over orders and -log of the mean over all orders",
     "oracle": "oracle: next the position whose true token is most probable; it looks at the answer "
-    "and is no likelihood: such probabilities of all texts do not add up to 1",
+    "and is not a likelihood: such probabilities of all texts do not add up to 1",
 }
 COMPARED = ["text", "orders", "A, nats/token", "B", "A - B", "A, bits/byte", "B", "A - B", "p"]
 PAIRED = (

@@ -36,8 +36,8 @@ class GraphRunner:
         self.rows = self.pool = self.stream = None  # rows: where recorded graphs read their step
 
     def __call__(self, function: Callable, step: Step, *more):
-        """function(step) -> its result, which the next call with this shape overwrites. more: what
-        else decides what the function does, beside tensors that stay where they are."""
+        """function(step) -> its result, which the next call with this shape overwrites. more: other
+        hashable values that the function depends on; tensors must stay at their addresses."""
         numbers = (v for v in vars(step).values() if not torch.is_tensor(v))
         key = (function.__name__, *numbers, *more)
         if key not in self.run_once:

@@ -161,7 +161,7 @@ def triton_kernels(device: torch.device):
 
 
 class Tally:
-    """How far the samples of a batch are, and what they have cost."""
+    """Progress and cost of the samples of a batch."""
 
     def __init__(self, plan: Plan, progress: Callable[[int], None] | None):
         self.known = plan.given_positions().sum(dim=1)  # (B,) tokens
@@ -355,8 +355,8 @@ class Engine:
         self.draw(hidden, index, step.known, *self.slots(step.known, step.size, step.all_size))
 
     def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T for
-        what `total` has too many."""
+        """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T in
+        the entries beyond these."""
         row, column, valid = caching.ragged(count, total)
         return row, torch.where(valid, first[row] + column, self.T)
 

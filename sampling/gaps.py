@@ -43,7 +43,7 @@ def read_gaps(text: str) -> list[str | range]:
                 raise UserError(f"{part} has no length; write the shorter one first")
         else:
             advice = "write [MASK:n] for n tokens, [MASK:n-m] for n to m, n at least 1"
-            raise UserError(f"{part[:40]!r} is no mask; {advice}")
+            raise UserError(f"{part[:40]!r} is not a mask; {advice}")
     if len(parts) == 1:
         raise UserError("there is no mask; write [MASK:n] for n new tokens")
     return parts

@@ -33,7 +33,7 @@ def refine(
     progress: Callable[[int], None] | None = None,
     **settings,
 ) -> Generation:
-    """The samples after some rounds. uniforms: those the samples were drawn with, from which all
+    """The samples after all rounds. uniforms: those the samples were drawn with, from which all
     random numbers are hashed. by: redraw the tokens of least log-probability, when they were drawn
     or given all others, or random ones. settings: of `generate`."""
     generated = samples.step >= 0

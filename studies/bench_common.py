@@ -74,7 +74,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Progress, at once."""
+    """Print progress, unbuffered, to stderr."""
     show(text, end=end, file=sys.stderr, flush=True)
 
 

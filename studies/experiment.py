@@ -148,7 +148,7 @@ class Experiment:
 
 
 def experiment_names() -> list[str]:
-    """E2 before E13."""
+    """Names of all experiments, by number."""
     return sorted((p.stem for p in CONFIGS.glob("E*.toml")), key=lambda name: int(name[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Figures of a run besides its validation losses: this project's scripts are run on it, each in a
+"""Measures of a run besides its validation losses: this project's scripts are run on it, each in a
 process of its own, and their JSON is read. Figures are {name: [value, standard error or None]}.
 """
 

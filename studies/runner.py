@@ -1,5 +1,5 @@
 """The runner of findings, speedrun and tasks: run configs are tuned alike, trained over
-seeds and measured, and what every run came to is saved as a row of a JSONL file.
+seeds and measured, and the result of every run is saved as a row of a JSONL file.
 
 With the file at hand its runs are not trained again. A row is {"run": folder, "key": ..., "result":
 {"seed", "commit", "tokens", "losses", "measured", "tokens_per_second"}}: validation losses by kind

@@ -157,7 +157,11 @@ def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(vis
     assert len(steps[-1].steps) == 2
     fill = visit("step", text="x[MASK:2]y").fill
     assert len(fill.steps) == 1 and len(fill.context) == 4 and not session.note
-    for wrong, words in (("x", "no mask"), ("[MASK:99]", "block size"), ("[MASK:", "is no mask")):
+    for wrong, words in (
+        ("x", "no mask"),
+        ("[MASK:99]", "block size"),
+        ("[MASK:", "is not a mask"),
+    ):
         with pytest.raises(ValueError, match=words):
             visit("run", text=wrong)
     with pytest.raises(ValueError, match="seed"):

@@ -309,7 +309,7 @@ def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
     for which in ("4", "01", "newest", "../x", "-1"):
         with pytest.raises(CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"):
             load(tmp_path, checkpoint=which)
-    with pytest.raises(CheckpointError, match="--checkpoint best: .* is no run folder"):
+    with pytest.raises(CheckpointError, match="--checkpoint best: .* is not a run folder"):
         load(store.path_of(tmp_path, 1), checkpoint="best")
     (tmp_path / "best").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint 'best'; it has last, 1, 2, 3$"):

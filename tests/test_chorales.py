@@ -62,7 +62,7 @@ def test_text_is_a_line_a_sixteenth_and_is_read_back():
     assert TOKENIZER.encode("r C2 A5 C4 Bb3 A#3") == [0, 1, 46, 25, 23, 23]
     assert TOKENIZER.pitches([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
     for wrong in ("C6", "B1", "H4", "c4", "<|endoftext|>"):
-        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match("no note of a chorale")
+        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match("not a note of a chorale")
 
 
 def notes_of(data):

@@ -258,7 +258,7 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train.bin"):
         TokenDataset(folder, "train", 16)
-    with pytest.raises(FileNotFoundError, match="none is no data set.*prepare.py"):
+    with pytest.raises(FileNotFoundError, match="none is not a data set.*prepare.py"):
         load_meta(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no meta.json.*prepare.py"):
         load_meta(tmp_path)

@@ -346,7 +346,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data):
     for options, words in (
         ("--split tset", "no split 'tset'"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
-        ("--orders fixed_blockwise:blocks=3", "'blocks' is no setting"),
+        ("--orders fixed_blockwise:blocks=3", "'blocks' is not a setting"),
         ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
         (
             "--orders fixed_blockwise:block=17",

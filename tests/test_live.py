@@ -145,7 +145,7 @@ def test_lines_are_filled_and_replayed_on_a_terminal(run, script):
     assert "step 1 of 3" in first and "step 2 of 3" in first
     terminal.type("a [MASK:] b\n")
     wrong = terminal.until("> ")
-    assert "error: this line: '[MASK:]' is no mask" in wrong and "Traceback" not in wrong
+    assert "error: this line: '[MASK:]' is not a mask" in wrong and "Traceback" not in wrong
     terminal.type("\n")  # the line that could be filled, with the next seed
     second = terminal.until("step 0 of 3")
     terminal.type("x")  # a key, which is not a line

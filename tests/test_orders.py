@@ -180,7 +180,7 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
         (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
         (np.zeros((2, 3)), "does not hold integers"),
         (np.array([[0, 1]]), "orders of 2, not 3 positions"),
-        (np.array([[0, 1, 2], [0, 1, 1]]), "no permutation of 0..2"),
+        (np.array([[0, 1, 2], [0, 1, 1]]), "not a permutation of 0..2"),
     ],
 )
 def test_files_without_orders_are_refused(tmp_path, content, says):
@@ -219,7 +219,10 @@ def test_philox_rows_are_windows_of_one_table(width):
         (lambda: OrderConfig(l2r_prob=-0.1), "order.l2r_prob is -0.1"),
         (lambda: OrderConfig(block=0), "order.block is 0"),
         (lambda: orders_at(OrderConfig(), 0, 0, range(1), 0), "length"),
-        (lambda: parse_order("slots:size=2", "--order"), "'size' is no setting of slots; it has"),
+        (
+            lambda: parse_order("slots:size=2", "--order"),
+            "'size' is not a setting of slots; it has",
+        ),
         (lambda: parse_order("slots:block=x", "--order"), "block is 'x', not of type int"),
         (lambda: parse_order("slot", "--order"), "--order slot: order.kind is 'slot'.*'slots'"),
     ],

@@ -29,7 +29,7 @@ class Scoring:
         """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
 
         tokens (B, T) in sequence order; order (B, T). Raises UserError for tokens outside the
-        vocabulary, other shapes, and rows of `order` that are no permutation."""
+        vocabulary, other shapes, and rows of `order` that are not permutations."""
         check_tokens(self, tokens, order)
         check_permutations(order)
         return -self(tokens, order)
@@ -44,7 +44,7 @@ class Scoring:
         (B, T) in sequence order, nats; 0 at unmasked positions."""
         check_mask(self, tokens, masked)
         unknown = masked
-        if lengths is not None:  # padding is no context
+        if lengths is not None:  # padding is not context
             padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             unknown, masked = masked | padding, masked & ~padding
         order = unknown.to(torch.uint8).argsort(dim=1, stable=True)  # the context comes first
@@ -168,13 +168,13 @@ def check_mask(model: AOGPT, tokens: Tensor, masked: Tensor) -> None:
 
 
 def check_boolean(mask: Tensor, name: str) -> None:
-    """Raise UserError for a mask of integers, which would index, or whose ~ would be no "not"."""
+    """Raise UserError for a mask of integers: indexing and ~ would mean something else."""
     if mask.dtype != torch.bool:
         raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
 
 
 def check_permutations(order: Tensor) -> None:
-    """Raise UserError if a row of (B, T) is no permutation of 0..T-1."""
+    """Raise UserError if a row of (B, T) is not a permutation of 0..T-1."""
     steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
     if not torch.equal(order.sort(dim=1).values, steps):
         raise UserError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
