@@ -5,7 +5,6 @@ process of its own, and their JSON is read. Figures are {name: [value, standard 
 import functools
 import json
 import math
-import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 from data.generators import NATS_OF_TEXT
 from data.loader import TokenDataset, read_tokens, spread
 from data.tokenizers import END_OF_TEXT, get_tokenizer
-from evaluation.text_measures import mean_and_reach
 from runtime.errors import UserError
 from studies.runs import run_alone
 
@@ -46,7 +44,7 @@ def measured_by(command: list[str]) -> Measured:
         done = run_alone(*command, "--json", str(file))
         if done.returncode:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        return READERS[command[0]](json.loads(file.read_text()))
+        return of_perplexity(json.loads(file.read_text()))
 
 
 def finite(value: float | None) -> float | None:
@@ -73,26 +71,6 @@ def of_perplexity(result: dict) -> Measured:
                 per_nat = bits / row["nll"]
                 figures[f"{row['dataset']}_{what}"] = [nats * per_nat, error and error * per_nat]
     return figures
-
-
-def of_infilling(result: dict) -> Measured:
-    """nll_left, nll_both (nats per token of the middle); gain, their difference, and gain_low, the
-    lower end of its 95% interval over sentences; rouge1_GIVEN_MODE and so on; GIVEN is passage for
-    last words. Without errors: all runs see the same sentences, and nothing is sampled."""
-    nll = {row["given"]: row["nll"] for row in result["rows"]}
-    figures = {f"nll_{given}": [statistics.mean(values), None] for given, values in nll.items()}
-    for row in result["rows"]:
-        for key in ("rouge_1", "rouge_2", "rouge_l"):
-            name = f"{key.replace('_', '')}_{row['given']}_{row['mode']}"
-            figures[name] = [statistics.mean(row[key]), None]
-    if {"left", "both"} <= nll.keys():
-        pairs = zip(nll["left"], nll["both"], strict=True)
-        mean, half_width = mean_and_reach([left - both for left, both in pairs])
-        figures |= {"gain": [mean, None], "gain_low": [finite(mean - half_width), None]}
-    return figures
-
-
-READERS = {"eval_ppl.py": of_perplexity, "eval_infill.py": of_infilling}
 
 
 @functools.cache

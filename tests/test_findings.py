@@ -247,17 +247,6 @@ def test_a_ratio_is_of_differences_seed_by_seed():
     assert ratio_of(Ratio("", ("a", "c"), ("a", "0")), "x", entries) is None
 
 
-def test_figures_are_read_from_what_scripts_write():
-    rouge = {"rouge_1": [0.5, 0.7], "rouge_2": [0.0, 0.0], "rouge_l": [0.5, 0.5]}
-    left = {"given": "left", "mode": "l2r", "nll": [3.0, 2.0]} | rouge
-    both = {"given": "both", "mode": "random", "nll": [2.5, 1.9]} | rouge
-    found = measures.of_infilling({"rows": [left, both]})
-    assert found["gain"] == [pytest.approx(0.3), None]
-    assert found["gain_low"] == [pytest.approx(0.3 - 12.7062 * 0.2, abs=1e-4), None]
-    assert found["nll_both"] == [pytest.approx(2.2), None]
-    assert found["rouge1_both_random"] == [pytest.approx(0.6), None]
-
-
 def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     rates = {"a": [1, 2, 4, 8, 16], "b": [1, 2, 4, 8]}
     found = runner.search(rates, lambda v: abs(math.log2(v["a"] * v["b"]) - 2) + v["a"] / 100)
