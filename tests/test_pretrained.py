@@ -248,7 +248,7 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
     made.save(str(path))
     assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
     assert get_tokenizer(str(path)).encode("a") == get_tokenizer(str(path)).encode("a")[:1]
-    for text, words in (("{", "no tokenizer.json"), (None, "there is no")):
+    for text, words in (("{", "not a tokenizer.json"), (None, "there is no")):
         path.write_text(text) if text else path.unlink()
         with pytest.raises(ValueError, match=words):
             get_tokenizer(str(path))
