@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 import tyro
 
@@ -56,7 +55,7 @@ class DecodeOptions(BenchOptions):
     steps: tuple[Count, ...] = (64, 256, 1024)
     """Steps of masked-diffusion sampling, one measurement for each."""
     group: Count | None = None
-    """Instead of --steps: tokens a step. With several lengths, fit how the figures grow."""
+    """Tokens per step, instead of --steps."""
     memory: bool = False
     """Also measure the peak memory of tensors, without the weights."""
     repeats: Count = 3
@@ -78,8 +77,6 @@ def bench_decode(o: DecodeOptions) -> dict:
             # After every measurement, so that a run that is cut short leaves its rows.
             outputs.write_json(o.json, {"rows": rows})
     figures = {"rates": bench.rates, "rows": rows}
-    if o.group and len(o.lengths) > 1:
-        figures["exponents"] = exponents(rows)
     return common.publish(o, outputs, dtype, device, figures, report)
 
 
@@ -118,24 +115,20 @@ class DecodeBench:
         ours, model = rows[0], self.models["ours"]
         shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize
         floors = [floor_of(plan, *shape, self.rates) for plan in drawn[1:]]
-        pairs = zip(ours["by_repeat"]["seconds"], floors, strict=True)
+        pairs = zip(ours["all_seconds"], floors, strict=True)
         ours["times_floor"] = statistics.median(seconds / floor for seconds, floor in pairs)
         for row in rows:
             row["times_ours"] = row["seconds"] / ours["seconds"]
         return rows
 
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
-        seconds, forwards = ([t[key] for t in timings] for key in ("seconds", "token_forwards"))
-        name = system if len(self.options.batch_size) == 1 else f"{system}_{self.B}"
-        row = {"system": system, "name": name, "description": SYSTEMS[system]} | timings[0]
+        row = {"system": system, "description": SYSTEMS[system]} | timings[0]
         row |= {"batch_size": self.B, "length": self.T, "steps": steps}
-        row["seconds"] = statistics.median(seconds)
+        row["all_seconds"] = [timing["seconds"] for timing in timings]
+        row["seconds"] = statistics.median(row["all_seconds"])
         row["ms_per_call"] = 1000 * statistics.median(t["seconds"] / t["calls"] for t in timings)
-        row["by_repeat"] = {"seconds": seconds, "forwards": forwards}
         if self.options.memory:
-            sizes = {"peak": self.peak(system, plan), "planned": self.planned(system)}
-            for kind, size in sizes.items():
-                row["by_repeat"][kind] = [size / 2**20] * self.options.repeats
+            row["peak_bytes"] = self.peak(system, plan)
         return row
 
     def time(self, system: str, plan: Plan) -> dict:
@@ -186,16 +179,6 @@ class DecodeBench:
         self.engines.clear()
         buffers, _ = allocated(self.device, lambda: self.engine(system, (self.B, self.T)))
         return buffers - weights + allocated(self.device, lambda: self.decode(system, parts))[1]
-
-    def planned(self, system: str) -> int:
-        """Bytes of keys and values, and of adaLN's modulations of all positions, which decoding
-        keeps if they are not more."""
-        model = self.models.get(system, self.models["ours"])
-        c, size = model.config, model.wte.weight.dtype.itemsize
-        cache = 2 * c.n_layer * self.B * self.T * c.n_embd * size
-        modulations = c.block_size * (6 * c.n_layer + 2) * c.n_embd * size
-        kept = modulations if c.has_adaln and modulations <= cache else 0
-        return 0 if system in SLOW else cache + kept
 
 
 def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
@@ -281,34 +264,21 @@ def floor_of(
     return float(seconds.sum())
 
 
-def exponents(rows: list[dict]) -> dict[str, dict[str, list[float]]]:
-    """Slopes of the logarithm of each figure over that of the length, one a repeat."""
-    found: dict[str, dict] = {}
-    for name in {row["name"]: None for row in rows}:
-        of = [row for row in rows if row["name"] == name]
-        x = np.log([row["length"] for row in of])
-        for kind in of[0]["by_repeat"]:
-            values = np.array([row["by_repeat"][kind] for row in of])  # (lengths, repeats)
-            slopes = np.polyfit(x, np.log(np.maximum(values, 1e-9)), 1)[0]
-            found.setdefault(name, {})[kind] = slopes.tolist()
-    return found
-
-
 def report(result: dict) -> list[str]:
-    """The settings, a table with ratios first, and the exponents."""
+    """The settings, and a table with ratios first."""
     s, rates, rows = result["settings"], result["rates"], result["rows"]
     head = ["system", "samples", "tokens", "steps", "x ours", "x floor", "model calls"]
     head += ["token-forwards", "ms/call", "seconds (min - max)"]
-    head += ["peak MiB", "planned"] * s["memory"]
+    head += ["peak MiB"] * s["memory"]
     lines = []
     for r in rows:
-        seconds, _, *sizes = r["by_repeat"].values()
         cells = [str(r[key]) for key in ("batch_size", "length", "steps")]
         cells += [f"{r[key]:.2f}" if r.get(key) else "" for key in ("times_ours", "times_floor")]
         cells += [f"{r[key]:,}" for key in ("calls", "token_forwards")]
         cells += [common.short(r["ms_per_call"])]
-        cells += ["~" * (r["timed_calls"] < r["calls"]) + common.spread_of(seconds)]
-        lines.append([r["system"], *cells, *(common.short(mib) for mib, *_ in sizes)])
+        cells += ["~" * (r["timed_calls"] < r["calls"]) + common.spread_of(r["all_seconds"])]
+        cells += [common.short(r["peak_bytes"] / 2**20)] if s["memory"] else []
+        lines.append([r["system"], *cells])
     how = ", compiled" * s["compile"] + ", with kernels" * s["kernels"]
     text = (
         f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}{how}; median of "
@@ -317,8 +287,4 @@ def report(result: dict) -> list[str]:
         "GB/s from memory. x ours: seconds relative to `ours`. x floor: seconds of `ours` relative "
         "to its arithmetic and memory traffic at these rates. ~: scaled up from some of the calls."
     )
-    fitted = ["system", *(f"exponent of {kind}" for kind in rows[0]["by_repeat"])]
-    found = result.get("exponents", {}).items()
-    fits = [[name, *map(common.spread_of, fit.values())] for name, fit in found]
-    tables = [text, "", *markdown_table(head, lines)]
-    return tables + (["", *markdown_table(fitted, fits)] if fits else [])
+    return [text, "", *markdown_table(head, lines)]

@@ -109,10 +109,9 @@ class Experiment:
     figure: str = ""  # curves, points, lines or scatter: see figures.py
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
-    # The x coordinate of each run config or measure (lines); the measures drawn (points).
+    # The x coordinate of each run config (lines), or of each measure that is drawn (points).
     x: dict[str, float] = field(default_factory=dict)
-    x_label: str = ""
-    y_label: str = "nats per token"
+    x_label: str = ""  # lines
 
     def config(
         self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False

@@ -124,20 +124,13 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
 
 
 def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
-    """Over `x`: the losses of the run configs, a line for each loss; or measures, a line for each
-    run config."""
-    x = experiment.x
-    if swept := sorted(x.keys() & entries.keys(), key=x.get):
-        lines = {
-            title_of(kind): [(x[name], entries[name], kind) for name in swept]
-            for kind in experiment.shown
-        }
-    else:
-        lines = {n: [(x[kind], entry, kind) for kind in x] for n, entry in entries.items()}
-    style_of = styles_of(lines)
-    for label, points in lines.items():  # hollow: lines may coincide
-        draw_means(axes, points, fillstyle="none", label=label, **style_of[label])
-    axes.set(xlabel=experiment.x_label, ylabel=experiment.y_label)
+    """The losses shown over the `x` of the run configs, a line for each loss."""
+    x, titles = experiment.x, {kind: title_of(kind) for kind in experiment.shown}
+    swept, style_of = sorted(x.keys() & entries.keys(), key=x.get), styles_of(titles.values())
+    for kind, title in titles.items():  # hollow markers: lines may coincide
+        points = [(x[name], entries[name], kind) for name in swept]
+        draw_means(axes, points, fillstyle="none", label=title, **style_of[title])
+    axes.set(xlabel=experiment.x_label, ylabel="nats per token")
 
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
@@ -150,7 +143,7 @@ def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
         draw_means(axes, points, markersize=4, label=label_of(name, entry), **style)
     labels = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=20, ha="right")
-    axes.set(ylabel=experiment.y_label)
+    axes.set(ylabel="nats per token")
 
 
 def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:

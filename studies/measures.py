@@ -22,8 +22,7 @@ Measured = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class Measure:
-    """A script and its arguments: {run} is the run to measure, {data} its dataset, {NAME} one of
-    the experiment's helpers."""
+    """A script and its arguments, in which {run} is the run to measure and {data} its dataset."""
 
     script: str
     arguments: tuple[str, ...]
@@ -52,24 +51,18 @@ def finite(value: float | None) -> float | None:
 
 
 def of_perplexity(result: dict) -> Measured:
-    """eval_ORDERS in nats per token, nats_DATASET_ORDERS too, DATASET_ORDERS in bits per byte; _mM:
-    ensembles of M, _gG: groups of G; slots4: slots:block=4; [DATASET_]gain_ORDERS_mM: what an
-    ensemble gains over one order, with a paired error. With several datasets eval_ and gain_ are of
-    the first."""
+    """Figures of a report of eval_ppl.py in nats per token: eval_ORDERS for the first dataset, and
+    nats_DATASET_ORDERS for each. The name ends in _mM for an ensemble of M orders;
+    gain_ORDERS_mM is its gain over one order, of the first dataset. slots4 is slots:block=4."""
     figures: Measured = {}
     for row in result["results"]:
-        name, size, group = row["orders"].replace(":block=", ""), row["ensemble"], row["group"]
-        name += f"_m{size}" * (size > 1) + f"_g{group}" * (group > 1)
-        found = {name: (row["nll"], finite(row["monte_carlo_error"]))}
+        name, size = row["orders"].replace(":block=", ""), row["ensemble"]
+        name += f"_m{size}" * (size > 1)
+        loss = [row["nll"], finite(row["monte_carlo_error"])]
+        figures.setdefault(f"eval_{name}", loss)
+        figures[f"nats_{row['dataset']}_{name}"] = loss
         if row["gain"] is not None:
-            found[f"gain_{name}"] = row["gain"], finite(row["gain_error"])
-        bits = finite(row["bits_per_byte"])
-        for what, (nats, error) in found.items():
-            figures.setdefault(what if what.startswith("gain_") else f"eval_{what}", [nats, error])
-            figures[f"nats_{row['dataset']}_{what}"] = [nats, error]
-            if bits is not None:
-                per_nat = bits / row["nll"]
-                figures[f"{row['dataset']}_{what}"] = [nats * per_nat, error and error * per_nat]
+            figures.setdefault(f"gain_{name}", [row["gain"], finite(row["gain_error"])])
     return figures
 
 

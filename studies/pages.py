@@ -3,7 +3,6 @@ them is written by hand. Texts name the numbers in them:
 
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
-    {fast: random / fixed}         the ratio of two, seed by seed
     {E20 fast: random - fixed}     of another experiment
 """
 
@@ -17,7 +16,7 @@ from runtime.outputs import markdown_table
 from runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
-from studies.verdicts import Claim, Ratio, figure_of, judged, ratio_of, tokens_to, with_verdicts
+from studies.verdicts import Claim, figure_of, judged, ratio_of, tokens_to, with_verdicts
 
 RESULTS = ROOT / "results" / "findings"
 FEW = 4  # below that many seeds their values are shown, not a mean
@@ -115,10 +114,6 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
         name, recipe, sides = match.groups()
         of, results = (experiment, found) if not name else results_of(name.strip())
         entries, kind = reported(of, results).get(recipe), of.kind
-        if entries and " / " in sides:
-            one, other = sides.split(" / ")
-            ratio = ratio_of(Ratio("", (one, "0"), (other, "0")), kind, entries)
-            return mean_cell(ratio["values"], ".2f")
         higher, _, lower = sides.partition(" - ")
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, kind, entries)
@@ -192,7 +187,7 @@ def main_table(experiment: Experiment, found: dict) -> list[str]:
         for column in columns
     ]
     first = "" if all(several) or not several[0] else f"{title_of(columns[0][1])}, "
-    return markdown_table([first + experiment.y_label, *head], lines)
+    return markdown_table([first + "nats per token", *head], lines)
 
 
 def details_of(experiment: Experiment, found: dict) -> list[str]:

@@ -184,9 +184,7 @@ class Runner:
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
-        helpers = self.experiment.helper_configs(recipe, self.quick)
-        places = {name: helper.run_folder for name, helper in helpers.items()}
-        places |= {"run": config.run_folder, "data": config.data.folder}
+        places = {"run": config.run_folder, "data": config.data.folder}
         commands = [
             [measure.script, *(word.format(**places) for word in measure.words(self.quick))]
             for measure in self.experiment.measures
