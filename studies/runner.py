@@ -82,12 +82,16 @@ def commits_of(results: Iterable[dict]) -> str:
     return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
 
 
-def search(tune: dict[str, list], loss_of: Callable[[Values], float]) -> list[tuple[Values, float]]:
+def search(
+    tune: dict[str, list],
+    loss_of: Callable[[Values], float],
+    at_hand: Callable[[Values], bool] = lambda values: False,
+) -> list[tuple[Values, float]]:
     """Try the middle of the grid and its neighbours along every key, then neighbours of the best
     point, until all of its own have been tried: where the loss is flat, chance would lead away from
-    better values. Returns those tried, in their order, with their losses; nothing if there is only
-    one point."""
-    sizes, tried = [len(values) for values in tune.values()], {}
+    better values. Points whose loss is at hand count as tried. Returns those tried, in their order,
+    with their losses; nothing if there is only one point."""
+    sizes = [len(values) for values in tune.values()]
     middle = tuple(size // 2 for size in sizes)
 
     def around(place: tuple) -> list[tuple]:
@@ -99,7 +103,9 @@ def search(tune: dict[str, list], loss_of: Callable[[Values], float]) -> list[tu
     def values_at(place: tuple) -> Values:
         return {key: values[n] for n, (key, values) in zip(place, tune.items(), strict=True)}
 
-    while math.prod(sizes) > 1:
+    places = list(itertools.product(*map(range, sizes))) if math.prod(sizes) > 1 else []
+    tried = {p: loss_of(values_at(p)) for p in places if at_hand(values_at(p))}
+    while places:
         best = min(tried, key=tried.get, default=middle)
         left = [place for place in (*around(middle), *around(best)) if place not in tried]
         if not left:
@@ -171,15 +177,19 @@ class Runner:
     def tune(self, recipe: str, run_configs: list[RunConfig]) -> list[tuple[Values, float]]:
         """What `search` tries, by the mean over these run configs and the tuning seeds."""
 
-        def loss_of(tuned: Values) -> float:
-            ends = []
-            for one, seed in itertools.product(run_configs, self.experiment.tuning_seeds):
-                config = self.experiment.config(recipe, one, seed, tuned, self.quick)
-                figure = figure_of(self.result(recipe, config, []), self.experiment.tune_by)
-                ends.append(figure.value if figure else math.inf)
-            return statistics.mean(ends)
+        def configs(tuned: Values) -> list[Config]:
+            of = itertools.product(run_configs, self.experiment.tuning_seeds)
+            return [self.experiment.config(recipe, one, seed, tuned) for one, seed in of]
 
-        return [] if self.quick else search(run_configs[0].tune, loss_of)
+        def loss_of(tuned: Values) -> float:
+            results = [self.result(recipe, config, []) for config in configs(tuned)]
+            figures = [figure_of(result, self.experiment.tune_by) for result in results]
+            return statistics.mean(figure.value if figure else math.inf for figure in figures)
+
+        def at_hand(tuned: Values) -> bool:
+            return all(key_of(config, []) in self.results.rows for config in configs(tuned))
+
+        return [] if self.quick else search(run_configs[0].tune, loss_of, at_hand)
 
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""

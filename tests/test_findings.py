@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import re
@@ -278,6 +279,28 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         experiment = experiments.Experiment(name="X", recipes={"r": others}, **how)
         found = runner.Runner(experiment, runner.Results()).train(1)["r"]
         assert [entry["tuned"]["optim.lr"] for entry in found.values()] == tuned
+
+
+def test_results_at_hand_count_when_tuning():
+    """A rate that the search would not reach, whose runs are on file, is chosen if it is best."""
+    losses = {1.0: 3.0, 2.0: 2.0, 3.0: 1.0, 4.0: 2.0, 5.0: 0.5}
+    grid = {"optim.lr": list(losses)}
+    one, results = RunConfig("a", {}, grid), runner.Results()
+    experiment = experiments.Experiment(name="X", recipes={"r": {"a": one}})
+    made = runner.Runner(experiment, results)
+
+    def save(lr, seed):
+        config = experiment.config("r", one, seed, {"optim.lr": lr})
+        row = {"tokens": [1], "losses": {"training": [losses[lr]]}, "seed": seed}
+        results.of(config, [], lambda: row)
+
+    for lr, seed in itertools.product((2.0, 3.0, 4.0), experiment.tuning_seeds):
+        save(lr, seed)
+    best = [runner.best_of(one, made.tune("r", [one]))["optim.lr"]]
+    for seed in experiment.tuning_seeds:
+        save(5.0, seed)
+    best.append(runner.best_of(one, made.tune("r", [one]))["optim.lr"])
+    assert best == [3.0, 5.0]
 
 
 def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
