@@ -158,6 +158,10 @@ def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> lis
     return [f"| {' | '.join(cells)} |" for cells in padded]
 
 
+# Okabe and Ito's colors, which the color-blind can tell apart.
+COLORS = "#0072B2 #000000 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #8C8C00".split()
+
+
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
     """A matplotlib figure that needs no screen, and its axes. size: in inches."""
     import matplotlib
@@ -165,6 +169,7 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
     return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 

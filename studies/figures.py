@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from evaluation.text_measures import mean_and_reach
-from runtime.outputs import new_figure, png
+from runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.pages import FEW, title_of, value_of
 
 Entries = dict[str, dict]
-# Okabe and Ito's colors, which the color-blind can tell apart: the same for a system everywhere.
-COLORS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000 #8C8C00".split()
-KNOWN = {"aogpt": 0, "ours": 0, "random": 0, "uniform": 0, "l2r0": 0, "encoder": 1, "two_stream": 2}
-KNOWN |= {"gpt": 6, "l2r": 6, "fixed": 3, "l2r10": 5, "adaln": 0, "input": 1, "rotary": 5}
+# Places in COLORS, the same for a system everywhere: AO-GPT, GPT, encoder, two streams, and others.
+SYSTEMS = {"aogpt": 0, "ours": 0, "random": 0, "uniform": 0, "any": 0, "l2r0": 0, "adaln": 0}
+SYSTEMS |= {"gpt": 1, "l2r": 1, "time": 1, "encoder": 2, "two_stream": 3, "fixed": 4, "l2r10": 6}
 LINES, MARKERS = ("-", "--", ":", "-."), "osD^v<>Ph*"
 
 
@@ -29,14 +28,15 @@ def styles(experiment: Experiment, entries: Entries) -> dict[str, dict]:
 
 def styles_of(names: Iterable[str]) -> dict[str, dict]:
     """Color, line and marker of each run config: of a system its color, of its variants other lines
-    and markers; of others colors that are left."""
+    and markers; of others the colors of no system."""
     systems = {}
     for name in names:
-        parts = [part for part in (name, *re.split(r"\d*_", name)) if part in KNOWN]
-        systems[name] = parts[0] if parts else re.sub(r"\d*(_.*)?$", "", name)
-    taken = {KNOWN[system] for system in systems.values() if system in KNOWN}
-    left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken] or range(8))
-    numbers, uses, styles = dict(KNOWN), Counter(), {}
+        parts = [part for part in (name, *re.split(r"\d*_", name)) if part in SYSTEMS]
+        stem = re.sub(r"\d*(_.*)?$", "", name)
+        systems[name] = parts[0] if parts else f"a kind of {stem}"  # l2r50 is not a GPT
+    taken = {0, 1, 2, 3, *(SYSTEMS[system] for system in systems.values() if system in SYSTEMS)}
+    left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken])
+    numbers, uses, styles = dict(SYSTEMS), Counter(), {}
     for name, system in systems.items():
         if system not in numbers:
             numbers[system] = next(left)

@@ -3,6 +3,7 @@ them is written by hand. Texts name the numbers in them:
 
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
+    {fast: l2r10 each}             one a seed, in order of size
     {E20 fast: random - fixed}     of another experiment
 """
 
@@ -114,7 +115,7 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
         name, recipe, sides = match.groups()
         of, results = (experiment, found) if not name else results_of(name.strip())
         entries, kind = reported(of, results).get(recipe), of.kind
-        higher, _, lower = sides.partition(" - ")
+        higher, _, lower = sides.removesuffix(" each").partition(" - ")
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, kind, entries)
         if not judgement or judgement["mean"] is None:
@@ -122,7 +123,9 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
         if lower:
             return difference_cell(judgement, ".3f")
         name, _, of_side = higher.partition(":")
-        return mean_cell([value_of(row, of_side or kind) for row in entries[name]["runs"]])
+        values = [value_of(row, of_side or kind) for row in entries[name]["runs"]]
+        one_by_one = ", ".join(f"{value:.3f}" for value in sorted(values))
+        return one_by_one if sides.endswith(" each") else mean_cell(values)
 
     return re.sub(r"\{(E\d+ )?([^{}:]+): ([^{}]+)\}", number, text)
 
@@ -254,14 +257,11 @@ def overview() -> str:
             missing.append(name)
             continue
         experiment, found = results_of(name)
-        paper, fast, says = (
-            filled(experiment.row.get(key, ""), experiment, found)
-            for key in ("paper", "fast", "says")
-        )
+        told, says = (filled(experiment.row[key], experiment, found) for key in ("found", "says"))
         link = f"[{experiment.title}]({name}.md)"
-        rows.append([link, paper, fast, says, how_sure(experiment, found)])
-    head = ["question", "paper recipe, or sine tables", "fast recipe", "elsewhere", "how sure"]
-    table = markdown_table(head, rows, left=5)
+        rows.append([link, told, says, how_sure(experiment, found)])
+    head = ["question", "found, by recipe", "elsewhere", "how sure"]
+    table = markdown_table(head, rows, left=4)
     text = filled((CONFIGS / "page.md").read_text())
     if missing:
         table += ["", f"Not run yet: {', '.join(missing)}."]
