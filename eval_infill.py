@@ -19,7 +19,7 @@ from checkpoints import Loaded, load
 from data.loader import spread
 from evaluation.eval_sets import open_eval_set
 from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
-from evaluation.text_measures import mean_and_reach
+from evaluation.text_measures import mean_and_half_width
 from runtime.command_line import ModelOptions, run_script, show
 from runtime.devices import autocast, pick_device, pick_dtype
 from runtime.errors import UserError
@@ -123,7 +123,7 @@ def fill_in(
 def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
-        mean, half = mean_and_reach(row["nll"])
+        mean, half = mean_and_half_width(row["nll"])
         scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
         what = [row["run"], row["given"], row["mode"]]
         cells.append([*what, f"{mean:.4f}", f"± {half:.4f}", *scores])
@@ -139,7 +139,7 @@ def notes(rows: list[dict]) -> list[str]:
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:
             gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
-            mean, half = mean_and_reach(gains)
+            mean, half = mean_and_half_width(gains)
             interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
             lines.append(f"{run}: the right side is worth {mean:.4f} nats/token, {interval}")
     return lines

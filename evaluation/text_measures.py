@@ -78,7 +78,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, error
 
 
-def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half the width of its 95% interval (Student's t)."""
     mean, error = mean_and_error(values)
     return mean, t_quantile(len(values) - 1) * error if len(values) > 1 else math.nan

@@ -87,7 +87,9 @@ class Experiment:
     source: str = ""  # what the paper and others say
     setting: str = ""
     caveats: str = ""
-    row: dict[str, str] = field(default_factory=dict)  # in the table of all: found, says (elsewhere)
+    row: dict[str, str] = field(
+        default_factory=dict
+    )  # in the table of all: found, says (elsewhere)
     kind: str = "training"  # the loss or figure that is compared; training: under training orders
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from evaluation.text_measures import mean_and_reach
+from evaluation.text_measures import mean_and_half_width
 from runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.pages import FEW, title_of, value_of
@@ -94,7 +94,7 @@ def mean_and_bars(entry: dict, kind: str) -> tuple[float, float, float] | None:
     values = [value_of(row, kind) for row in entry["runs"]]
     if None in values:
         return None
-    mean, half_width = mean_and_reach(values)
+    mean, half_width = mean_and_half_width(values)
     if len(values) < FEW:
         return mean, mean - min(values), max(values) - mean
     return mean, half_width, half_width
@@ -109,7 +109,7 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         of = kind if kind in rows[0]["losses"] else "training"
         means, low, high = [], [], []
         for values in zip(*(row["losses"][of] for row in rows), strict=True):
-            mean, half = mean_and_reach(values)
+            mean, half = mean_and_half_width(values)
             few = len(values) < FEW
             means.append(mean)
             low.append(min(values) if few else mean - half)

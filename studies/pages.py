@@ -11,7 +11,7 @@ import functools
 import re
 import statistics
 
-from evaluation.text_measures import mean_and_reach
+from evaluation.text_measures import mean_and_half_width
 from runtime.errors import UserError
 from runtime.outputs import markdown_table
 from runtime.validation import read_results, read_toml
@@ -84,7 +84,7 @@ def mean_cell(values: list[float | None], form: str = ".3f") -> str:
         return "-"
     if len(values) < FEW:
         return ", ".join(f"{value:{form}}" for value in values)
-    mean, half_width = mean_and_reach(values)
+    mean, half_width = mean_and_half_width(values)
     return f"{mean:{form}} ± {half_width:{form}}"
 
 

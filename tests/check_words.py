@@ -7,7 +7,7 @@ import tokenize
 from pathlib import Path
 
 WORDS = {  # a regular expression: what to write
-    r"(told|tells?|telling) (its|the|their|a step its) targets?": "conditioned on the target",
+    r"(told|tells?|telling) (its |the |their |a step its )?targets?": "conditioned on the target",
     r"(the|is|are) surest|surer|sure enough": "most confident, above the threshold",
     r"mixed values|line to zero|plateau of single": "value residual, linear decay, plateau",
     r"but for|for want of|whoever|of use|so many|as many as": "another sentence",
@@ -23,7 +23,7 @@ def prose(path: Path) -> str:
     if path.suffix == ".md":
         return CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
     if path.suffix == ".toml":
-        return re.sub(r"^[^#\n]*", "", text, flags=re.M)
+        return text
     for token in tokenize.generate_tokens(iter(text.splitlines(True)).__next__):
         if token.type == tokenize.COMMENT or token.string.startswith('"""'):
             kept += "\n" * (token.start[0] - 1 - kept.count("\n")) + token.string
