@@ -202,7 +202,7 @@ def load(path: str) -> aogpt.TextModel:
 
 
 def view(fill: Fill, selected: int | None = None) -> dict:
-    """What app.js draws of a text."""
+    """A text as app.js draws it."""
     tokens, name = [], lambda token: visible(fill.text.tokenizer.decode([token]))
     steps = {position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)}
     for blank, run in itertools.groupby(enumerate(fill.tokens), key=lambda pair: pair[1] is None):

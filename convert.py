@@ -37,9 +37,9 @@ def convert(
         source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
         destination: New folder; written completely or not at all.
         weights: ema: the averaged weights, if the source has them; raw: those of the last step.
-        dtype: Of the file. bfloat16 takes half the space and rounds weights to 8 significant bits;
+        dtype: Type of the weights. bfloat16 takes half the space and rounds to 8 significant bits;
             this project loads both as float32.
-        checkpoint: Of a run folder: last, best (lowest validation loss) or the number of a step.
+        checkpoint: Which one of a run: last, best (lowest validation loss) or the number of a step.
         hub: Write a folder that transformers.AutoModel loads without this project: with code,
             tokenizer and a model card.
         push: With --hub: also upload the folder to this Hugging Face repository, OWNER/NAME; a new

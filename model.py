@@ -374,7 +374,7 @@ class AOGPT(nn.Module):
         return angles[positions].unsqueeze(-3).unbind(-2)
 
     def target_angles(self, p: Pass, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of queries: at their target, whose own input would stand at target + 1, or before it."""
+        """Angles of queries: at the target, whose own input stands at target + 1, or before it."""
         return self.angles_at(p.targets + (self.config.query_at == "target"), dtype)
 
     def head_logits(self, x: Tensor) -> Tensor:

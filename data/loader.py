@@ -130,7 +130,7 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
 
 
 def token_dtype(name: str) -> np.dtype:
-    """Of a token file, little-endian on every machine."""
+    """The type of a token file, little-endian on every machine."""
     return np.dtype(name).newbyteorder("<")
 
 

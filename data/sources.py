@@ -31,13 +31,13 @@ LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-
 class Reading:
     """How documents are read, and what was noticed on the way."""
 
-    field: str  # of a row, with the text
-    prompt_field: str | None = None  # of examples (prompts.py)
-    split_at: str | None = None  # what stands between the documents of a text
+    field: str  # the field of a row that holds the text
+    prompt_field: str | None = None  # the field with the prompt of an example (prompts.py)
+    split_at: str | None = None  # the separator of documents in a text
     counts: Counter[str] = field(default_factory=Counter)  # notes for the user, and how often
 
     @property
-    def fields(self) -> set[str]:  # of a row, that are read
+    def fields(self) -> set[str]:  # the fields of a row that are read
         return {self.field}
 
     def document(self, row: dict, place: str) -> str:

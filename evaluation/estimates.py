@@ -30,8 +30,8 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Of the 95% interval of the mean, over texts and samples: the wider one of that over
-        sequences and, where there are several documents, that by document."""
+        """Half the width of the 95% interval of the mean, over texts and samples: by sequence or,
+        where that is wider and there are several documents, by document."""
         half = t_quantile(self.sequences - 1) * self.standard_error
         if self.documents > 1:
             half = max(half, t_quantile(self.documents - 1) * self.document_error)

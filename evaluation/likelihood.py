@@ -1,7 +1,7 @@
 """The likelihood of text under a model: an eval set is scored in rounds, each of which draws the
 orders (or an encoder's masks) of every sequence once.
 
-N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples ("draws")."""
+N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples (`draws`)."""
 
 import math
 from collections.abc import Callable

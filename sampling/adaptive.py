@@ -58,7 +58,7 @@ def within_limits(plan: Plan, known: Tensor, candidates: Tensor, scores: list[Te
 def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) -> tuple:
     """Put the candidates of every row in the order in which the model prefers them, by the first of
     the scores `by`. hidden, index: as `Engine.predict` gives them. Returns `index` in that order,
-    and the scores (B, T + 1) of its slots: infinite for what is known, minus for what is later."""
+    and the scores (B, T + 1) of its slots: inf where known, -inf where it is not a candidate."""
     # 1. The scores of every candidate, (N, scores).
     row, slot = engine.slots(step.known, step.candidates, step.all_candidates)
     targets = torch.zeros_like(slot) if engine.forced is None else engine.forced_at(row, slot)

@@ -1,8 +1,8 @@
 """Texts with gaps, some of unknown length: read, filled at every length, and ranked.
 
 [MASK:3] is three tokens, [MASK] one, [MASK:2-12] two to twelve. Fillings
-of different lengths are ranked by what they make of the known text after them: its log-probability
-per token, given all that is before it. The filling's own probability falls with every token.
+of different lengths are ranked by the log-probability per token of the known text after them, given
+all that is before it. The filling's own probability falls with every token.
 
 Shapes: N fillings, T positions of the longest."""
 

@@ -68,7 +68,7 @@ class DecodingOptions(TokenChoice):
     speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
     steps: Count | None = None  # Steps of mdm and even; by default one per token to generate.
     schedule: Schedule | None = None
-    """Of mdm and even. linear (default): about equally many tokens in every step.
+    """Schedule of mdm and even. linear (default): about equally many tokens in every step.
     cosine: few at first, many at the end."""
     group_size: Count | None = None
     """Tokens a step of l2r, random, order and adaptive; by default 1.

@@ -21,8 +21,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     LongTensor (N,).
 
     A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of the row's
-    uniform number, and the first one is drawn (-log of its times are log weights with Gumbel
-    noise). Rounding of the weights, which varies with the batch, changes only races that end in a
+    uniform number. The first one is drawn. (-log of the times are log weights with Gumbel noise.)
+    Rounding of the weights, which varies with the batch, changes only races that end in a
     tie up to rounding; in an inverse CDF it would add up over the ids. Blocks race first, then the
     ids of the first block: V / 64 + 64 numbers instead of V."""
     return race(weights, uniforms)[0]

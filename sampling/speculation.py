@@ -77,10 +77,9 @@ def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
 def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Tensor) -> Tensor:
     """Settle the drafts of a round; how many slots of each row, from `first` on, are settled, (B,).
 
-    A draft x is kept with probability min(1, q(x) / p(x)), where p is the distribution that it was
-    drawn from and q that of the order's joint, in which the drafts before it are known. The first
-    that is not kept is drawn again from (q - p)+, and those after it are dropped: what is settled
-    then follows q (Leviathan et al. 2023).
+    A draft x, drawn from p, is kept with probability min(1, q(x) / p(x)), where q is the order's
+    joint given the drafts before it. The first that is not kept is drawn again from (q - p)+, and
+    those after it are dropped. Settled tokens then follow q (Leviathan et al. 2023).
 
     Example: known = 3, three drafts a, b, c (size = 3), of which the first needs no verification
     (first = 4), and a bonus slot (n_verify = 3):

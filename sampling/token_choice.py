@@ -42,8 +42,8 @@ class TokenChoice:
     """float64: the exact draw. float32, bfloat16: Gumbel noise of that precision, which lowers the
     temperature."""
     crossing: Crossing = "keep"
-    """drop: of the tokens of --top-p without the last, which takes them above it, as some published
-    samplers do."""
+    """The last token of the nucleus, with which its mass passes --top-p. drop: leave it out, as
+    some published samplers do."""
     repetition_penalty: Annotated[float, Interval(ge=1, lt=math.inf)] = 1.0
     """Divide the logits of tokens that are in the sample already by this if they are positive, else
     multiply them (CTRL, Keskar et al. 2019); 1 changes nothing."""
@@ -69,10 +69,11 @@ class TokenChoice:
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
-    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,). The
-    nucleus is not sorted: a token is drawn from all, and again from the nucleus if the mass ranked
-    before it says that it is outside it: P(i) + (1 - P(nucleus)) P(i) / P(nucleus) is P(i) /
-    P(nucleus). Its uniform number is then a hash of the first."""
+    """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) -> LongTensor (N,).
+
+    Nothing is sorted: a token is drawn from all, and again from the nucleus if it is outside of it,
+    with a hash of the first uniform number. P(i) + (1 - P(nucleus)) P(i) / P(nucleus) is P(i) /
+    P(nucleus)."""
     if choice.greedy:
         return logits.argmax(dim=-1)
     probs = _truncated(logits, choice)
@@ -86,7 +87,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     wanted = choice.top_p * total
     outside = _outside_nucleus(probs, drawn, wanted)
     again = fresh_uniforms(uniforms, REDRAWN)
-    if not _may_branch(probs):  # all rows, since to look which need it would be to wait
+    if not _may_branch(probs):  # all rows: finding those that need it would wait
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
     if len(rows := outside.nonzero().flatten()):
         kept = [_nucleus_of_row(probs[row], drawn[row], wanted[row]) for row in rows.tolist()]

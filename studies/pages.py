@@ -257,7 +257,9 @@ def overview() -> str:
             missing.append(name)
             continue
         experiment, found = results_of(name)
-        told, says = (filled(experiment.row[key], experiment, found) for key in ("found", "says"))
+        told, says = (
+            filled(experiment.row.get(key, ""), experiment, found) for key in ("found", "says")
+        )
         link = f"[{experiment.title}]({name}.md)"
         rows.append([link, told, says, how_sure(experiment, found)])
     head = ["question", "found, by recipe", "elsewhere", "how sure"]

@@ -49,7 +49,7 @@ class Arguments:
     jobs: Count = 1
     """Runs in parallel on a CPU, each with one thread."""
     processes: Count = 1
-    """Of each run, one for each GPU of this machine, started by torchrun."""
+    """Processes of each run, one for each GPU of this machine, started by torchrun."""
     repetitions: Count | None = None
     """Instead of training, measure speed by short runs: each run config this often, in turn."""
 

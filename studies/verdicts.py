@@ -53,7 +53,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Figure:
-    """Of one run."""
+    """A loss or measure of one run."""
 
     value: float
     shared_error: float = 0.0  # standard error from samples that the runs of all seeds share
@@ -157,7 +157,7 @@ def combined(signs: list[int], figures: tuple[Figure | None, ...]) -> Figure | N
 
 def with_verdicts(claims: list[dict]) -> None:
     """Give all primary claims of an experiment their verdicts, by Holm's step-down procedure. One
-    that something stands in the way of counts as a test that failed."""
+    that its runs cannot decide (plateau, unfinished runs) counts as a test that failed."""
     p_of = {n: 1.0 if c["verdict"] or c["p"] is None else c["p"] for n, c in enumerate(claims)}
     adjusted = 0.0
     for rank, n in enumerate(sorted(p_of, key=p_of.get)):

@@ -447,8 +447,8 @@ def one_stage_distribution(conditional, length, steps):
 
 
 def _certainty(conditional, target, vocab_size, length, by):
-    """Of the distribution at `target` that each sequence belongs to: its highest probability, minus
-    its entropy, or how far its highest probability is above the second."""
+    """For the distribution at `target` that each sequence belongs to: its highest probability,
+    minus its entropy, or how far its highest probability is above the second."""
     probs = conditional.view((vocab_size,) * length)
     ranked = probs.sort(target, descending=True).values
     certain = {

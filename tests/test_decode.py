@@ -75,7 +75,7 @@ enumerated = functools.cache(enumerable_system)
 
 @functools.cache
 def expected_distribution(mode, system, seed, choice=None, prompt=()):
-    """Of a mode of `make_plan`; prompt: pairs of position and token."""
+    """The joint of a mode of `make_plan`; prompt: pairs of position and token."""
     conditional = enumerated(system, seed)[1]
     if choice is not None:
         conditional = reference.with_choice(conditional, choice, V, N)
@@ -321,7 +321,7 @@ def fits(system, mode):
 
 
 def every_mode_of(*systems):
-    """Of the first system; the others share them, every mode with half of the systems."""
+    """All modes of the first system; the others share them, each mode with half of the systems."""
     pairs = [
         (system, mode)
         for i, system in enumerate(systems)
@@ -457,7 +457,7 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
 
 @pytest.mark.parametrize("mode", ["l2r", "even 8", "exact 16"])
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
-    """Of this width batches of 1 and 8 take other kernels, and some tokens are drawn again."""
+    """At this width batches of 1 and 8 take other kernels, and some tokens are drawn again."""
     sizes = {"vocab_size": 8192, "n_embd": 256, "n_head": 4, "block_size": 64}
     model, plan = make_system("AO-GPT", 1, torch.float32, **sizes), make_plan(mode, 8, 64)
     random = {"uniforms": uniforms_for(8, 64, seed=2), "choice": TokenChoice(top_p=0.9)}

@@ -59,7 +59,7 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
 
 
 def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
-    """Of the order 2, then 0 1 3 in any order; and what comes after the text does not count."""
+    """The order is 2, then 0 1 3 in any order; and what comes after the text does not count."""
     model, conditional, _ = system
     orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]
     exact = {size: exact_loss(conditional, size, orders, given=1) for size in (1, 3)}

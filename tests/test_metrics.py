@@ -186,7 +186,7 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
 
 
 def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(data, tmp_path):
-    """Of left to right there is one order, whatever is drawn. An average of decay 0 is the last
+    """Left to right is one order, whatever is drawn. An average of decay 0 is the last
     weights."""
     config = tiny_config(data, tmp_path, steps=20, eval__draws=3)
     config = change(config, optim__more_ema_decays=(0.0, 0.5))

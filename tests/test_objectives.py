@@ -90,7 +90,7 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
-    """Of 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; of each draw, in any share of
+    """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in any share of
     the rows."""
     whole, other = (evaluation_masks(seed, draw, range(24), 24, 6) for draw in (3, 4))
     counts = whole.masked.sum(dim=1)

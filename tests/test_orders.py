@@ -92,7 +92,7 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(leng
 
 @pytest.mark.parametrize("block", [2, 3, 4])
 def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
-    """Of 600 seeds the identity would come up 300, 100 and 25 times."""
+    """With 600 seeds the identity would come up 300, 100 and 25 times."""
     configs = [OrderConfig("fixed_blockwise", block=block, seed=seed) for seed in range(600)]
     drawn = torch.cat([orders_at(config, 0, 0, range(1), block) for config in configs])
     counts = collections.Counter(map(tuple, drawn.tolist()))

@@ -185,7 +185,7 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(pairs, ever
 def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
     short, everywhere, kind, world
 ):
-    """Of shapes that leave some processes without rows. 1e-4: float32 through five iterations of
+    """Shapes that leave some processes without rows. 1e-4: float32 through five iterations of
     products of numbers up to 5."""
     runs, _ = everywhere
     ours = result("orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}"))

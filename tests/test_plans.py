@@ -31,7 +31,7 @@ def rows_of(plan):
 
 
 def sizes_of(step):
-    """Of the steps 0, 1, ... of one row, empty ones included."""
+    """Sizes of the steps 0, 1, ... of one row, empty ones included."""
     return [step.count(s) for s in range(max(step, default=-1) + 1)]
 
 

@@ -282,7 +282,7 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
 @torch.no_grad()
 @pytest.mark.parametrize("target", ["adaln", "two_stream"])
 def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
-    """Of two streams the content stream has them: what the queries read."""
+    """With two streams the content stream has them, which the queries read."""
     reference, folder = gpt2
     source = load_model(folder).double()
     model = build_model(dataclasses.replace(source.config, target=target)).double()
@@ -587,8 +587,8 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(run, tmp_path
 
 @torch.no_grad()
 def test_the_weights_in_this_repository_know_english_in_every_order():
-    """Of a sentence that nobody trained on: 3.2 to 3.5 nats a token, where words as they are
-    frequent would be 6.3 (results/books.md) and words thrown about are more."""
+    """A sentence that nobody trained on: 3.2 to 3.5 nats a token. Frequencies of single tokens
+    would give 6.3 (results/books.md), and shuffled words give more."""
     loaded = load(ROOT / "results" / "books_model")
     assert loaded.tokenizer_sha256 == get_tokenizer("english").sha256
     text = "The old man opened the door, and looked at the child who was sitting by the fire."

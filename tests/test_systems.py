@@ -59,7 +59,7 @@ def parameters(model):
 
 
 def some_masked(batch_size, length, seed):
-    """Of several rates; the first row masks everything, the second nothing, the third one."""
+    """Masks of several rates; the first row masks everything, the second nothing, the third one."""
     rates = torch.linspace(0.1, 0.9, batch_size)[:, None]
     masked = torch.rand(batch_size, length, generator=seeded(seed)) < rates
     masked[0], masked[1], masked[2] = True, False, torch.arange(length) == 1
@@ -240,7 +240,7 @@ def cell_of(rates, masked):
 
 
 def cell_probabilities(end):
-    """Of `cell_of`, where the rate is uniform over (0, end) and its quarters are those of end."""
+    """Probabilities of `cell_of`: the rate is uniform over (0, end), its quarters those of end."""
     quarters = [(end * q / 4, end * (q + 1) / 4) for q in range(4)]
     sizes = PATTERNS.sum(dim=1).tolist()
     values = [float(integral(m, N - m, *quarter) / end) for quarter in quarters for m in sizes]

@@ -139,7 +139,7 @@ def group_starts(order: Tensor, group: int, prompt_lengths: Tensor | None = None
 def groups_of(
     order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each group, the step where it begins in each row (B,) and its steps, BoolTensor (B, T)."""
+    """For each group, the step where it begins in each row (B,) and its steps, bool (B, T)."""
     B, T = order.shape
     if prompt_lengths is None:
         prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
