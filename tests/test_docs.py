@@ -28,6 +28,7 @@ from training import config as configuration
 from training import plan, plot
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS = [p for p in sorted((ROOT / "results").rglob("*.md")) if "details" not in p.name]
 BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ")
 SCRIPTS = {f"{module.__name__}.py": module for module in (app, convert, eval_gen, eval_infill)}
 SCRIPTS |= {f"{module.__name__}.py": module for module in (eval_ppl, eval_tasks, sample, score)}
@@ -51,17 +52,18 @@ def commands_of(text):
     return [shlex.split(command, comments=True) for command in found if command.startswith(BEGIN)]
 
 
-def all_commands():
+def commands_on(pages):
     """{the words of a command: the first page that has it}"""
     found = {}
-    for page in PAGES:
+    for page in pages:
         for words in commands_of(page.read_text()):
             found.setdefault(tuple(words), page.name)
     return found
 
 
-COMMANDS = all_commands()
-CASES = [pytest.param(words, id=f"{page}: {' '.join(words)}") for words, page in COMMANDS.items()]
+COMMANDS = commands_on(PAGES)
+PARSED = COMMANDS | commands_on([*RESULTS, ROOT / "studies" / "README.md"])
+CASES = [pytest.param(words, id=f"{page}: {' '.join(words)}") for words, page in PARSED.items()]
 
 
 def script_of(words):
@@ -260,12 +262,12 @@ def without_code(text):
 
 
 def anchors(text):
-    """Of the headings of a page, as GitHub and the site make them."""
+    """Anchors of the headings of a page, as GitHub and the site make them."""
     titles = re.findall(r"^#+ (.*)", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         file, _, anchor = link.partition("#")
@@ -286,6 +288,12 @@ def test_every_page_is_on_the_site():
 )
 def test_pages_stay_short(name, most):
     assert len((ROOT / "docs" / f"{name}.md").read_text().split()) <= most
+
+
+def test_the_manual_and_the_results_can_be_read():
+    """Details are generated beside the results."""
+    for pages, most in (([PAGES[0]], 700), (PAGES[2:], 9000), (RESULTS, 9000)):
+        assert sum(len(page.read_text().split()) for page in pages) <= most
 
 
 def test_the_papers_page_has_a_command_for_every_script_and_few_words():
