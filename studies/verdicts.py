@@ -177,7 +177,7 @@ def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
         tested = of.startswith("eval_")
         measured, figure = row.get("measured", {}), figure_of(row, of, share)
         unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
-        is_loss = tested or of in row["losses"]
+        is_loss = tested or of.removeprefix("lowest_") in row["losses"]
         if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
             return True
     return False

@@ -173,6 +173,7 @@ def test_a_claim_with_a_loss_on_the_unigram_plateau_or_a_run_that_did_not_end_is
         ("b", "a", verdicts.PLATEAU),  # either side, in any run
         ("a", "b", verdicts.PLATEAU),
         ("c", "b", ""),
+        ("c", "a:lowest_training", verdicts.PLATEAU),
         ("c:eval_random", "a:eval_random", verdicts.PLATEAU),  # of the text that it is scored on
         ("c:ptb_random", "a:ptb_random", ""),  # of other text
     ):
