@@ -31,6 +31,7 @@ from runtime.validation import check_values, read_results, read_toml
 from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from studies.answer_pages import CONFIGS, RECIPE, RESULTS, details, figure, page, task_table
 from studies.experiment import OUT, Experiment, read_run_configs
+from studies.pages import reported
 from studies.runner import Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
 from training.config import Config
@@ -67,10 +68,10 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     run_configs, tune, tasks, decoders = (values.pop(part) for part in parts)
     found = {}
     for task, changes in tasks.items():
-        title = changes.pop("says")
+        of = {"name": f"tasks/{task}", "title": changes.pop("says")}
+        of["seeds"] = changes.pop("seeds", values["seeds"])
         changes |= {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
-        systems = read_run_configs(run_configs, task, changes | {"tune": tune})
-        of = {"name": f"tasks/{task}", "title": title, "recipes": {RECIPE: systems}}
+        of["recipes"] = {RECIPE: read_run_configs(run_configs, task, {"tune": tune} | changes)}
         found[task] = Experiment(**values | of)
     return found, decoders
 
@@ -102,8 +103,9 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
     complete = seeds >= experiment.seeds and not a.quick
     folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
     file, origin = folder / f"{task}.json", {"torch": versions()["torch"]}
-    write_json(file, {"experiment": experiment.name, "recipes": found} | origin)
-    show(*task_table(entries), f"wrote {file}", sep="\n")
+    values = {"experiment": experiment.name, "recipes": found} | origin
+    write_json(file, values)
+    show(*task_table(reported(experiment, values)[RECIPE]), f"wrote {file}", sep="\n")
     return complete
 
 
@@ -130,7 +132,7 @@ def write_page(known: dict[str, Experiment]) -> None:
     """The pages and the figure of all tasks that have results."""
     files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
     found = {task: read_results(file, "make it again") for task, file in files.items()}
-    results = {task: values["recipes"][RECIPE] for task, values in found.items()}
+    results = {task: reported(known[task], values)[RECIPE] for task, values in found.items()}
     image = figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS / "README.md", page(results))
