@@ -38,6 +38,7 @@ OUTPUTS = ("--out", "--json", "--jsonl", "--html", "--samples", "--dest")  # fil
 MADE = (
     "stories_bytes",
     "own",
+    "openwebtext",
     "books_english",
     "questions",
     "chorales_alto",
@@ -169,6 +170,12 @@ SMALL = {
     "eval_ppl.py": ["--max-sequences", "1", "--num-orders", "2", "--block-size", "32"],
     "eval_gen.py": ["--num-samples", "2", "--length", "16", "--judge", "RUN", "--overwrite"],
     "data/prepare.py": ["--limit", "20"],
+    "eval_infill.py": ["--num-passages", "2", "--overwrite"],
+    "train.py": (
+        "--train.steps 1 --train.no-compile --train.batch_size 2 --train.micro_batch_size 2 "
+        "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size 32 "
+        "--optim.warmup_steps 1 --eval.sequences 2"
+    ).split(),
 }
 USER_FILES = ("MY.txt", "my.txt", "wiki.test.raw", "MORE.jsonl", "MY.jsonl", "samples.jsonl")
 LEFT_OUT = {
@@ -180,6 +187,10 @@ LEFT_OUT = {
     "--push": "an upload",
     "data/chorales_alto": "a download",
     "--midi": "no model of chorales at hand",
+    "--train.init-from": "of another size than the small run",
+    "--order.file": "no orders at hand",
+    "configs/own_text.toml": "no such config",
+    "CONFIG.toml": "a placeholder",
     "SRC": "a placeholder",
     "NAME": "a placeholder",
     "0.7,0.95": "slow: many settings",
@@ -206,6 +217,8 @@ def small_commands():
             if dataset.make or (dataset.hub or dataset.url) and "--source" not in options:
                 continue  # large, or a download
             more += ["--tokenizer", "english"] * ("--tokenizer" not in options)
+            more += ["--out", f"made{len(found)}"]
+        if script == "train.py":
             more += ["--out", f"made{len(found)}"]
         if script == "eval_ppl.py" and "--json" in options:
             more.append("--overwrite")
