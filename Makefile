@@ -40,7 +40,7 @@ quickstart: $(VENV)/.requirements
 	@echo "== 6/6 in random order, and the page on which the samples fill in"
 	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html \
 		--overwrite
-	$(PY) -m training.plot $(RUN) --out $(RUN)/loss.png --overwrite
+	$(PY) -m aogpt.training.plot $(RUN) --out $(RUN)/loss.png --overwrite
 	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
 	@echo "   source $(VENV)/bin/activate"
 	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
@@ -67,7 +67,7 @@ docs: $(DOCS_VENV)/.requirements
 	@echo "open site/index.html"
 
 playground: $(VENV)/.requirements-playground
-	$(PY) app.py
+	$(PY) -m aogpt playground
 
 gpu: $(VENV)/.requirements-dev
 	@failed=0; $(PY) -m pytest -m gpu --numprocesses=1 || failed=$$?; $(PY) -m studies.bench gpu || failed=$$?; exit $$failed

@@ -10,15 +10,15 @@ import safetensors.torch
 import torch
 import tyro
 
-from checkpoints import CheckpointError, load
-from checkpoints.hub import push_folder, write_hub_files
-from checkpoints.load import EXPORT_FORMAT, EXPORTED
-from checkpoints.store import digest, is_finite
-from data.tokenizers import FILES
-from runtime.command_line import run_script, show
-from runtime.errors import UserError
-from runtime.files import staging, write_json
-from variants import parameter_counts
+from aogpt.checkpoints import CheckpointError, load
+from aogpt.checkpoints.hub import push_folder, write_hub_files
+from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED
+from aogpt.checkpoints.store import digest, is_finite
+from aogpt.data.tokenizers import FILES
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import staging, write_json
+from aogpt.systems import parameter_counts
 
 
 def convert(
@@ -65,7 +65,7 @@ def convert(
             settings["files"] = sums
             settings["sha256"] = digest(settings)
             if hub:
-                from training.metrics import read_metrics  # imports all of training
+                from aogpt.training.metrics import read_metrics  # imports all of training
 
                 rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
                 write_hub_files(folder, loaded, settings, dtype, rows)

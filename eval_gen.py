@@ -16,20 +16,20 @@ from typing import Annotated
 import tyro
 from annotated_types import Interval
 
-from checkpoints import Loaded, load
-from evaluation.judges import load_judge
-from evaluation.scoring import NGRAMS, Reference, SampleSet, read_sample_sets, score_samples
-from runtime.command_line import ModelOptions, run_script, show
-from runtime.devices import pick_dtype
-from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
-from runtime.processes import Processes, processes
-from runtime.validation import LARGEST, Count, check_values
-from sampling import modes
-from sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
+from aogpt.checkpoints import Loaded, load
+from aogpt.evaluation.judges import load_judge
+from aogpt.evaluation.scoring import NGRAMS, Reference, SampleSet, read_sample_sets, score_samples
+from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.devices import pick_dtype
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
+from aogpt.runtime.processes import Processes, processes
+from aogpt.runtime.validation import LARGEST, Count, check_values
+from aogpt.sampling import modes
+from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
 # Columns of the table: title, key in a row of the results or among the settings of its sampler, and
-# how numbers are written. evaluation/scoring.py makes the rows, and says how to add a measure.
+# how numbers are written. aogpt/evaluation/scoring.py makes the rows, and says how to add a measure.
 COLUMNS = (
     ("T", "temperature", "g"),
     ("top-p", "top_p", "g"),
@@ -176,7 +176,8 @@ def make_samples(
         settings |= {"weights": loaded.weights, "checkpoint": loaded.describe()}
         settings |= {"versions": versions()}
         planned = modes.plan_samples(options, [[None] * length], a.seed, a.num_samples)
-        how, started = (options, loaded.vocab_size, procs), time.perf_counter()
+        how = (options, loaded.vocab_size, procs)
+        started = time.perf_counter()
         label = f"{name_of(settings)} samples"
         samples = modes.generate_distributed(loaded.model, planned, *how, label=label)
         seconds = round(time.perf_counter() - started, 3)
@@ -199,7 +200,10 @@ def name_of(settings: dict) -> str:
 
 def lines_of(result: dict) -> list[str]:
     """The report: judge, table, legend and notes."""
-    judge, rows, cells, columns = result["judge"], result["rows"], [], list(COLUMNS)
+    judge = result["judge"]
+    rows = result["rows"]
+    cells = []
+    columns = list(COLUMNS)
     columns += REFERENCE if result["settings"]["reference"] else []
     for row in rows:
         values = row["sampler"] | row
@@ -220,7 +224,8 @@ def notes(rows: list[dict]) -> list[str]:
     """What a reader must know beside the table: how the samples were made and judged."""
     lines = []
     for row in rows:
-        s, parts = row["sampler"], [f"{row['samples']} samples a row"]
+        s = row["sampler"]
+        parts = [f"{row['samples']} samples a row"]
         names = "checkpoint dtype noise seed top_k crossing repetition_penalty no_repeat_ngram"
         names = f"{names} refine_by refine_share".split()
         parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]

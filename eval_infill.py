@@ -15,18 +15,18 @@ from typing import Annotated
 import torch
 import tyro
 
-from checkpoints import Loaded, load
-from data.loader import spread
-from evaluation.eval_sets import open_eval_set
-from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
-from evaluation.text_measures import mean_and_half_width
-from runtime.command_line import ModelOptions, run_script, show
-from runtime.devices import autocast, pick_device, pick_dtype
-from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
-from runtime.validation import Count, check_values
-from sampling import modes
-from sampling.modes import DecodingOptions
+from aogpt.checkpoints import Loaded, load
+from aogpt.data.loader import spread
+from aogpt.evaluation.eval_sets import open_eval_set
+from aogpt.evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
+from aogpt.evaluation.text_measures import mean_and_half_width
+from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.devices import autocast, pick_device, pick_dtype
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
+from aogpt.runtime.validation import Count, check_values
+from aogpt.sampling import modes
+from aogpt.sampling.modes import DecodingOptions
 
 HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
 WORD = "passage"  # "given" of a last word, which has no other side
@@ -77,7 +77,8 @@ def main() -> None:
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     dataset = open_eval_set(a.data, a.split, loaded, verify=False).dataset
-    tokenizer, size = loaded.get_tokenizer(), loaded.model.config.block_size
+    tokenizer = loaded.get_tokenizer()
+    size = loaded.model.config.block_size
     if a.last_word:
         found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
         what = f"document of two words or more ends among {a.num_passages} documents"
@@ -92,7 +93,9 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
 
 def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """A row for each context (left or both sides) and each decoding mode."""
-    model, rows, size = loaded.model, [], a.decoding.batch_size or modes.BATCH_SIZE
+    model = loaded.model
+    rows = []
+    size = a.decoding.batch_size or modes.BATCH_SIZE
     sides = [WORD] if a.last_word else ["left"] if model.config.l2r_only else ["left", "both"]
     parts = [passages[start : start + size] for start in range(0, len(passages), size)]
     for side in sides:

@@ -16,21 +16,21 @@ from typing import Annotated, Literal, get_args
 import tyro
 from annotated_types import Interval
 
-from checkpoints import Loaded, load
-from evaluation import likelihood
-from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from evaluation.eval_sets import EvalSet, comparable, open_eval_set, open_text, read_text
-from evaluation.likelihood import Scorer, Task
-from evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
-from model import ModelConfig
-from orders import parse_order, parse_settings
-from runtime.command_line import ModelOptions, run_script, show
-from runtime.devices import pick_dtype
-from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, provenance
-from runtime.processes import Processes, processes
-from runtime.validation import Count, check_values
-from sampling.plans import Pace, Rule, RuleScore
+from aogpt.checkpoints import Loaded, load
+from aogpt.evaluation import likelihood
+from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
+from aogpt.evaluation.eval_sets import EvalSet, comparable, open_eval_set, open_text, read_text
+from aogpt.evaluation.likelihood import Scorer, Task
+from aogpt.evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
+from aogpt.model import ModelConfig
+from aogpt.orders import parse_order, parse_settings
+from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.devices import pick_dtype
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
+from aogpt.runtime.processes import Processes, processes
+from aogpt.runtime.validation import Count, check_values
+from aogpt.sampling.plans import Pace, Rule, RuleScore
 
 TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
@@ -161,7 +161,8 @@ def parse_rule(text: str, group: int) -> Rule:
 
 def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:
     """The data sets and texts, in blocks of this size."""
-    eval_sets, limits = [], {"max_sequences": a.max_sequences, "block_size": block_size}
+    eval_sets = []
+    limits = {"max_sequences": a.max_sequences, "block_size": block_size}
     for name in a.datasets:
         if name == "/dev/stdin" or name.endswith(".txt"):
             text = procs.gather(procs.main and read_text(name))[0]
@@ -175,7 +176,8 @@ def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) ->
 
 def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
-    names, how = [a.run, a.other][: 1 + (a.other is not None)], (a.block_size, a.checkpoint)
+    names = [a.run, a.other][: 1 + (a.other is not None)]
+    how = (a.block_size, a.checkpoint)
     models = comparable([load(name, a.weights, procs.device, *how) for name in names])
     dtype = pick_dtype(a.dtype, procs.device)
     block_size = min(loaded.model.config.block_size for loaded in models)
@@ -187,14 +189,17 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     sources = [{k: getattr(m, k) for k in ("path", "step", "weights", "system")} for m in models]
     source = dict(zip("AB", sources, strict=True)) if a.other else sources[0]
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    results, differences, lines = [], [], []
+    results = []
+    differences = []
+    lines = []
     for eval_set, (name, of) in itertools.product(eval_sets, scorers.items()):
         tasks = [Task(loaded, eval_set, name, s) for loaded, s in zip(models, of, strict=True)]
         losses = [likelihood.losses_of(task, runner, a.seed, a.num_orders) for task in tasks]
         scores = [likelihood.scores_of(*pair) for pair in zip(tasks, losses, strict=True)]
         rows = [result_rows(*pair, a.num_orders) for pair in zip(tasks, scores, strict=True)]
         results += sum(rows, [])
-        report, lines = {"results": results}, [models[0].describe(), "", *markdown(results)]
+        report = {"results": results}
+        lines = [models[0].describe(), "", *markdown(results)]
         if a.other:
             gap = likelihood.difference(tasks, losses)
             differences.append(difference_row([row for (row,) in rows], gap))

@@ -18,19 +18,19 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints import Loaded, load
-from data.loader import find_dataset, load_meta
-from data.puzzles import TASKS
-from evaluation import harness
-from evaluation.answers import answer, open_questions, page_of
-from runtime.command_line import run_script, show
-from runtime.devices import pick_dtype
-from runtime.errors import UserError
-from runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
-from runtime.processes import Processes, processes
-from runtime.validation import Count, NonNegative, check_values, flag
-from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
-from sampling.token_choice import Temperature
+from aogpt.checkpoints import Loaded, load
+from aogpt.data.loader import find_dataset, load_meta
+from aogpt.data.puzzles import TASKS
+from aogpt.evaluation import harness
+from aogpt.evaluation.answers import answer, open_questions, page_of
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.devices import pick_dtype
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
+from aogpt.runtime.processes import Processes, processes
+from aogpt.runtime.validation import Count, NonNegative, check_values, flag
+from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from aogpt.sampling.token_choice import Temperature
 
 # Columns of the table, and how numbers are written.
 COLUMNS = {"task": "", "mode": "", "exact_match": ".4f", "standard_error": ".4f"}
@@ -111,12 +111,16 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
-    config, dtype = loaded.model.config, pick_dtype(a.dtype, procs.device)
+    config = loaded.model.config
+    dtype = pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
-    results, rows, page = [], [], None
+    results = []
+    rows = []
+    page = None
     for name in a.tasks:
         questions = open_questions(name, a.split, loaded, a.limit)
-        temperature, mode = a.decoding.temperature, a.decoding.mode
+        temperature = a.decoding.temperature
+        mode = a.decoding.mode
         if temperature is None:
             temperature = questions.task.temperature if questions.task else 0.0
         if mode is None and a.decoding.order is None:
@@ -131,7 +135,8 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         known = {key: value for key, value in results[-1].items() if value is not None}
         page = page or page_of(loaded, questions, answers, known)
     if procs.main:
-        columns, cells = COLUMNS.items(), []
+        columns = COLUMNS.items()
+        cells = []
         for r in results:
             cells.append(["" if r[key] is None else format(r[key], form) for key, form in columns])
         head = [key.replace("_", " ") for key in COLUMNS]

@@ -19,19 +19,19 @@ from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints.load import Loaded, load
-from data.tokenizers import Tokenizer
-from runtime.command_line import ModelOptions, counted, run_script, show, visible
-from runtime.devices import pick_dtype
-from runtime.errors import UserError
-from runtime.files import json_object, read_lines
-from runtime.outputs import OutputOptions, Outputs, provenance
-from runtime.processes import Processes, processes
-from runtime.validation import Count, check_values
-from sampling import gaps, live, modes
-from sampling.midi import midi_file
-from sampling.modes import Context, DecodingOptions, sample_records
-from sampling.page import PageSample, render
+from aogpt.checkpoints.load import Loaded, load
+from aogpt.data.tokenizers import Tokenizer
+from aogpt.runtime.command_line import ModelOptions, counted, run_script, show, visible
+from aogpt.runtime.devices import pick_dtype
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import json_object, read_lines
+from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
+from aogpt.runtime.processes import Processes, processes
+from aogpt.runtime.validation import Count, check_values
+from aogpt.sampling import gaps, live, modes
+from aogpt.sampling.midi import midi_file
+from aogpt.sampling.modes import Context, DecodingOptions, sample_records
+from aogpt.sampling.page import PageSample, render
 
 TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
 
@@ -140,9 +140,13 @@ def sample(a: Arguments, procs: Processes) -> None:
         return fill(a, requests, options, loaded, tokenizer, outputs, procs)
 
     def fill_line(line: str, seed: int) -> None:
-        length, new, kind = a.length, a.new_tokens, "prompt"
+        length = a.length
+        new = a.new_tokens
+        kind = "prompt"
         if gaps.MASK.search(line):
-            length, new, kind = None, None, "infill"
+            length = None
+            new = None
+            kind = "infill"
         elif not (length or new):
             new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
         changed = replace(a, seed=seed, length=length, new_tokens=new)
@@ -154,7 +158,8 @@ def sample(a: Arguments, procs: Processes) -> None:
 
 def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs) -> None:
     """Generate the samples of some requests; write and print them."""
-    model, dtype = loaded.model, loaded.model.wte.weight.dtype
+    model = loaded.model
+    dtype = loaded.model.wte.weight.dtype
     numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
     lengths = Counter(numbers)  # how many each request has
     known = any(requests[n].kind == "infill" and count == 1 for n, count in lengths.items())
@@ -204,16 +209,20 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
 def best_fillings(model, contexts, rows, records, numbers: list[int], a: Arguments) -> list[dict]:
     """The records, of which only the best fillings of each text with masks, best first, with
     scores. rows: all token ids of each sample; numbers: the index of each context's request."""
-    kept, lengths, count = [], Counter(numbers), len(rows) // len(contexts)
+    kept = []
+    lengths = Counter(numbers)
+    count = len(rows) // len(contexts)
     for number, places in itertools.groupby(range(len(rows)), lambda i: numbers[i // count]):
-        several, group = lengths[number] > 1, list(places)
+        several = lengths[number] > 1
+        group = list(places)
         is_infill = "infill" in records[group[0]]
         if several or not is_infill:  # `count` is larger where --candidates asks for more
             group = [i for i in group if i % count < a.num_samples]
         if not (is_infill and (several or a.candidates)):
             kept += [records[i] for i in group]
             continue
-        given, texts = [contexts[i // count] for i in group], [rows[i] for i in group]
+        given = [contexts[i // count] for i in group]
+        texts = [rows[i] for i in group]
         found = gaps.best_fillings(model, given, texts, a.candidates or 1)
         kept += [records[group[i]] | {"scores": asdict(scores)} for i, scores in found]
     return kept
@@ -239,7 +248,8 @@ def read_requests(a: Arguments) -> list[Request]:
     if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
         known = "a .txt or .jsonl file, or a folder of prepared data"
         raise UserError(f"--prompts {a.prompts}: give {known}")
-    lines, is_text = read_lines(a.prompts, "--prompts"), a.prompts.suffix != ".jsonl"
+    lines = read_lines(a.prompts, "--prompts")
+    is_text = a.prompts.suffix != ".jsonl"
     requests = [
         Request(place, "prompt", line) if is_text else read_request(place, line)
         for place, line in lines
@@ -266,10 +276,11 @@ def read_request(place: str, line: str) -> Request:
 
 def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
     """The rows of a data set with prompts, with masks in place of the tokens to predict."""
-    from evaluation.answers import open_questions  # not needed for text
+    from aogpt.evaluation.answers import open_questions  # not needed for text
 
     questions = open_questions(str(folder), None, loaded)
-    roles, requests = questions.roles, []
+    roles = questions.roles
+    requests = []
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     for number, (tokens, context) in enumerate(zip(questions.tokens, contexts, strict=True), 1):
         pairs = zip(tokenizer.pieces(tokens), context, strict=False)  # not the padding
@@ -282,7 +293,8 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
 def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
     """The indices of the requests that fit, and their contexts; prints how many are too long.
     Raises UserError if none fits."""
-    found, too_long = {}, []
+    found = {}
+    too_long = []
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:
             continue
@@ -312,11 +324,15 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
         known = [request.context] if request.context else None
         found = known or gaps.contexts(request.text, tokenizer, c.block_size)
     else:
-        prompt, total, option = tokenizer.encode(request.text), request.length, "length"
+        prompt = tokenizer.encode(request.text)
+        total = request.length
+        option = "length"
         if total is None:
-            total, option = a.length or c.block_size, "--length"
+            total = a.length or c.block_size
+            option = "--length"
             if a.new_tokens:
-                total, option = len(prompt) + a.new_tokens, "--new-tokens and prompt together"
+                total = len(prompt) + a.new_tokens
+                option = "--new-tokens and prompt together"
         if a.truncate == "left" and (len(prompt) >= total or total > c.block_size):
             total = min(total, c.block_size)
             room = min(a.new_tokens or (total + 1) // 2, total)
@@ -335,7 +351,8 @@ def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = Fals
     replay = replay and live.can_style()
     several = records[-1]["prompt_index"] > 0
     for number, record in enumerate(records, 1):
-        text, source = visible(record["text"]), f" of prompt {record['prompt_index'] + 1}" * several
+        text = visible(record["text"])
+        source = f" of prompt {record['prompt_index'] + 1}" * several
         tokens = tokenizer.pieces(record["tokens"]), record["step"], record["log_probs"]
         if live.can_style() and -1 in record["step"]:
             text = live.paint(live.cells(*tokens))
@@ -343,7 +360,8 @@ def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = Fals
         sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n")
         text += "\n"
         if replay:
-            replay, text = live.play(*tokens), ""
+            replay = live.play(*tokens)
+            text = ""
         sys.stdout.write(f"{text}\n")  # not show(), which would escape the bold type
 
 

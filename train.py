@@ -18,7 +18,8 @@ Options override keys of the config file. Those that people change most:
 
 The same command resumes the run, with the same result as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
-python -m training.plan (memory and time), python -m training.plot (curves)"""
+    python -m aogpt.training.plan    memory and time of a run
+    python -m aogpt.training.plot    its curves"""
 
 import math
 import sys
@@ -30,30 +31,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints import CheckpointError
-from data.loader import TokenDataset, find_dataset, open_training_data
-from data.tokenizers import FILES, get_tokenizer
-from objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
-from runtime.command_line import run_script
-from runtime.devices import autocast, deterministic, pick_dtype, precision_note
-from runtime.errors import UserError
-from runtime.files import locked_for_all, write_text
-from runtime.processes import Processes, StopRequest, processes
-from runtime.randomness import DROPOUT, philox_bits
-from training import config as configuration
-from training.batches import Batch, PendingLosses, micro_batches
-from training.config import Config, refuse
-from training.metrics import Log, in_units
-from training.optimizers import learning_rates, optimizers
-from training.parallel import compiled, gradient_exchange, replicate
-from training.state import Saver, State, newest_and_best, not_finite_message, start
-from training.validation import best_by, evaluate
-from variants import parameter_counts
+from aogpt.checkpoints import CheckpointError
+from aogpt.data.loader import TokenDataset, find_dataset, open_training_data
+from aogpt.data.tokenizers import FILES, get_tokenizer
+from aogpt.objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
+from aogpt.runtime.command_line import run_script
+from aogpt.runtime.devices import autocast, deterministic, pick_dtype, precision_note
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import locked_for_all, write_text
+from aogpt.runtime.processes import Processes, StopRequest, processes
+from aogpt.runtime.randomness import DROPOUT, philox_bits
+from aogpt.systems import parameter_counts
+from aogpt.training import config as configuration
+from aogpt.training.batches import Batch, PendingLosses, micro_batches
+from aogpt.training.config import Config, refuse
+from aogpt.training.metrics import Log, in_units
+from aogpt.training.optimizers import learning_rates, optimizers
+from aogpt.training.parallel import compiled, gradient_exchange, replicate
+from aogpt.training.state import Saver, State, newest_and_best, not_finite_message, start
+from aogpt.training.validation import best_by, evaluate
 
 
 def main() -> int:
     config = configuration.from_command_line(sys.argv[1:], __doc__)
-    t, sharded = config.train, config.train.parallel == "fsdp"  # needs a group even of one process
+    # needs a group even of one process
+    t = config.train
+    sharded = config.train.parallel == "fsdp"
     with deterministic(t.deterministic), processes(t.device, t.timeout, group=sharded) as procs:
         return train(config, procs)
 
@@ -64,7 +67,8 @@ def train(config: Config, procs: Processes) -> int:
     d = config.data
     data = open_training_data(source, config.model.block_size, d.verify, d.max_tokens, d.mix)
     config = config.with_steps(data.num_blocks)
-    folder, t = config.run_folder, config.train
+    folder = config.run_folder
+    t = config.train
     validated = config.eval.interval > 0
     val_data = TokenDataset(source, "val", data.block_size, d.verify) if validated else None
     check_fits(config, data, procs)
@@ -77,7 +81,8 @@ def train(config: Config, procs: Processes) -> int:
                 write_text(folder / "config.toml", configuration.to_toml(config))
                 if (name := data.meta["tokenizer"]) in FILES:
                     get_tokenizer(name, folder=source).keep(folder)
-            counts, tokens = parameter_counts(state.model), t.batch_size * data.block_size
+            counts = parameter_counts(state.model)
+            tokens = t.batch_size * data.block_size
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
             amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
@@ -105,14 +110,19 @@ def training_loop(
 ) -> Path | None:
     """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
     could not be written. val_data: TokenDataset, or None without validation."""
-    progress, t, changed = state.progress, config.train, None
+    progress = state.progress
+    t = config.train
+    changed = None
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
     data.shift = progress.sequences - progress.step * t.batch_size
-    batches, due = micro_batches(data, config, procs, progress.step), False
+    batches = micro_batches(data, config, procs, progress.step)
+    due = False
     graphs = compiled(state.model, procs) if t.compile else nullcontext()
     with closing(log), closing(saver), graphs, closing(batches):
-        model, losses, saved_at = replicate(state.model, procs), PendingLosses(), time.monotonic()
+        model = replicate(state.model, procs)
+        losses = PendingLosses()
+        saved_at = time.monotonic()
         while progress.step < t.steps and not stop.requested:
             # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
             loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
@@ -121,7 +131,9 @@ def training_loop(
                 for files in filter(None, (data, val_data)):
                     files.check_unchanged()
             except (UserError, OSError) as error:
-                changed, stop.signalled = error, True  # raised after a checkpoint
+                # raised after a checkpoint
+                changed = error
+                stop.signalled = True
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must stop, and save, after the same step.
@@ -131,7 +143,8 @@ def training_loop(
                 what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
                 raise UserError(not_finite_message(config, progress, what))
 
-            last, best = progress.step == t.steps, progress.best
+            last = progress.step == t.steps
+            best = progress.best
             validating = val_data and (last or progress.step % config.eval.interval == 0)
             due |= last or stop.requested or stop.due
             due |= progress.step % config.checkpoint.interval == 0
@@ -209,7 +222,8 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
     torch.amp.GradScaler, the device decides, so that nothing waits for it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
     for each in optimizers(state.optimizer):
-        each.grad_scale, each.found_inf = None, 1 - finite
+        each.grad_scale = None
+        each.found_inf = 1 - finite
     state.optimizer.step()
     for ema in state.averages:
         ema.update(state.model, finite)
@@ -219,7 +233,8 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     """Raise UserError if the data or the number of processes does not fit the configuration."""
-    m, folder = config.model, config.data.folder
+    m = config.model
+    folder = config.data.folder
     config.micro_batch_size(procs.world_size)  # refuses processes that cannot share the batch
     whole = f"{folder} has prompts, which stay whole: leave out data.random_length_prob"
     refuse(data.of_records and config.data.random_length_prob, whole)

@@ -6,14 +6,15 @@ run.
 import re
 import statistics
 
-from runtime.outputs import markdown_table
+from aogpt.runtime.outputs import markdown_table
 from studies.experiment import Experiment
 from studies.figures import draw_panels, styles_of
 from studies.pages import mean_cell, tuned_cell, value_of
 from studies.runner import commits_of
 from studies.runs import ROOT
 
-CONFIGS, RESULTS = ROOT / "studies" / "configs" / "tasks", ROOT / "results" / "tasks"
+CONFIGS = ROOT / "studies" / "configs" / "tasks"
+RESULTS = ROOT / "results" / "tasks"
 RECIPE = "fast"
 COMPARED = {  # a system and its decoder, chosen beforehand
     "GPT, left to right": ("gpt", "l2r"),

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 import tyro
 
-from runtime.command_line import run_script, show
-from runtime.devices import pick_device
-from runtime.files import write_json
-from runtime.outputs import command, commit, versions
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.devices import pick_device
+from aogpt.runtime.files import write_json
+from aogpt.runtime.outputs import command, commit, versions
+from aogpt.training.config import Config, TrainConfig
+from aogpt.training.plan import GPUS, plan_run
 from studies import bench_common as common
 from studies.bench_common import SIZES
 from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
-from training.config import Config, TrainConfig
-from training.plan import GPUS, plan_run
 
 MFU_GOALS = {"small": 0.45, "medium": 0.50}
 HEAD = ["check", "target", "measured", "verdict"]
@@ -50,7 +50,8 @@ def bench_gpu(out: Path = Path("out") / "gpu") -> int:
     Args:
         out: Folder of gpu.json, the checks, and of the JSON of every measurement.
     """
-    device, rows = pick_device("auto"), []
+    device = pick_device("auto")
+    rows = []
     if device.type != "cuda":
         show("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
     out.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
     for size, batch_size in itertools.product(MFU_GOALS, (16, 32, 64)):
         train = TrainConfig(batch_size=batch_size, micro_batch_size=batch_size)
         config = Config(model=SIZES[size][0], train=train)
-        # What `python -m training.plan` says of the same step.
+        # What `python -m aogpt.training.plan` says of the same step.
         planned = plan_run(config, 1, GPUS["NVIDIA H100 80GB HBM3"]).memory_total
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
@@ -108,8 +109,11 @@ def training(out: Path, size: str, batch_size: int, planned: int | None, *words:
     for system, row in rows.items():
         yield check(f"{name}, {system}: tokens/s", f"{row['tokens_per_second']:,.0f}")
     if rows and planned:
-        ours, goal = rows["aogpt"], MFU_GOALS[size]
-        ratio, mfu, share = ours["times_gpt"][0], ours["mfu"], ours["peak_bytes"] / planned
+        ours = rows["aogpt"]
+        goal = MFU_GOALS[size]
+        ratio = ours["times_gpt"][0]
+        mfu = ours["mfu"]
+        share = ours["peak_bytes"] / planned
         yield check(f"{name}: step x plain GPT's", f"{ratio:.3f}", "<= 1.08", ratio <= 1.08)
         text, ok = ("unknown", None) if mfu is None else (f"{mfu:.1%}", mfu >= goal)
         yield check(f"{name}: MFU", text, f">= {goal:.0%}", ok)
@@ -123,7 +127,8 @@ def decoding(out: Path, size: str, steps: int, *words: str) -> Lines:
     rows, failed = measure(out, f"decode_{size}_{steps}", "decode", *words)
     yield from failed
     if rows:
-        floor, encoder = rows["ours"]["times_floor"], rows["encoder"]["times_ours"]
+        floor = rows["ours"]["times_floor"]
+        encoder = rows["encoder"]["times_ours"]
         near = ("<= 2.5", floor <= 2.5) if size == "medium" else ()
         far = (">= 100", encoder >= 100) if near and steps == 1024 else ()
         name = f"decoding, {steps} steps"

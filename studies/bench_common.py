@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch.utils.benchmark import Timer
 
-from model import AOGPT, ModelConfig
-from runtime.command_line import show
-from runtime.outputs import OutputOptions, Outputs, provenance
-from runtime.validation import Count, check_values
-from variants import build_model
+from aogpt.model import AOGPT, ModelConfig
+from aogpt.runtime.command_line import show
+from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
+from aogpt.runtime.validation import Count, check_values
+from aogpt.systems import build_model
 
 SIZES = {  # the model, and how many of its ids are tokens: GPT-2's are padded
     "tiny": (ModelConfig(512, 128, n_layer=2, n_head=2, n_embd=64, cond_dim=16), 500),
@@ -97,7 +97,9 @@ def measure_rates(
 ) -> dict[str, float]:
     """flops: operations per second in the product of `inputs` hidden states (at most 4096) with an
     MLP's first matrix. bandwidth: bytes per second in the sum of a tensor larger than any cache."""
-    rows, D, threads = min(inputs, 4096), config.n_embd, torch.get_num_threads()
+    rows = min(inputs, 4096)
+    D = config.n_embd
+    threads = torch.get_num_threads()
     values = {"x": torch.randn(rows, D, device=device, dtype=dtype)}
     values["weight"] = torch.randn(D, 4 * D, device=device, dtype=dtype)
     values["data"] = torch.ones(BANDWIDTH_BYTES // 4, device=device)

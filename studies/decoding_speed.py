@@ -16,11 +16,11 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from model import AOGPT, ModelConfig
-from runtime.devices import pick_device, pick_dtype, synchronize
-from runtime.outputs import markdown_table
-from runtime.validation import Count
-from sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
+from aogpt.model import AOGPT, ModelConfig
+from aogpt.runtime.devices import pick_device, pick_dtype, synchronize
+from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.validation import Count
+from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
 from studies import bench_common as common
 from studies.bench_common import OTHER_MODELS, SIZES, BenchOptions
 
@@ -34,7 +34,9 @@ SYSTEMS = {
     "gpt": "a plain GPT with a cache, a token a step",
     "rotary": "AO-GPT with relative attention, without adaLN",
 }
-SLOW, SLOW_CALLS = ("no-cache", "encoder"), 8  # systems of which this many model calls are timed
+# systems of which this many model calls are timed
+SLOW = ("no-cache", "encoder")
+SLOW_CALLS = 8
 LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
 DRAFT = 8
 CHOICE = TokenChoice(0.9, 0.95)
@@ -68,8 +70,10 @@ class DecodeOptions(BenchOptions):
 
 def bench_decode(o: DecodeOptions) -> dict:
     """Run the benchmark, report, and return what --json holds."""
-    outputs, device = o.check(), pick_device(o.device)
-    dtype, rows = pick_dtype(o.dtype, device), []
+    outputs = o.check()
+    device = pick_device(o.device)
+    dtype = pick_dtype(o.dtype, device)
+    rows = []
     for batch_size, length in itertools.product(o.batch_size, o.lengths):
         bench = DecodeBench(o, batch_size, length, device, dtype)
         for steps in [math.ceil(length / o.group)] if o.group else o.steps:
@@ -84,14 +88,18 @@ class DecodeBench:
     """The models of one batch size B and length T, and the systems that decode with them."""
 
     def __init__(self, o: DecodeOptions, B: int, T: int, device: torch.device, dtype: torch.dtype):
-        self.options, self.B, self.T, self.device = o, B, T, device
+        self.options = o
+        self.B = B
+        self.T = T
+        self.device = device
         known = dict.fromkeys(("ours", *o.systems))
         self.systems = [s for s in known if s != "cache-only" or T <= LONGEST_CACHE_ONLY]
         self.engines: dict[AOGPT, Engine] = {}
         self.models = {}
         for system in (s for s in known if s == "ours" or s in OTHER_MODELS):
             common.tell(f"{o.size}, {T} tokens: weights of {system}")
-            config, self.vocab_size = common.config_of(system, o.size, T), SIZES[o.size][1]
+            config = common.config_of(system, o.size, T)
+            self.vocab_size = SIZES[o.size][1]
             self.models[system] = common.random_model(config, device).to(dtype)
             scale_logits(self.models[system], self.vocab_size)
         common.tell("rates of this machine")
@@ -102,7 +110,8 @@ class DecodeBench:
         floor. Every repeat has a plan of its own: repeated shapes would hide what new ones cost.
         The first plan is a warm-up, in which memory is allocated and steps are compiled."""
         generator = common.seeded()
-        repeats, sizes = range(1 + self.options.repeats), (self.B, self.T, steps)
+        repeats = range(1 + self.options.repeats)
+        sizes = (self.B, self.T, steps)
         drawn = [plans.mdm_plan(*sizes, generator) for _ in repeats]
         timings: dict[str, list[dict]] = {system: [] for system in self.systems}
         for number, plan in enumerate(drawn):
@@ -112,7 +121,8 @@ class DecodeBench:
                 of += [timing] * (number > 0)
                 common.tell(f"{timing['seconds']:.3g} s")
         rows = [self.row(system, steps, of, drawn[0]) for system, of in timings.items()]
-        ours, model = rows[0], self.models["ours"]
+        ours = rows[0]
+        model = self.models["ours"]
         shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize
         floors = [floor_of(plan, *shape, self.rates) for plan in drawn[1:]]
         pairs = zip(ours["all_seconds"], floors, strict=True)
@@ -135,11 +145,13 @@ class DecodeBench:
         """Time a plan; of a slow system some of its calls, scaled to all of them."""
         if system not in SLOW:
             seconds, (done,) = self.decode(system, [plan_of(system, plan)])
-            calls, forwards = done.model_calls, done.token_forwards
+            calls = done.model_calls
+            forwards = done.token_forwards
             counts = {"calls": calls, "timed_calls": calls, "token_forwards": forwards}
             return {"seconds": seconds} | counts
         sizes = group_sizes(plan)  # (B, G) positions that each call unmasks
-        calls, timed = sizes.shape[1], min(SLOW_CALLS, sizes.shape[1])
+        calls = sizes.shape[1]
+        timed = min(SLOW_CALLS, sizes.shape[1])
         chosen = [int((i + 0.5) * calls / timed) for i in range(timed)]
         fixed, _ = self.decode(system, parts_of(system, plan, []))  # the cost besides its calls
         seconds, _ = self.decode(system, parts_of(system, plan, chosen))
@@ -150,7 +162,8 @@ class DecodeBench:
 
     def decode(self, system: str, parts: list[Plan]) -> tuple[float, list[Generation]]:
         """Decode plans with the model of a system, one after the other; the seconds, too."""
-        engine, generator = self.engine(system, (self.B, self.T)), common.seeded(1)
+        engine = self.engine(system, (self.B, self.T))
+        generator = common.seeded(1)
         tokens = torch.randint(self.vocab_size, (self.B, self.T), generator=generator)
         synchronize(self.device)
         started = time.perf_counter()
@@ -187,7 +200,8 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
-        after, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        after = torch.cuda.memory_allocated(device)
+        most = torch.cuda.max_memory_allocated(device)
         return after - before, most - before
     # A CPU's allocator keeps no statistics: add up what the profiler saw come and go.
     cpu = torch.profiler.ProfilerActivity.CPU
@@ -251,13 +265,17 @@ def floor_of(
     cached inputs, once. Operations: two per weight and input, two per weight of the head and
     unmasked token, four per width, layer and pair of an input and one it sees. Not included: adaLN,
     embeddings, norms, token choice."""
-    sizes, D, L = group_sizes(plan), config.n_embd, config.n_layer
-    active, known = sizes > 0, sizes.cumsum(dim=1) - sizes
+    sizes = group_sizes(plan)
+    D = config.n_embd
+    L = config.n_layer
+    active = sizes > 0
+    known = sizes.cumsum(dim=1) - sizes
     # The first copy of the group before has stayed in the cache; the others are computed again.
     fresh = torch.nn.functional.pad(sizes[:, :-1] - 1, (1, 0)).where(active, 0)
     cached = (known - fresh).where(active, 0)
     pairs = fresh * cached + fresh * (fresh + 1) // 2 + sizes * (known + 1)
-    block_weights, head_weights = 12 * L * D**2, D * vocab_size
+    block_weights = 12 * L * D**2
+    head_weights = D * vocab_size
     read = itemsize * (block_weights + head_weights + 2 * L * D * cached.sum(dim=0).double())
     flops = 2 * block_weights * (fresh + sizes) + 2 * head_weights * sizes + 4 * L * D * pairs
     seconds = torch.maximum(read / rates["bandwidth"], flops.sum(dim=0) / rates["flops"])
@@ -266,7 +284,9 @@ def floor_of(
 
 def report(result: dict) -> list[str]:
     """The settings, and a table with ratios first."""
-    s, rates, rows = result["settings"], result["rates"], result["rows"]
+    s = result["settings"]
+    rates = result["rates"]
+    rows = result["rows"]
     head = ["system", "samples", "tokens", "steps", "x ours", "x floor", "model calls"]
     head += ["token-forwards", "ms/call", "seconds (min - max)"]
     head += ["peak MiB"] * s["memory"]

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from runtime.errors import UserError
-from runtime.validation import damaged, from_values, read_toml, schema
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.validation import damaged, from_values, read_toml, schema
+from aogpt.training import config as configuration
+from aogpt.training.config import Config
 from studies.measures import Measure
 from studies.runs import ROOT
 from studies.verdicts import Claim, Ratio
-from training import config as configuration
-from training.config import Config
 
 CONFIGS = ROOT / "studies" / "configs" / "findings"
 OUT = Path("out") / "findings"
@@ -70,7 +70,8 @@ def read_run_configs(
     for name, table in from_values({"": recipe or {}} | tables, TABLES, source).items():
         parent = table.pop("from", "" if name else None)
         inherited = RunConfig("", {}, {}) if parent is None else found[parent]
-        description, tune = table.pop("description", ""), table.pop("tune", inherited.tune)
+        description = table.pop("description", "")
+        tune = table.pop("tune", inherited.tune)
         tuned_as = table.pop("tuned_as", "")
         tune = {key: values for key, values in tune.items() if key not in table}
         changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
@@ -166,7 +167,8 @@ def load_experiment(name: str) -> Experiment:
 def read_values(name: str) -> dict:
     """The values of an experiment's file. Its base and recipes are laid over those of common.toml:
     a recipe over the one with its name, or the one that it is `from`."""
-    values, common = read_toml(CONFIGS / f"{name}.toml"), read_toml(CONFIGS / "common.toml")
+    values = read_toml(CONFIGS / f"{name}.toml")
+    common = read_toml(CONFIGS / "common.toml")
     if "run_configs" in values:
         values["base"] = laid_over(common["base"], values.get("base", {}))
         for name, recipe in values["recipes"].items():
@@ -184,9 +186,12 @@ def laid_over(tables: dict, changes: dict) -> dict:
 
 def experiment_of(name: str, values: dict, source: str) -> Experiment:
     """The experiment of a file's values; `source` names it in errors."""
-    tables, helper_tables = values.pop("run_configs", {}), values.pop("helpers", {})
+    tables = values.pop("run_configs", {})
+    helper_tables = values.pop("helpers", {})
     x = values.pop("x", {}) | {n: table.pop("x") for n, table in tables.items() if "x" in table}
-    recipes, helpers, descriptions = {}, {}, {}
+    recipes = {}
+    helpers = {}
+    descriptions = {}
     for recipe, changes in values.pop("recipes", {}).items():
         descriptions[recipe] = changes.get("description", "")
         chosen = changes.pop("run_configs", list(tables))

@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from evaluation.text_measures import mean_and_half_width
-from runtime.outputs import COLORS, new_figure, png
+from aogpt.evaluation.text_measures import mean_and_half_width
+from aogpt.runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.pages import FEW, title_of, value_of
 
@@ -17,7 +17,8 @@ Entries = dict[str, dict]
 # Places in COLORS, the same for a system everywhere: AO-GPT, GPT, encoder, two streams, and others.
 SYSTEMS = {"aogpt": 0, "ours": 0, "random": 0, "uniform": 0, "any": 0, "l2r0": 0, "adaln": 0}
 SYSTEMS |= {"gpt": 1, "l2r": 1, "time": 1, "encoder": 2, "two_stream": 3, "fixed": 4, "l2r10": 6}
-LINES, MARKERS = ("-", "--", ":", "-."), "osD^v<>Ph*"
+LINES = ("-", "--", ":", "-.")
+MARKERS = "osD^v<>Ph*"
 
 
 def styles(experiment: Experiment, entries: Entries) -> dict[str, dict]:
@@ -36,11 +37,14 @@ def styles_of(names: Iterable[str]) -> dict[str, dict]:
         systems[name] = parts[0] if parts else f"a kind of {stem}"  # l2r50 is not a GPT
     taken = {0, 1, 2, 3, *(SYSTEMS[system] for system in systems.values() if system in SYSTEMS)}
     left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken])
-    numbers, uses, styles = dict(SYSTEMS), Counter(), {}
+    numbers = dict(SYSTEMS)
+    uses = Counter()
+    styles = {}
     for name, system in systems.items():
         if system not in numbers:
             numbers[system] = next(left)
-        color, use = numbers[system], uses[numbers[system]]
+        color = numbers[system]
+        use = uses[numbers[system]]
         uses[color] += 1
         marker = MARKERS[(color + use) % len(MARKERS)]
         styles[name] = {"color": COLORS[color], "linestyle": LINES[use % 4], "marker": marker}
@@ -103,18 +107,22 @@ def mean_and_bars(entry: dict, kind: str) -> tuple[float, float, float] | None:
 def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
     """The loss over tokens, mean and 95% CI over seeds, of few seeds the range; dashed, the least
     possible one, if known."""
-    style_of, kind = styles(experiment, entries), re.sub("^(lowest|eval)_", "", experiment.kind)
+    style_of = styles(experiment, entries)
+    kind = re.sub("^(lowest|eval)_", "", experiment.kind)
     for name, entry in entries.items():
         rows = [row for row in entry["runs"] if row["tokens"]]
         of = kind if kind in rows[0]["losses"] else "training"
-        means, low, high = [], [], []
+        means = []
+        low = []
+        high = []
         for values in zip(*(row["losses"][of] for row in rows), strict=True):
             mean, half = mean_and_half_width(values)
             few = len(values) < FEW
             means.append(mean)
             low.append(min(values) if few else mean - half)
             high.append(max(values) if few else mean + half)
-        tokens, style = [n / 1e6 for n in rows[0]["tokens"]], style_of[name] | {"marker": ""}
+        tokens = [n / 1e6 for n in rows[0]["tokens"]]
+        style = style_of[name] | {"marker": ""}
         axes.plot(tokens, means, label=label_of(name, entry), **style)
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.2, linewidth=0)
     if "excess" in rows[0]["measured"]:
@@ -125,8 +133,10 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
 
 def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
     """The losses shown over the `x` of the run configs, a line for each loss."""
-    x, titles = experiment.x, {kind: title_of(kind) for kind in experiment.shown}
-    swept, style_of = sorted(x.keys() & entries.keys(), key=x.get), styles_of(titles.values())
+    x = experiment.x
+    titles = {kind: title_of(kind) for kind in experiment.shown}
+    swept = sorted(x.keys() & entries.keys(), key=x.get)
+    style_of = styles_of(titles.values())
     for kind, title in titles.items():  # hollow markers: lines may coincide
         points = [(x[name], entries[name], kind) for name in swept]
         draw_means(axes, points, fillstyle="none", label=title, **style_of[title])
@@ -135,7 +145,8 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
     """The measures of `x`, or those shown, side by side, a point for each run config."""
-    kinds, style_of = list(experiment.x) or experiment.shown, styles(experiment, entries)
+    kinds = list(experiment.x) or experiment.shown
+    style_of = styles(experiment, entries)
     for number, (name, entry) in enumerate(entries.items()):
         shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
         points = [(place + shift, entry, kind) for place, kind in enumerate(kinds)]

@@ -15,11 +15,11 @@ from typing import Annotated
 
 import tyro
 
-from data.prepare import Prepare, prepare
-from runtime.command_line import run_script, show
-from runtime.files import to_json, write_atomically, write_text
-from runtime.outputs import versions
-from runtime.validation import check_values
+from aogpt.data.prepare import Prepare, prepare
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.files import to_json, write_atomically, write_text
+from aogpt.runtime.outputs import versions
+from aogpt.runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment

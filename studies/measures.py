@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.generators import NATS_OF_TEXT
-from data.loader import TokenDataset, read_tokens, spread
-from data.tokenizers import END_OF_TEXT, get_tokenizer
-from runtime.errors import UserError
+from aogpt.data.generators import NATS_OF_TEXT
+from aogpt.data.loader import TokenDataset, read_tokens, spread
+from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
+from aogpt.runtime.errors import UserError
 from studies.runs import run_alone
 
 Measured = dict[str, list[float | None]]
@@ -56,7 +56,8 @@ def of_perplexity(result: dict) -> Measured:
     gain_ORDERS_mM is its gain over one order, of the first dataset. slots4 is slots:block=4."""
     figures: Measured = {}
     for row in result["results"]:
-        name, size = row["orders"].replace(":block=", ""), row["ensemble"]
+        name = row["orders"].replace(":block=", "")
+        size = row["ensemble"]
         name += f"_m{size}" * (size > 1)
         loss = [row["nll"], finite(row["monte_carlo_error"])]
         figures.setdefault(f"eval_{name}", loss)

@@ -11,10 +11,10 @@ import functools
 import re
 import statistics
 
-from evaluation.text_measures import mean_and_half_width
-from runtime.errors import UserError
-from runtime.outputs import markdown_table
-from runtime.validation import read_results, read_toml
+from aogpt.evaluation.text_measures import mean_and_half_width
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
 from studies.verdicts import Claim, figure_of, judged, ratio_of, tokens_to, with_verdicts
@@ -114,7 +114,8 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
     def number(match: re.Match) -> str:
         name, recipe, sides = match.groups()
         of, results = (experiment, found) if not name else results_of(name.strip())
-        entries, kind = reported(of, results).get(recipe), of.kind
+        entries = reported(of, results).get(recipe)
+        kind = of.kind
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, kind, entries)
@@ -140,7 +141,8 @@ def results_of(name: str) -> tuple[Experiment, dict]:
 
 def page_of(experiment: Experiment, found: dict) -> list[str]:
     """Question, answer, figure, a table of at most five columns, primary claims, caveats."""
-    e, verdicts = experiment, []
+    e = experiment
+    verdicts = []
     for recipe, claims in judgements(e, found).items():
         for c in (claim for claim in claims if claim["primary"]):
             p = "" if c["p"] is None else f", p {c['p']:.2g}"
@@ -170,7 +172,8 @@ def interval_of(recipes: dict[str, dict]) -> str:
 def main_table(experiment: Experiment, found: dict) -> list[str]:
     """Figures of each run config under each recipe: the compared one and, as far as there is room
     in four columns and for some 18 numbers, others."""
-    recipes, lines = reported(experiment, found), []
+    recipes = reported(experiment, found)
+    lines = []
     names = list(dict.fromkeys(name for entries in recipes.values() for name in entries))
     room = max(1, min(4, 18 // len(names)) // len(recipes))
     kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
@@ -211,7 +214,8 @@ def details_of(experiment: Experiment, found: dict) -> list[str]:
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     """A line for each run config: losses and measures, tokens to the goal, what was tuned."""
-    main, goal = experiment.kind, experiment.goal
+    main = experiment.kind
+    goal = experiment.goal
     rows = [row for entry in entries.values() for row in entry["runs"]]
     kinds = list(dict.fromkeys([main, *experiment.shown]))
     columns = {kind: title_of(kind) for kind in kinds}
@@ -251,7 +255,8 @@ def claims_table(claims: list[dict]) -> list[str]:
 
 def overview() -> str:
     """results/findings/README.md: studies/configs/findings/page.md with a row an experiment."""
-    rows, missing = [], []
+    rows = []
+    missing = []
     for name in experiment_names():
         if not (RESULTS / f"{name}.json").exists():
             missing.append(name)

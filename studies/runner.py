@@ -17,18 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.loader import find_dataset
-from runtime.command_line import show
-from runtime.errors import UserError
-from runtime.files import json_object, read_lines, write_jsonl
-from runtime.validation import Count
+from aogpt.data.loader import find_dataset
+from aogpt.runtime.command_line import show
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import json_object, read_lines, write_jsonl
+from aogpt.runtime.validation import Count
+from aogpt.training import config as configuration
+from aogpt.training.config import Config
+from aogpt.training.plan import meta_model
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from studies.verdicts import figure_of
-from training import config as configuration
-from training.config import Config
-from training.plan import meta_model
 
 Found = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
@@ -50,7 +50,9 @@ class Results:
     """The rows of a JSONL file, and those that are added; its methods may be called by threads."""
 
     def __init__(self, file: Path | None = None):  # None saves nothing
-        self.file, self.lock, self.rows = file, threading.Lock(), {}
+        self.file = file
+        self.lock = threading.Lock()
+        self.rows = {}
         if file and file.exists():
             rows = [json_object(text, place) for place, text in read_lines(file, "results")]
             self.rows = {row["key"]: row for row in rows}
@@ -140,7 +142,8 @@ class Runner:
 
         Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
         do equally well, and the best rate there is not the best one later."""
-        recipes, pool = self.experiment.recipes, ThreadPoolExecutor(self.jobs)
+        recipes = self.experiment.recipes
+        pool = ThreadPoolExecutor(self.jobs)
         chosen = [(recipe, one) for recipe in recipes for one in recipes[recipe].values()]
         found: Found = {recipe: {} for recipe in recipes}
         try:
@@ -231,7 +234,9 @@ def result_of(config: Config, lines: list[dict] | None) -> dict:
     """What is saved of a run. losses: `training`, those under its training orders, and others by
     kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the distance
     of the last loss from the least possible one, where that is known."""
-    main, losses, tokens = main_loss(config), {}, []
+    main = main_loss(config)
+    losses = {}
+    tokens = []
     for line in validations_of(config, lines):
         tokens.append(line["tokens"])
         values = {"training": line[main], "training_error": line.get(main.replace("loss", "error"))}

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.errors import UserError
-from runtime.files import write_text
-from runtime.outputs import commit
-from training import config as configuration
-from training.config import Config
-from training.metrics import read_metrics
-from training.validation import best_by
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_text
+from aogpt.runtime.outputs import commit
+from aogpt.training import config as configuration
+from aogpt.training.config import Config
+from aogpt.training.metrics import read_metrics
+from aogpt.training.validation import best_by
 
 ROOT = Path(__file__).resolve().parents[1]
 # By default glibc returns large tensors to the system as soon as they are freed, and the system

@@ -21,22 +21,32 @@ from typing import Annotated
 
 import tyro
 
-from runtime.command_line import run_script, show
-from runtime.errors import UserError
-from runtime.files import write_json, write_text
-from runtime.outputs import command, commit, markdown_table, versions
-from runtime.validation import Count, FileError, check_values, damaged, read_results, read_toml
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_json, write_text
+from aogpt.runtime.outputs import command, commit, markdown_table, versions
+from aogpt.runtime.validation import (
+    Count,
+    FileError,
+    check_values,
+    damaged,
+    read_results,
+    read_toml,
+)
+from aogpt.training.config import Config
 from studies.bench_common import cpu_name, spread_of
 from studies.experiment import Experiment, laid_over, read_run_configs
 from studies.pages import mean_cell, mean_tokens_to, tuned_cell, value_of
 from studies.runner import Results, Runner, commits_of
 from studies.runs import ROOT, finished_run, speed_of
-from training.config import Config
 
-CONFIGS, RESULTS = ROOT / "studies" / "configs" / "speedrun", ROOT / "results" / "speedrun"
+CONFIGS = ROOT / "studies" / "configs" / "speedrun"
+RESULTS = ROOT / "results" / "speedrun"
 OUT = Path("out") / "speedrun"
 RECIPE = ""  # the only one
-TIMED_TOKENS, TIMED_STEPS = 100_000, 50  # at least, in a run that is timed
+# at least, in a run that is timed
+TIMED_TOKENS = 100_000
+TIMED_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +68,8 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     benchmark = load_benchmark(a.benchmark)
-    known, entries = benchmark.recipes[RECIPE], read_entries(benchmark)
+    known = benchmark.recipes[RECIPE]
+    entries = read_entries(benchmark)
     for name in a.run_configs:
         if name not in known:
             raise UserError(f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}")
@@ -107,7 +118,8 @@ def read_values(name: str) -> dict:
     values = read_toml(path)
     if "from" not in values:
         return values
-    source, length = read_values(values.pop("from")), values.pop("length", 1)
+    source = read_values(values.pop("from"))
+    length = values.pop("length", 1)
     tables = [source["base"]["train"], source["base"]["eval"], *source["run_configs"].values()]
     for table in tables:
         for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
@@ -134,7 +146,8 @@ def measure_speeds(benchmark: Experiment, entries: dict[str, dict], a: Arguments
     of the machine affects all of them alike."""
     speeds: dict[str, list[float]] = {name: [] for name in a.run_configs}
     for _, name in itertools.product(range(a.repetitions), speeds):
-        run_config, tuned = benchmark.recipes[RECIPE][name], entries[name]["tuned"]
+        run_config = benchmark.recipes[RECIPE][name]
+        tuned = entries[name]["tuned"]
         config = benchmark.config(RECIPE, run_config, 0, tuned)
         speeds[name].append(speed_of_short_run(config, a.processes))
         show(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
@@ -158,7 +171,8 @@ def time_table(benchmark: Experiment) -> list[str]:
     """The duration of runs at their measured speeds, and until they reach the goal, as shares of
     the first run config's, repetition by repetition: the median, and the least and largest."""
     speeds = read_results(file_of(benchmark, ".speeds.json"), "remove it, and measure again")
-    speeds, entries = speeds["tokens_per_second"], read_entries(benchmark)
+    speeds = speeds["tokens_per_second"]
+    entries = read_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]
 
@@ -168,7 +182,8 @@ def time_table(benchmark: Experiment) -> list[str]:
 
     lines = []
     for name, of in speeds.items():
-        tokens, rows = tokens_of(entries[name]), entries[name]["runs"]
+        tokens = tokens_of(entries[name])
+        rows = entries[name]["runs"]
         loss = mean_cell([value_of(row, "random") for row in ended(entries[name])])
         cells = [loss, spread_of([speed / 1000 for speed in of])]
         cells += [f"{tokens / statistics.median(of):.0f}", share(tokens, of)]
@@ -197,7 +212,8 @@ def table(benchmark: Experiment) -> list[str]:
 
 def line(name: str, entry: dict, goal: float) -> list[str]:
     """Losses of the seeds, or their mean with its 95% CI; tokens and minutes are means."""
-    rows, reached = ended(entry), mean_tokens_to(goal, entry["runs"], "random")
+    rows = ended(entry)
+    reached = mean_tokens_to(goal, entry["runs"], "random")
     minutes = statistics.mean(r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows)
     losses = [mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")]
     tokens = ["-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)]
@@ -223,7 +239,8 @@ def ingredients(known: dict[str, dict]) -> list[str]:
     """What one change to "fast" gives, seed by seed: run configs "fast-..." with equal tokens."""
     if "fast" not in known:
         return []
-    fast, lines = losses_of(known["fast"]), []
+    fast = losses_of(known["fast"])
+    lines = []
     for name, entry in sorted(known.items()):
         if name.startswith("fast-") and tokens_of(entry) == tokens_of(known["fast"]):
             losses = losses_of(entry)

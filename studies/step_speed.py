@@ -14,18 +14,18 @@ import torch
 import tyro
 from torch import Tensor
 
-from objectives import ao_ar_loss
-from orders import OrderConfig, orders_at
-from runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
-from runtime.errors import UserError
-from runtime.outputs import markdown_table
-from runtime.validation import Count
+from aogpt.objectives import ao_ar_loss
+from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.validation import Count
+from aogpt.systems import flops_per_token
+from aogpt.training.config import Config, OptimConfig
+from aogpt.training.metrics import peak_flops
+from aogpt.training.optimizers import EMA, make_optimizer
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
-from training.config import Config, OptimConfig
-from training.metrics import peak_flops
-from training.optimizers import EMA, make_optimizer
-from variants import flops_per_token
 
 SYSTEMS = {
     "aogpt": "AO-GPT, random orders with 10% left to right",
@@ -57,13 +57,15 @@ class TrainOptions(BenchOptions):
 def bench_train(o: TrainOptions) -> dict:
     """Run the benchmark, report, and return what --json holds. Raises UserError for settings that
     no system can run."""
-    outputs, device = o.check(), pick_device(o.device)
+    outputs = o.check()
+    device = pick_device(o.device)
     o = dataclasses.replace(o, length=o.length or SIZES[o.size][0].block_size)
     if o.compile and device.type == "cpu" and not has_compiler():
         raise UserError("compiling on a CPU needs a C++ compiler and there is none: --no-compile")
     dtype = pick_dtype(o.dtype, device)
     systems = [Trainee(name, o, device, dtype) for name in dict.fromkeys(o.systems)]
-    steps, peak = measure(systems, o), peak_flops(device, dtype)
+    steps = measure(systems, o)
+    peak = peak_flops(device, dtype)
     rows = [summary(system, steps, peak) for system in systems]
     return common.publish(o, outputs, dtype, device, {"peak_flops": peak, "rows": rows}, report)
 
@@ -73,7 +75,10 @@ class Trainee:
 
     def __init__(self, name: str, options: TrainOptions, device: torch.device, dtype: torch.dtype):
         common.tell(f"{options.size}: weights of {name}")
-        self.name, self.options, self.device, self.dtype = name, options, device, dtype
+        self.name = name
+        self.options = options
+        self.device = device
+        self.dtype = dtype
         self.vocab_size = SIZES[options.size][1]
         self.config = Config(
             model=common.config_of(name, options.size, options.length),
@@ -117,7 +122,8 @@ class Trainee:
         """The first steps; on a GPU with the memory of weights, average and what a step adds."""
         if self.device.type != "cuda":
             return [self.step(step) for step in range(self.options.warmup)]
-        before, done = torch.cuda.memory_allocated(self.device), []
+        before = torch.cuda.memory_allocated(self.device)
+        done = []
         for step in range(self.options.warmup):
             torch.cuda.reset_peak_memory_stats(self.device)
             done.append(self.step(step))
@@ -161,7 +167,8 @@ def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -
 
 def report(result: dict) -> list[str]:
     """The settings, and a table with ratios first."""
-    s, rows = result["settings"], result["rows"]
+    s = result["settings"]
+    rows = result["rows"]
     head = ["system", *["x gpt (min - max)"] * ("times_gpt" in rows[0]), "step ms (min - max)"]
     head += ["tokens/s", "MFU", "peak MB"]
     lines = []

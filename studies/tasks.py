@@ -18,25 +18,27 @@ from typing import Annotated
 import torch
 import tyro
 
-from checkpoints import load
-from data.prepare import Prepare, prepare
-from data.puzzles import TASKS
-from evaluation.answers import answer, open_questions
-from runtime.command_line import run_script, show
-from runtime.errors import UserError
-from runtime.files import write_atomically, write_json, write_text
-from runtime.outputs import versions
-from runtime.processes import Processes
-from runtime.validation import check_values, read_results, read_toml
-from sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from aogpt.checkpoints import load
+from aogpt.data.prepare import Prepare, prepare
+from aogpt.data.puzzles import TASKS
+from aogpt.evaluation.answers import answer, open_questions
+from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_atomically, write_json, write_text
+from aogpt.runtime.outputs import versions
+from aogpt.runtime.processes import Processes
+from aogpt.runtime.validation import check_values, read_results, read_toml
+from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from aogpt.training.config import Config
 from studies.answer_pages import CONFIGS, RECIPE, RESULTS, details, figure, page, task_table
 from studies.experiment import OUT, Experiment, read_run_configs
 from studies.pages import reported
 from studies.runner import Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
-from training.config import Config
 
-BATCH, QUICK_RECORDS = 100, 100  # records decoded together; and with --quick, in all
+# records decoded together; and with --quick, in all
+BATCH = 100
+QUICK_RECORDS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +83,12 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
     they are complete."""
     if not (ROOT / "data" / task / "meta.json").exists():
         prepare(Prepare(task))
-    seeds, limit = a.seeds or experiment.seeds, QUICK_RECORDS if a.quick else None
+    seeds = a.seeds or experiment.seeds
+    limit = QUICK_RECORDS if a.quick else None
     results = Results(None if a.quick else RESULTS / f"{task}.runs.jsonl")
     found = Runner(experiment, results, jobs=a.jobs, quick=a.quick).train(seeds)
-    entries, systems = found[RECIPE], experiment.recipes[RECIPE]
+    entries = found[RECIPE]
+    systems = experiment.recipes[RECIPE]
 
     def config(system: str, seed: int) -> Config:
         tuned = entries[system]["tuned"]
@@ -102,7 +106,8 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
                     entry["runs"][seed]["decoders"][name] = answers
     complete = seeds >= experiment.seeds and not a.quick
     folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
-    file, origin = folder / f"{task}.json", {"torch": versions()["torch"]}
+    file = folder / f"{task}.json"
+    origin = {"torch": versions()["torch"]}
     values = {"experiment": experiment.name, "recipes": found} | origin
     write_json(file, values)
     show(*task_table(reported(experiment, values)[RECIPE]), f"wrote {file}", sep="\n")
@@ -122,7 +127,8 @@ def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions
 def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     """`Answers.summary` of a run on the test split, after a warm-up."""
     finished_run(config)
-    loaded, alone = load(config.run_folder), Processes(0, 1, torch.device("cpu"))
+    loaded = load(config.run_folder)
+    alone = Processes(0, 1, torch.device("cpu"))
     questions = open_questions(config.data.folder, "test", loaded, limit)
     answer(loaded, questions.first(options.batch_size), options, config.seed, alone)
     return answer(loaded, questions, options, config.seed, alone).summary()

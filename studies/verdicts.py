@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from evaluation.estimates import t_quantile
+from aogpt.evaluation.estimates import t_quantile
 
 LEVEL = 0.05
-SUPPORTED, OPPOSITE, UNDECIDED = "supported", "the opposite", "undecided"
+SUPPORTED = "supported"
+OPPOSITE = "the opposite"
+UNDECIDED = "undecided"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
@@ -175,7 +177,8 @@ def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
     name, of, share = parts_of(side, kind)
     for row in () if is_number(name) else entries[name]["runs"]:
         tested = of.startswith("eval_")
-        measured, figure = row.get("measured", {}), figure_of(row, of, share)
+        measured = row.get("measured", {})
+        figure = figure_of(row, of, share)
         unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
         is_loss = tested or of.removeprefix("lowest_") in row["losses"]
         if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:

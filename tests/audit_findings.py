@@ -37,12 +37,14 @@ def figure(result: dict, kind: str) -> float | None:
         return figure(result, one) - float(factor) * figure(result, other)
     if kind in result["measured"]:
         return result["measured"][kind][0]
-    losses, tokens = result["losses"], result["tokens"]
+    losses = result["losses"]
+    tokens = result["tokens"]
     if kind.startswith("lowest_"):
         return min(losses[kind[7:]])
     if not kind.startswith("tokens_to_"):
         return losses[kind][-1]
-    goal, of = float(kind[10:]), losses["training"]
+    goal = float(kind[10:])
+    of = losses["training"]
     for n, loss in enumerate(of):
         if loss <= goal:
             share = (of[n - 1] - goal) / (of[n - 1] - loss) if n else 0
@@ -54,7 +56,8 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     """{"RECIPE: CLAIM": (difference, p value after Holm)} of the primary claims."""
     toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
     lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
-    rows, tuning = rows_of(lines), toml.get("tuning_seeds", [100, 101])
+    rows = rows_of(lines)
+    tuning = toml.get("tuning_seeds", [100, 101])
     by = toml.get("tune_by", "training")
 
     def runs_of(recipe: str, config: str) -> list[dict]:
@@ -73,11 +76,15 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     found = {}
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
-            terms, censored = [], False  # or on the unigram plateau: nothing can be said
+            # or on the unigram plateau: nothing can be said
+            terms = []
+            censored = False
             for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
                 for n, term in enumerate(text.split(" - ")):
                     config, _, kind = term.partition(":")
-                    sign_of, values, errors = sign * (-1) ** n, [], []
+                    sign_of = sign * (-1) ** n
+                    values = []
+                    errors = []
                     for result in runs_of(recipe, config):
                         value = figure(result, kind or toml["kind"])
                         censored |= value is None and sign_of < 0
@@ -86,7 +93,8 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                         errors.append(error_of(result, kind or toml["kind"]))
                     terms.append((sign_of, config, values, statistics.mean(errors)))
             found[f"{recipe}: {claim['says']}"] = tested(terms, claim.get("margin", 0), censored)
-    ranked, least = sorted(found, key=lambda key: found[key][1]), 0.0
+    ranked = sorted(found, key=lambda key: found[key][1])
+    least = 0.0
     for rank, key in enumerate(ranked):
         least = max(least, min(1.0, (len(ranked) - rank) * found[key][1]))
         found[key] = found[key][0], least
@@ -95,7 +103,8 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
 
 def on_plateau(result: dict, kind: str, value: float | None) -> bool:
     """Whether a loss is within 0.1 of the unigram entropy of its text."""
-    of, tested = result["measured"], kind.startswith("eval_")
+    of = result["measured"]
+    tested = kind.startswith("eval_")
     unigram = of.get("unigram_test", of["unigram"]) if tested else of["unigram"]
     return (tested or kind in result["losses"]) and value > unigram[0] - 0.1
 

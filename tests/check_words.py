@@ -19,7 +19,8 @@ CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.M | re.S)  # of a page
 
 def prose(path: Path) -> str:
     """The file without its code, line by line."""
-    text, kept = path.read_text(encoding="utf-8"), ""
+    text = path.read_text(encoding="utf-8")
+    kept = ""
     if path.suffix == ".md":
         return CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
     if path.suffix == ".toml":
@@ -30,7 +31,8 @@ def prose(path: Path) -> str:
     return kept
 
 
-found, listing = [], ["git", "ls-files", "*.md", "*.py", "*.toml"]
+found = []
+listing = ["git", "ls-files", "*.md", "*.py", "*.toml"]
 for path in map(Path, subprocess.check_output(listing, text=True).split()):
     text = prose(path)
     for words, advice in (PAGES if path.suffix == ".md" else WORDS).items():

@@ -12,8 +12,8 @@ import torch
 from helpers import ALONE, encoder_config, make_data, tiny_config
 
 import train
-from orders import OrderConfig
-from runtime.command_line import run_script as run_main
+from aogpt.orders import OrderConfig
+from aogpt.runtime.command_line import run_script as run_main
 
 # Tiny tensors: one thread is faster, and the processes that tests start share two cores.
 torch.set_num_threads(1)

@@ -41,14 +41,16 @@ import eval_gen
 import eval_ppl
 import sample
 import train
-from checkpoints import load_model, store
-from checkpoints.released import gpt_names
-from data import prepare
-from runtime.command_line import run_script
-from runtime.validation import Count, NonNegative, check_values
+from aogpt.checkpoints import load_model, store
+from aogpt.checkpoints.released import gpt_names
+from aogpt.data import prepare
+from aogpt.runtime.command_line import run_script
+from aogpt.runtime.validation import Count, NonNegative, check_values
 
-SECONDS, BYTES = 30, 2 * 2**30
-STEPS, CHECKPOINTS = 6, "run/checkpoints"
+SECONDS = 30
+BYTES = 2 * 2**30
+STEPS = 6
+CHECKPOINTS = "run/checkpoints"
 NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
 
 
@@ -206,7 +208,8 @@ class Ended(NamedTuple):
 
 def run(main, arguments, folder):
     """Run a script's main in a child of this process."""
-    said, started = folder.with_suffix(".said"), time.monotonic()
+    said = folder.with_suffix(".said")
+    started = time.monotonic()
     said.touch()
     child = os.fork()
     if child == 0:
@@ -244,7 +247,10 @@ class Campaign:
     """The folder that cases start with, and what has been seen so far."""
 
     def __init__(self, folder, show):
-        self.base, self.show, self.seen, self.failures = folder / "base", show, Counter(), []
+        self.base = folder / "base"
+        self.show = show
+        self.seen = Counter()
+        self.failures = []
         config = tiny_config("data", "", steps=STEPS, checkpoint__interval=3)
         self.base.mkdir()
         make_data(self.base)

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import store
-from data.loader import load_meta, read_tokens
-from data.prepare import Prepare, prepare
-from data.tokenizers import get_tokenizer
-from model import ModelConfig
-from objectives import ObjectiveConfig
-from orders import OrderConfig
-from runtime.devices import has_compiler
-from runtime.processes import Processes
-from training import config as configuration
+from aogpt.checkpoints import store
+from aogpt.data.loader import load_meta, read_tokens
+from aogpt.data.prepare import Prepare, prepare
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.model import ModelConfig
+from aogpt.objectives import ObjectiveConfig
+from aogpt.orders import OrderConfig
+from aogpt.runtime.devices import has_compiler
+from aogpt.runtime.processes import Processes
+from aogpt.training import config as configuration
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -105,7 +105,8 @@ def change(config, **changes):
 def encoder_config(config):
     """The same run of a model with full attention, trained on random masks."""
     model = replace(config.model, attention="full", target="none", mask_token=257)
-    objective, order = ObjectiveConfig("lambda_dce"), OrderConfig("random")
+    objective = ObjectiveConfig("lambda_dce")
+    order = OrderConfig("random")
     return replace(config, model=model, objective=objective, order=order)
 
 
@@ -207,9 +208,11 @@ def assert_same(a, b, where=""):
 def assert_same_losses(config, reference, tolerance):
     """Two runs have the same training and validation losses."""
     for key in ("loss", "val_loss_l2r", "val_loss_random"):
-        ours, expected = metrics(config, key), metrics(reference, key)
+        ours = metrics(config, key)
+        expected = metrics(reference, key)
         assert ours.keys() == expected.keys() and len(ours) > 1
-        ours, expected = list(ours.values()), list(expected.values())
+        ours = list(ours.values())
+        expected = list(expected.values())
         np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance, err_msg=key)
 
 
@@ -275,13 +278,16 @@ def column(samples, key):
 
 def data_of(document: str) -> dict:
     """What the page's own script gets to read, found by an HTML parser."""
-    tags, scripts, parser = [], [], html.parser.HTMLParser()
+    tags = []
+    scripts = []
+    parser = html.parser.HTMLParser()
 
     def data(text):
         if tags[-1:] == ["script"] and text.strip():
             scripts.append(text)
 
-    parser.handle_starttag, parser.handle_data = lambda tag, _: tags.append(tag), data
+    parser.handle_starttag = lambda tag, _: tags.append(tag)
+    parser.handle_data = data
     parser.feed(document)
     parser.close()
     assert tags.count("script") == len(scripts) == 2 and "img" not in tags

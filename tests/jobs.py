@@ -14,8 +14,8 @@ from pathlib import Path
 
 from helpers import ROOT, assert_same, metrics, read_checkpoint, wait_for, write_config
 
-from checkpoints import store
-from training.metrics import read_metrics
+from aogpt.checkpoints import store
+from aogpt.training.metrics import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
 
@@ -24,8 +24,10 @@ class Job:
     """torchrun with train.py, in the background; its output goes to a file."""
 
     def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
-        self.config, path = config, write_config(config)
-        name, value = "AOGPT_JOB", secrets.token_hex(8)
+        self.config = config
+        path = write_config(config)
+        name = "AOGPT_JOB"
+        value = secrets.token_hex(8)
         self.mark = f"{name}={value}"  # in the environment of all its processes
         self.output = path.with_name(f"{path.stem}.{value}.txt")
         torchrun = (sys.executable, "-m", "torch.distributed.run", *launcher, *options)
@@ -56,7 +58,8 @@ class Job:
 
     def starts(self):
         """The step that the run went on from, for every time that it was started."""
-        steps, resumed = [], 0
+        steps = []
+        resumed = 0
         for step in re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said):
             if step:
                 resumed = int(step)
@@ -110,7 +113,8 @@ def last_step(config):
 def wait_for_moment(job, start, moment, rng):
     """Wait for such a moment after start number `start` of the job; the step it went on from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
-    config, base = job.config, job.starts()[start]
+    config = job.config
+    base = job.starts()[start]
     step = base + rng.randint(1, 9)
     if moment == "evaluation":  # the line of a step is written before its evaluation
         step = (step // config.eval.interval + 1) * config.eval.interval
@@ -134,7 +138,8 @@ def kill(job, start, moment, rng):
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
     os.kill(job.workers()[rank], signal.SIGKILL)
-    killed, reached = time.monotonic(), last_step(job.config)
+    killed = time.monotonic()
+    reached = last_step(job.config)
     wait_for(lambda: len(job.starts()) > start + 1, job.process)
     return time.monotonic() - killed, reached - job.starts()[start + 1]
 

@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from checkpoints import store
-from data.loader import TokenDataset
-from runtime.processes import processes
-from training import config as configuration
-from training import muon, parallel
-from training import state as states
-from training.batches import micro_batches
-from training.optimizers import EMA, make_optimizer
+from aogpt.checkpoints import store
+from aogpt.data.loader import TokenDataset
+from aogpt.runtime.processes import processes
+from aogpt.training import config as configuration
+from aogpt.training import muon, parallel
+from aogpt.training import state as states
+from aogpt.training.batches import micro_batches
+from aogpt.training.optimizers import EMA, make_optimizer
 
 
 def full(tensor):
@@ -75,7 +75,9 @@ def moved(config, procs):
 def steps(config, procs):
     """Losses and gradient norms of all steps, and how often gradients were reduced in each."""
     state, data = start(config, procs)
-    model, rows, count = parallel.replicate(state.model, procs), [], Reductions()
+    model = parallel.replicate(state.model, procs)
+    rows = []
+    count = Reductions()
     if model is not state.model:
         model.register_comm_hook(count, reduce_bucket)
     batches = micro_batches(data, config, procs, 0)
@@ -138,7 +140,8 @@ def reduce_bucket(count, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 def state_bytes(config, procs):
     """What every process holds after a step, by part, in bytes."""
     model = parallel.build(config, procs)
-    ema, optimizer = EMA(model, 0.9), make_optimizer(model, config)
+    ema = EMA(model, 0.9)
+    optimizer = make_optimizer(model, config)
     length = config.model.block_size
     model(torch.arange(length)[None] % 7, torch.randperm(length)[None]).mean().backward()
     optimizer.step()
@@ -156,7 +159,8 @@ def compiled(config, procs):
     """Train, and count the frames that torch.compile has compiled after each step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, counts = train.update, []
+    plain = train.update
+    counts = []
 
     def update(*arguments):
         plain(*arguments)
@@ -169,7 +173,8 @@ def compiled(config, procs):
 
 def killed(config, procs):
     """Train, and be killed when the second checkpoint is written and has no name yet."""
-    renamed, plain = [], os.rename
+    renamed = []
+    plain = os.rename
 
     def rename(source, target):
         renamed.append(target)
@@ -183,7 +188,9 @@ def killed(config, procs):
 
 def faulty(config, procs):
     """Checkpoints fail: at step 4 a full disk, at 6 no renaming, at 8 no making of folders."""
-    start, rename, mkdir = store.start_writing_shards, os.rename, Path.mkdir
+    start = store.start_writing_shards
+    rename = os.rename
+    mkdir = Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments, **keywords):
@@ -202,7 +209,8 @@ def faulty(config, procs):
             return future
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            os.rename, Path.mkdir = rename, mkdir
+            os.rename = rename
+            Path.mkdir = mkdir
 
     with mock.patch.object(store, "start_writing_shards", faulty_start):
         train.train(config, procs)

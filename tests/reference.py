@@ -15,12 +15,12 @@ from fractions import Fraction
 import torch
 from scipy.stats import chi2
 
-from evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
-from model import ModelConfig
-from orders import orders_at
-from sampling.engine import generate
-from sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
-from variants import build_model
+from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
+from aogpt.model import ModelConfig
+from aogpt.orders import orders_at
+from aogpt.sampling.engine import generate
+from aogpt.sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from aogpt.systems import build_model
 
 LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 
@@ -47,10 +47,14 @@ class _Formulas:
     """The formulas for one sequence. A stream is a list of vectors, one for each input."""
 
     def __init__(self, config, params):
-        self.config, self.params, self.first_values = config, params, None
+        self.config = config
+        self.params = params
+        self.first_values = None
 
     def decoded(self, tokens, order, group):
-        config, params, stream = self.config, self.params, []
+        config = self.config
+        params = self.params
+        stream = []
         own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
         targets = [p + (config.query_at == "target") for p in order]  # where queries stand
         for i, target in enumerate(order):
@@ -105,7 +109,9 @@ class _Formulas:
         return queries
 
     def encoded(self, tokens, masked, sigma):
-        config, params, stream = self.config, self.params, []
+        config = self.config
+        params = self.params
+        stream = []
         for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
             x = params["wte.weight"][config.mask_token if hidden else token]
             stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
@@ -127,7 +133,8 @@ class _Formulas:
 
     def outputs(self, stream, conditions):
         head = self.params["wte.weight" if self.config.tied_head else "head.weight"]
-        bias, result = self.params["head.bias"] if self.config.head_bias else 0, []
+        bias = self.params["head.bias"] if self.config.head_bias else 0
+        result = []
         for x, condition in zip(stream, conditions, strict=True):
             x = self.norm("norm_f.", x)
             if condition is not None:
@@ -166,7 +173,8 @@ class _Formulas:
         """Output of every step of `queries` (the stream itself by default), which sees the inputs
         seen[i] and no other. The positions count where keys and queries are rotated."""
         c = self.config
-        size, group = c.head_width or c.n_embd // c.n_head, c.n_head // (c.n_kv_head or c.n_head)
+        size = c.head_width or c.n_embd // c.n_head
+        group = c.n_head // (c.n_kv_head or c.n_head)
         sizes = [c.n_head * size] + [c.n_head // group * size] * 2
         qkv = [self.linear(name + "qkv.", x).split(sizes) for x in stream]
         asking = [self.linear(name + "qkv.", x).split(sizes) for x in queries] if queries else qkv
@@ -183,7 +191,8 @@ class _Formulas:
                 shared = slice(head // group * size, head // group * size + size)
                 query = self.head_norm(name + "q_norm.", asking[i][0][part])
                 query = _rotated(c, query, query_positions[i])
-                scores, values = [], []
+                scores = []
+                values = []
                 for j in seen[i]:
                     key = self.head_norm(name + "k_norm.", qkv[j][1][shared])
                     key = _rotated(c, key, key_positions[j])
@@ -297,7 +306,8 @@ def listed_contexts(length):
 def conditionals(model, vocab_size, length):
     """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for
     every sequence x. Of two_stream also {(context, sizes, target): ...} (`given_groups`)."""
-    sequences, keys = all_sequences(vocab_size, length), listed_contexts(length)
+    sequences = all_sequences(vocab_size, length)
+    keys = listed_contexts(length)
     orders = torch.tensor([order_through(context, target, length) for context, target in keys])
     rows = model.token_log_probs(
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
@@ -408,7 +418,8 @@ def plan_distribution(conditional, plans, n_given=0):
     are independent, each given the groups before it in the order in which they were unmasked."""
     total = 0
     for probability, order, counts in plans:
-        product, known = torch.ones_like(next(iter(conditional.values()))), n_given
+        product = torch.ones_like(next(iter(conditional.values())))
+        known = n_given
         for g, count in enumerate(counts):
             for target in order[known : known + count]:
                 groups = *[1] * n_given, *counts[:g]
@@ -429,8 +440,10 @@ def one_stage_distribution(conditional, length, steps):
     order, with the tokens that sequence x has there."""
     reached = {(): torch.ones_like(next(iter(conditional.values())))}
     for k in range(steps):
-        t, s = Fraction(steps - k, steps), Fraction(steps - k - 1, steps)
-        stay, following = float(s / t), {}
+        t = Fraction(steps - k, steps)
+        s = Fraction(steps - k - 1, steps)
+        stay = float(s / t)
+        following = {}
         for context, weight in reached.items():
             masked = [p for p in range(length) if p not in context]
             for size in range(len(masked) + 1):
@@ -439,7 +452,8 @@ def one_stage_distribution(conditional, length, steps):
                     for position in unmasked:
                         probability = probability * ((1 - stay) * conditional[context, position])
                     for perm in itertools.permutations(unmasked):
-                        state, share = context + perm, probability / math.factorial(size)
+                        state = context + perm
+                        share = probability / math.factorial(size)
                         following[state] = following.get(state, 0) + share
         reached = following
     assert all(len(context) == length for context in reached if reached[context].sum() > 0)
@@ -512,7 +526,9 @@ def truncated(probs, choice):
     renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
     be dropped for passing top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
-    mass, kept, reached = sum(probs[i] for i in ranked), [], 0.0
+    mass = sum(probs[i] for i in ranked)
+    kept = []
+    reached = 0.0
     for i in ranked:
         kept.append(i)
         reached += probs[i] / mass
@@ -533,7 +549,8 @@ def tempered(logits, temperature):
 
 def with_choice(conditional, choice, vocab_size, length):
     """The conditionals after temperature, top-k and nucleus, by the definitions above."""
-    result, known = {}, {}
+    result = {}
+    known = {}
     for (context, target), p in conditional.items():
         rows = p.view((vocab_size,) * length).movedim(target, -1).reshape(-1, vocab_size)
         for row in rows:
@@ -552,17 +569,22 @@ def chi_square_p(observed, expected):
     """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same total.
     Cells are merged, smallest first, until each expects 5; what cannot be but was observed is p =
     0."""
-    observed, expected = observed.double(), expected.double()
+    observed = observed.double()
+    expected = expected.double()
     assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
     if bool((observed[expected == 0] > 0).any()):
         return 0.0
     index = expected.argsort()
-    cells, seen, wanted = [], 0.0, 0.0
+    cells = []
+    seen = 0.0
+    wanted = 0.0
     for o, e in zip(observed[index].tolist(), expected[index].tolist(), strict=True):
-        seen, wanted = seen + o, wanted + e
+        seen = seen + o
+        wanted = wanted + e
         if wanted >= 5:
             cells.append((seen, wanted))
-            seen, wanted = 0.0, 0.0
+            seen = 0.0
+            wanted = 0.0
     assert len(cells) >= 2, "too few counts to test anything"
     cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
     statistic = sum((o - e) ** 2 / e for o, e in cells)
@@ -649,7 +671,8 @@ def seeded(seed):
 def some_given(batch_size, length, seed):
     """Rows with nothing given, everything given and random subsets given."""
     given = torch.rand(batch_size, length, generator=seeded(seed)) < 0.4
-    given[0], given[1] = False, True
+    given[0] = False
+    given[1] = True
     return given
 
 
@@ -673,7 +696,8 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
     "even-cosine" and the steps; "confidence", "entropy", "margin" or "any" (adaptive, by that) and
     the positions a step; "speculative", "speculative-random" and the positions drafted."""
     kind, number = mode.split() if " " in mode else (mode, 1)
-    rows, number = (batch_size, length), int(number)
+    rows = (batch_size, length)
+    number = int(number)
     if kind == "l2r":
         return l2r_plan(*rows, given, number)
     if kind == "random":
@@ -697,7 +721,8 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position:
     token}."""
     kind, number = mode.split() if " " in mode else (mode, 1)
-    free, number = [p for p in range(length) if p not in prompt], int(number)
+    free = [p for p in range(length) if p not in prompt]
+    number = int(number)
     context = tuple(sorted(prompt))
     # speculative: the exact joint of the order, whatever is drafted
     size = 1 if kind.startswith(("speculative", "pairs")) else number
@@ -748,7 +773,8 @@ def uncached_log_probs(model, tokens, plan):
     for b, (order, step, length) in enumerate(rows):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
-            single, starts = torch.tensor([order_through(order[:start], order[i], length)]), None
+            single = torch.tensor([order_through(order[:start], order[i], length)])
+            starts = None
             if in_groups(model) and not plan.draft:
                 starts = group_starts(sizes_of(step[:start]), length)[None]
             groups = () if starts is None else (starts,)
@@ -765,10 +791,11 @@ def sizes_of(steps):
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Ensembles of orders by definition (evaluation/ensembles.py): -log of the mean probability of
+    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the mean probability of
     every token along one order of each sequence, (B, T, S), in sequence order. Step i is scored
     from the original context and max(sizes) - 1 permutations of it, with a full pass each."""
-    T, members = tokens.shape[1], max(sizes)
+    T = tokens.shape[1]
+    members = max(sizes)
     order = orders_at(orders, seed, draw, rows, T)
     original = model.token_log_probs(tokens, order).double()
     log_probs = original.expand(members, *original.shape).clone()

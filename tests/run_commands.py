@@ -18,8 +18,8 @@ import torch._dynamo  # noqa: E402, F401
 import eval_gen  # noqa: E402, F401
 import eval_ppl  # noqa: E402, F401
 import sample  # noqa: E402, F401
-import score  # noqa: E402, F401
-from data import prepare  # noqa: E402, F401
+from aogpt import score  # noqa: E402, F401
+from aogpt.data import prepare  # noqa: E402, F401
 
 torch.set_num_threads(1)  # other threads do not survive a fork
 
@@ -33,7 +33,8 @@ def run(words: list[str]) -> dict:
             os._exit(run_here(words))
         _, status, used = os.wait4(child, 0)
         output.seek(0)
-        seconds, status = used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
+        seconds = used.ru_utime + used.ru_stime
+        status = os.waitstatus_to_exitcode(status)
         return {"command": words, "status": status, "seconds": seconds, "output": output.read()}
 
 

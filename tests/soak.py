@@ -40,7 +40,7 @@ from jobs import (
 )
 
 import train
-from runtime.outputs import markdown_table, versions
+from aogpt.runtime.outputs import markdown_table, versions
 
 STEPS = 150
 
@@ -58,11 +58,15 @@ class Soak:
     """The undisturbed runs, and what has been seen so far."""
 
     def __init__(self, folder, arguments):
-        self.folder, self.arguments, self.rows, self.jobs = folder, arguments, [], []
+        self.folder = folder
+        self.arguments = arguments
+        self.rows = []
+        self.jobs = []
         ddp = tiny_config(make_data(folder), folder / "undisturbed", "ddp", steps=STEPS)
         fsdp = change(ddp, name="fsdp", train__parallel="fsdp")
         ddp = change(ddp, model__dropout=0.0)  # masks depend on the number of processes
-        self.undisturbed, self.alone = {"ddp": ddp, "fsdp": fsdp}, change(ddp, name="alone")
+        self.undisturbed = {"ddp": ddp, "fsdp": fsdp}
+        self.alone = change(ddp, name="alone")
         for config in (ddp, fsdp):
             torchrun(2, "train.py", write_config(config))
         train.train(self.alone, ALONE)
@@ -102,7 +106,8 @@ class Soak:
 
 def killed(soak, parallel):
     """Ranks are killed again and again; torchrun starts all again."""
-    count, config = soak.arguments.kills, soak.config(parallel, "killed")
+    count = soak.arguments.kills
+    config = soak.config(parallel, "killed")
     job = soak.start(config, f"--max-restarts={count}")
     rng, moments = random_moments(soak.arguments.seed, count)
     seen = [kill(job, n, moment, rng) for n, moment in enumerate(moments)]
@@ -115,15 +120,18 @@ def killed(soak, parallel):
 def hung(soak, parallel, moment):
     """A process stops (SIGSTOP); the other one ends in an error, torchrun kills the first and
     starts both again."""
-    config, rng = soak.config(parallel, "hung", timeout=15.0), soak.random()
+    config = soak.config(parallel, "hung", timeout=15.0)
+    rng = soak.random()
     job = soak.start(config, "--max-restarts=1")
     wait_for_moment(job, 0, moment, rng)
     os.kill(job.workers()[rng.randrange(2)], signal.SIGSTOP)
-    stopped, reached = time.monotonic(), last_step(config)
+    stopped = time.monotonic()
+    reached = last_step(config)
     wait_for(lambda: "did not answer within 15 seconds" in job.said, job.process)
     noticed = time.monotonic() - stopped
     wait_for(lambda: len(job.starts()) == 2, job.process)
-    back, redone = time.monotonic() - stopped, reached - job.starts()[1]
+    back = time.monotonic() - stopped
+    redone = reached - job.starts()[1]
     case = (
         f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 15 s; noticed after "
         f"{noticed:.1f} s"
@@ -133,7 +141,10 @@ def hung(soak, parallel, moment):
 
 def stopped(soak, parallel):
     """SIGTERM to one rank, then to torchrun; the same command goes on each time."""
-    config, rng, backs, ended = soak.config(parallel, "stopped"), soak.random(), [], True
+    config = soak.config(parallel, "stopped")
+    rng = soak.random()
+    backs = []
+    ended = True
     job = soak.start(config)
     for receiver in ("rank", "torchrun"):
         wait_for_moment(job, 0, "step", rng)
@@ -153,11 +164,16 @@ def stopped(soak, parallel):
 
 def other_numbers(soak):
     """torchrun alone is killed: its processes end, too. Then 1, 4 and 2 processes."""
-    config, rng, backs, ended = soak.config("ddp", "numbers"), soak.random(), [], True
-    redone, job = 0, soak.start(config)
+    config = soak.config("ddp", "numbers")
+    rng = soak.random()
+    backs = []
+    ended = True
+    redone = 0
+    job = soak.start(config)
     for processes in (1, 4, 2):
         wait_for_moment(job, 0, "step", rng)
-        begun, reached = time.monotonic(), last_step(config)
+        begun = time.monotonic()
+        reached = last_step(config)
         os.kill(job.process.pid, signal.SIGKILL)
         ended &= job.wait() == -signal.SIGKILL
         reached = max(reached, last_step(config))
@@ -185,7 +201,9 @@ def nodes(soak, parallel, number, settings):
     second = soak.start(config, "--max-restarts=3", launcher=launcher)
     wait_for(lambda: first.starts() or second.starts(), first.process)
     wait_for_moment(first if first.starts() else second, 0, "step", soak.random())
-    before, lost, reached = (first.starts(), second.starts()), time.monotonic(), last_step(config)
+    before = (first.starts(), second.starts())
+    lost = time.monotonic()
+    reached = last_step(config)
     if number == "2":
         os.kill(*second.workers().values(), signal.SIGKILL)
         case = "SIGKILL to the worker of one of two nodes"
@@ -224,7 +242,8 @@ def report(soak, minutes):
 
 
 def main():
-    arguments, begun = tyro.cli(Arguments, description=__doc__), time.monotonic()
+    arguments = tyro.cli(Arguments, description=__doc__)
+    begun = time.monotonic()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), arguments)

@@ -14,9 +14,9 @@ from helpers import ROOT, assert_user_error, chromium, run_script, wait_for
 from reference import make_system
 
 import aogpt
-import app
-from checkpoints import Loaded
-from sampling import gaps
+from aogpt.checkpoints import Loaded
+from aogpt.playground import app
+from aogpt.sampling import gaps
 
 GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
@@ -37,7 +37,9 @@ def gapped(text, written=GAPPED):
 @pytest.fixture
 def visit(monkeypatch):
     """Act as a visitor of a page with one tiny model; settings that are given stay."""
-    text, session, known = small("target rotary"), app.Session(), {}
+    text = small("target rotary")
+    session = app.Session()
+    known = {}
     monkeypatch.setattr(app, "load", lambda path: text)
 
     def act(action, **settings):
@@ -50,8 +52,11 @@ def visit(monkeypatch):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
-    text, tolerance = small(system), 1e-5 if system == "SEDD" else 1e-9
-    fill, states, T = gapped(text), [], len(gapped(text).context)
+    text = small(system)
+    tolerance = 1e-5 if system == "SEDD" else 1e-9
+    fill = gapped(text)
+    states = []
+    T = len(gapped(text).context)
     given = [i for i in range(T) if fill.context[i] is not None]
     for number, position in enumerate([9, 1, 6, 8, 2, 10]):
         states.append((list(fill.tokens), {i: fill.log_probs(i) for i in fill.blanks}))
@@ -60,7 +65,8 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
         x = torch.tensor([[token or 0 for token in fill.tokens]]).repeat(257, 1)
         x[:, position] = torch.arange(257)
         along = text.model.token_log_probs(x, torch.tensor([order]).expand(257, T))
-        got, expected = fill.log_probs(position), along[:, len(known)].double()
+        got = fill.log_probs(position)
+        expected = along[:, len(known)].double()
         assert (got - expected).abs().max() < tolerance and got.dtype == torch.float64
         if number == 0 or text.model.config.is_encoder:
             masked = torch.tensor([[token is None for token in fill.tokens]])
@@ -74,7 +80,8 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
             fill.draw(position, 0.8, seed=1)
         else:
             fill.put(position, 97 + number)
-    tokens, known = torch.tensor([fill.tokens]), T - 6
+    tokens = torch.tensor([fill.tokens])
+    known = T - 6
 
     def total(order, start):
         log_probs = text.model.token_log_probs(tokens, torch.tensor([order]))
@@ -196,7 +203,9 @@ def test_mistakes_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ValueError, match="make playground"):
         app.page("x")
-    assert_user_error(run_script("app.py", "no/such/run", check=False), "no/such/run")
+    assert_user_error(
+        run_script("-m", "aogpt", "playground", "no/such/run", check=False), "no/such/run"
+    )
 
 
 # ---- in the browser ------------------------------------------------------------------------------
@@ -208,8 +217,9 @@ def tab():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    address, complaints = f"http://127.0.0.1:{port}/", []
-    command = [sys.executable, "app.py", "--port", str(port)]
+    address = f"http://127.0.0.1:{port}/"
+    complaints = []
+    command = [sys.executable, "-m", "aogpt", "playground", "--port", str(port)]
 
     def answers():
         try:

@@ -10,14 +10,16 @@ import torch
 from helpers import needs_compiler
 from reference import make_plan, seeded
 
-from model import ModelConfig
-from sampling import Plan, generate, group_sizes, mdm_plan
+from aogpt.model import ModelConfig
+from aogpt.sampling import Plan, generate, group_sizes, mdm_plan
+from aogpt.systems import build_model
 from studies import bench, decoding_speed, step_speed
 from studies.decoding_speed import DecodeOptions, floor_of, parts_of
 from studies.step_speed import Trainee, TrainOptions
-from variants import build_model
 
-LENGTH, IDS = 12, 15  # of a tiny model, whose other ids are padding
+# of a tiny model, whose other ids are padding
+LENGTH = 12
+IDS = 15
 CPU = torch.device("cpu")
 
 
@@ -33,12 +35,14 @@ def test_a_part_of_a_plan_has_the_same_calls(mode):
         "encoder": tiny_model(attention="full", target="none", mask_token=IDS),
         "no-cache": tiny_model(),
     }
-    plan, tokens = make_plan(mode, 5, LENGTH), torch.zeros(5, LENGTH).long()
+    plan = make_plan(mode, 5, LENGTH)
+    tokens = torch.zeros(5, LENGTH).long()
     sizes = group_sizes(plan)
     calls = [0, 2, sizes.shape[1] - 1]
     inputs = {"encoder": torch.full_like(sizes, LENGTH), "no-cache": sizes.cumsum(dim=1)}
     for system, model in models.items():
-        unmasked, forwards = [], 0
+        unmasked = []
+        forwards = 0
         for part in parts_of(system, plan, calls):
             options = {"generator": seeded(0), "vocab_size": IDS, "progress": unmasked.append}
             forwards += generate(model, part, tokens, **options).token_forwards
@@ -50,11 +54,14 @@ def test_the_floor_counts_bytes_and_operations():
     """Two rows of three tokens in groups of 2 and 1: 2 and 5 pairs of an input and one it sees."""
     c = ModelConfig(vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
     plan = Plan(torch.arange(3).expand(2, 3), torch.tensor([[0, 0, 1], [0, 0, 1]]))
-    blocks, head, pair = 12 * 2 * 16**2, 50 * 16, 4 * 2 * 16
+    blocks = 12 * 2 * 16**2
+    head = 50 * 16
+    pair = 4 * 2 * 16
     read = 4 * (blocks + head) + 4 * (blocks + head + 2 * 2 * 16 * 2)
     flops = 2 * (2 * 2 * blocks + 2 * 2 * head + pair * 2)
     flops += 2 * (2 * 2 * blocks + 2 * head + pair * 5)
-    memory, processor = {"flops": 1e30, "bandwidth": 10}, {"flops": 10, "bandwidth": 1e30}
+    memory = {"flops": 1e30, "bandwidth": 10}
+    processor = {"flops": 10, "bandwidth": 1e30}
     assert floor_of(plan, c, 50, 4, memory) == pytest.approx(read / 10)
     assert floor_of(plan, c, 50, 4, processor) == pytest.approx(flops / 10)
 
@@ -102,7 +109,8 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
     systems = ("ours", "no-cache", "encoder")
     assert set(rows) == {(system, steps) for system in systems for steps in (4, 32)}
     for (system, steps), row in rows.items():
-        ours, seconds = rows["ours", steps], row["all_seconds"]
+        ours = rows["ours", steps]
+        seconds = row["all_seconds"]
         assert len(seconds) == 2 and row["ms_per_call"] > 0
         assert row["seconds"] == pytest.approx(statistics.median(seconds))
         assert row["times_ours"] == pytest.approx(row["seconds"] / ours["seconds"])
@@ -128,7 +136,8 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
 @pytest.mark.slow
 def test_memory_is_that_of_buffers_and_working_tensors():
     options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
-    options["group"], systems = 4, ("ours", "l2r", "encoder")
+    options["group"] = 4
+    systems = ("ours", "l2r", "encoder")
     result = decoding_speed.bench_decode(DecodeOptions(**TINY | options, systems=systems))
     rows = {(r["system"], r["batch_size"], r["length"]): r["peak_bytes"] for r in result["rows"]}
     assert len(rows) == 2 * 2 * 3
@@ -152,7 +161,8 @@ def test_impossible_settings_are_refused_by_name(monkeypatch):
 
 
 def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
-    graphs, plain = [], torch.nn.Module.compile
+    graphs = []
+    plain = torch.nn.Module.compile
 
     def counting(graph, inputs):
         graphs.append(graph)
@@ -181,7 +191,8 @@ def test_figures_of_every_system_of_training_agree(capsys):
         step_speed.bench_train(TrainOptions(**TINY | options, compile=compile))["rows"]
         for compile in (True, False)
     )
-    rows, printed = {r["system"]: r for r in made}, capsys.readouterr().out
+    rows = {r["system"]: r for r in made}
+    printed = capsys.readouterr().out
     assert rows.keys() == step_speed.SYSTEMS.keys()
     assert all(f"| {system}" in printed for system in rows) and "unknown" in printed
     for row in rows.values():

@@ -19,14 +19,14 @@ import torch
 from helpers import ROOT, Hostile, assert_same, flip_byte, read_checkpoint, wait_for
 from safetensors.torch import save_file
 
-from checkpoints import CheckpointError, load, load_model, store
+from aogpt.checkpoints import CheckpointError, load, load_model, store
+from aogpt.model import ModelConfig
+from aogpt.runtime.files import write_atomically
+from aogpt.systems import build_model
+from aogpt.training.config import Config
+from aogpt.training.optimizers import EMA
+from aogpt.training.state import Progress, State, named_tensors, plain_values
 from convert import convert
-from model import ModelConfig
-from runtime.files import write_atomically
-from training.config import Config
-from training.optimizers import EMA
-from training.state import Progress, State, named_tensors, plain_values
-from variants import build_model
 
 TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
 DATA = {"tokenizer": "bytes", "vocab_size": 17}
@@ -51,7 +51,8 @@ def tiny_state(step):
 
 def save(run_folder, step, keep=2, best=None):
     """Save `tiny_state`; best: the step of the best checkpoint."""
-    state, best = tiny_state(step), best and {"step": best, "loss": 1.0}
+    state = tiny_state(step)
+    best = best and {"step": best, "loss": 1.0}
     values = plain_values(state, best, Config(name="tiny", model=TINY), DATA)
     return store.write(run_folder, values, named_tensors(state), keep)
 
@@ -62,7 +63,8 @@ def weights(model):
 
 @pytest.mark.parametrize("decay", [0.5, 0.9999])
 def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
-    model, generator = tiny_model(), torch.Generator().manual_seed(int(decay * 1e4))
+    model = tiny_model()
+    generator = torch.Generator().manual_seed(int(decay * 1e4))
     ema = EMA(model, decay)
     expected = {name: p.double() for name, p in weights(model).items()}
     assert_same(ema.weights, weights(model))
@@ -80,7 +82,8 @@ def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail):
-    model, average = tiny_model(0), EMA(tiny_model(1), 0.9)
+    model = tiny_model(0)
+    average = EMA(tiny_model(1), 0.9)
     own = {name: p.clone() for name, p in weights(model).items()}
     with contextlib.suppress(KeyError), average.applied(model):
         assert_same(weights(model), average.weights)
@@ -151,7 +154,8 @@ def change_state(path, without=None, **changes):
     (path / "state.json").write_text(json.dumps(contents))
 
 
-WEIGHTS, STATE = "model.safetensors", "state.json"
+WEIGHTS = "model.safetensors"
+STATE = "state.json"
 DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
     "no part": (lambda p: (p / WEIGHTS).unlink(), "model.safetensors is missing"),
     "of another save": (
@@ -170,7 +174,8 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, how):
-    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    older = save(tmp_path, 1)
+    newest = save(tmp_path, 2)
     damage, words = DAMAGES[how]
     damage(newest)
     path, values = store.read_newest(tmp_path)
@@ -186,8 +191,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
 def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file):
     """Bytes anywhere: in tensors, in the header, in names, numbers and white space of the JSON."""
     path = save(tmp_path, 1)
-    expected, original = read_checkpoint(path), (path / file).read_bytes()
-    rng, noticed = random.Random(0), 0
+    expected = read_checkpoint(path)
+    original = (path / file).read_bytes()
+    rng = random.Random(0)
+    noticed = 0
     for _ in range(60):
         (path / file).write_bytes(original)
         flip_byte(path / file, rng.randrange(len(original)), rng.randrange(1, 256))
@@ -237,7 +244,8 @@ def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_support
 @pytest.mark.parametrize("layout", ["zip", "legacy", "bare pickle"])
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, layout, inside):
     """As a file of its own and beside a config.json; alone and among tensors."""
-    target, path = tmp_path / "touched", tmp_path / "pytorch_model.bin"
+    target = tmp_path / "touched"
+    path = tmp_path / "pytorch_model.bin"
     hostile = Hostile(target)
     contents = {"vocab_embed.embedding": torch.zeros(3), "x": hostile} if inside else hostile
     if layout == "bare pickle":
@@ -264,7 +272,8 @@ def test_a_pickle_within_a_checkpoint_is_not_read(tmp_path, name):
 
 
 def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tmp_path):
-    older, newest = save(tmp_path, 1, best=1), save(tmp_path, 2, best=1)
+    older = save(tmp_path, 1, best=1)
+    newest = save(tmp_path, 2, best=1)
     state = tiny_state(2)
     for which, expected in (("ema", state.averages[0].weights), ("raw", weights(state.model))):
         loaded = load(tmp_path, which)
@@ -329,7 +338,8 @@ def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced
     tmp_path, monkeypatch, capsys, what
 ):
     save(tmp_path, 1, keep=1, best=1)
-    rename, replace = os.rename, os.replace
+    rename = os.rename
+    replace = os.replace
 
     def fail(move):
         def call(source, target):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from reference import accept, seeded, tempered, truncated
 
-from sampling import token_choice
-from sampling.race import RACES, draw, fresh_uniforms
-from sampling.token_choice import TokenChoice, _nucleus, choose_tokens, probabilities
+from aogpt.sampling import token_choice
+from aogpt.sampling.race import RACES, draw, fresh_uniforms
+from aogpt.sampling.token_choice import TokenChoice, _nucleus, choose_tokens, probabilities
 
 GRID = 2**13
 JUST_BELOW_ONE = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
@@ -102,7 +102,9 @@ def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform
 def test_a_token_of_probability_zero_is_never_drawn(vocab, choice, path):
     logits = torch.randn(16, vocab, generator=seeded(0))
     impossible = torch.rand(16, vocab, generator=seeded(1)) < 0.5
-    impossible[:, 0], impossible[:, -1], impossible[:, 1] = True, True, False
+    impossible[:, 0] = True
+    impossible[:, -1] = True
+    impossible[:, 1] = False
     logits = logits.masked_fill(impossible, -math.inf)
     logits[::2, 0] = -1e5  # not minus infinity, but its probability underflows to 0
     for u in (torch.tensor(0.0, dtype=torch.float64), JUST_BELOW_ONE):
@@ -189,9 +191,11 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dty
     seeds = 4 if vocab > 1000 else 60
     logits = torch.stack([DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]).to(dtype)
     uniforms = random_uniforms(seeds, 1)
-    uniforms[0], uniforms[1] = 0.0, JUST_BELOW_ONE
+    uniforms[0] = 0.0
+    uniforms[1] = JUST_BELOW_ONE
     if vocab == 10:
-        logits, uniforms = logits[:9].repeat(400, 1), even_uniforms(400).repeat_interleave(9)
+        logits = logits[:9].repeat(400, 1)
+        uniforms = even_uniforms(400).repeat_interleave(9)
     for choice in [*(TokenChoice(top_p=p) for p in TOP_P[1::2]), TokenChoice(0.7, 0.777, 9)]:
         by_row = choose_tokens(logits, uniforms, choice)
         with monkeypatch.context() as patch:
@@ -209,7 +213,8 @@ def test_bfloat16_noise_lowers_the_entropy():
     tokens that are 6 below. Exact draws have the entropy as their mean surprisal."""
     logits = torch.cat([torch.zeros(5), torch.full((1000,), -6.0)])
     probs = torch.tensor(tempered(logits.tolist(), 1.0), dtype=torch.float64)
-    entropy, n = float(torch.special.entr(probs).sum()), 4000
+    entropy = float(torch.special.entr(probs).sum())
+    n = 4000
     error = float((probs * (-probs.log() - entropy) ** 2).sum() / n) ** 0.5
     for noise in ("float64", "float32", "bfloat16"):
         drawn = choose_tokens(logits.expand(n, -1), random_uniforms(n, 3), TokenChoice(noise=noise))
@@ -246,7 +251,8 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     assert accept((new * 100).long().bincount(minlength=100), UNIFORM)
     scaled = old / old.max() * (1 - 1e-9)
     for part in (scaled, (scaled * 5000) % 1):
-        row, column = (part * 10).long(), (new * 10).long()
+        row = (part * 10).long()
+        column = (new * 10).long()
         observed = (row * 10 + column).bincount(minlength=100)
         shares = row.bincount(minlength=10).double() / n, column.bincount(minlength=10) / n
         assert accept(observed, torch.outer(shares[0], shares[1].double()).flatten())
@@ -277,7 +283,8 @@ def test_a_draw_races_blocks_and_then_ids_and_pads_what_is_no_multiple(vocab):
 
 def test_rounding_of_the_logits_moves_no_token():
     """Of 50,304 ids, perturbed as float32 rounds; an inverse CDF in id order moves one in 2,000."""
-    moved, noise = 0, seeded(1)
+    moved = 0
+    noise = seeded(1)
     for _ in range(30):
         logits = 2.5 * torch.randn(100, 50_304, generator=noise)
         uniforms = torch.rand(100, generator=noise, dtype=torch.float64)

@@ -11,12 +11,12 @@ import pytest
 import eval_ppl
 import sample
 import train
-from data.chorales import CROP
-from data.loader import TokenDataset, load_meta, read_tokens
-from data.tokenizers import VOICES, get_tokenizer
-from runtime.errors import UserError
-from sampling.midi import BAR, TICKS, midi_file
-from sampling.page import PageSample, render
+from aogpt.data.chorales import CROP
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens
+from aogpt.data.tokenizers import VOICES, get_tokenizer
+from aogpt.runtime.errors import UserError
+from aogpt.sampling.midi import BAR, TICKS, midi_file
+from aogpt.sampling.page import PageSample, render
 
 TOKENIZER = get_tokenizer("chorales")
 
@@ -24,8 +24,10 @@ TOKENIZER = get_tokenizer("chorales")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A file of random chorales whose voices span 13 semitones and are silent once in a while."""
-    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("source") / "made.json"
-    lengths, low = {"train": (100, 40), "valid": (70,), "test": (33, 90)}, [[60, 55, 48, 41]]
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("source") / "made.json"
+    lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
+    low = [[60, 55, 48, 41]]
     made = {s: [low + rng.integers(0, 13, (n, 4)) for n in of] for s, of in lengths.items()}
     made["train"][1][:, 0] = 78  # goes up by 3 at most
     made = {s: [np.where(rng.random(c.shape) < 0.02, -1, c) for c in of] for s, of in made.items()}
@@ -39,7 +41,8 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
     for notes, start, most in (*((long, at, 6) for at in range(0, 69, 16)), (high, 0, 3)):
         crop = notes[start : start + CROP]
         expected += [np.where(crop < 0, -1, crop + shift) for shift in range(-5, most + 1)]
-    val, test = (val[:32], val[32:64]), (test[:32], last[:32], last[32:64])
+    val = (val[:32], val[32:64])
+    test = (test[:32], last[:32], last[32:64])
     for split, crops in {"train": expected, "val": val, "test": test}.items():
         found = TOKENIZER.pitches(read_tokens(folder, split, verify=True).tolist())
         assert found == np.array(crops).flatten().tolist()
@@ -71,12 +74,20 @@ def notes_of(data):
     tracks = {}
     for chunk in data[14:].split(b"MTrk")[1:]:
         assert int.from_bytes(chunk[:4], "big") == len(chunk) - 4
-        stream, now, meta, notes, on = iter(chunk[4:]), 0, {}, [], {}
+        stream = iter(chunk[4:])
+        now = 0
+        meta = {}
+        notes = []
+        on = {}
         while 0x2F not in meta:
-            delta, byte = 0, next(stream)
+            delta = 0
+            byte = next(stream)
             while byte & 0x80:
-                delta, byte = (delta | byte & 0x7F) << 7, next(stream)
-            now, status, key = now + (delta | byte), next(stream), next(stream)
+                delta = (delta | byte & 0x7F) << 7
+                byte = next(stream)
+            now = now + (delta | byte)
+            status = next(stream)
+            key = next(stream)
             if status == 0xFF:
                 meta[key] = bytes(islice(stream, next(stream)))
             elif status >> 4 != 0xC and next(stream):  # how loud
@@ -89,7 +100,8 @@ def notes_of(data):
 
 
 def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
-    one, then = [72, 67, 60, 48, 72, 65, -1, 48, 71, 65, 60, 48, 71, -1, 60, 48], 4 + BAR
+    one = [72, 67, 60, 48, 72, 65, -1, 48, 71, 65, 60, 48, 71, -1, 60, 48]
+    then = 4 + BAR
     two = [70] * 300 * 4 + [70]  # a length of three bytes, and a voice that goes on
     upper = [(72, 0, 2), (71, 2, 2), (70, then, 301)], [(67, 0, 1), (65, 1, 2), (70, then, 300)]
     lower = [(60, 0, 1), (60, 2, 2), (70, then, 300)], [(48, 0, 4), (70, then, 300)]
@@ -98,7 +110,8 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
 
 def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run, tmp_path):
     (path, _, folder), ids = source, read_tokens(source[2], "test")
-    out, how = tmp_path / "alto", {"predict": ("alto",), "tokenizer": None}
+    out = tmp_path / "alto"
+    how = {"predict": ("alto",), "tokenizer": None}
     alto = helpers.prepared("chorales", out, path, **how)
     decoder = helpers.tiny_config(folder, tmp_path, steps=6, model__block_size=128)
     encoder = helpers.tiny_config(alto, tmp_path, "encoder", 6, model__block_size=128)
@@ -118,7 +131,9 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run
 
 
 def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
-    data, voices, script = tmp_path / "data", tmp_path / "voices.npy", helpers.run_script
+    data = tmp_path / "data"
+    voices = tmp_path / "voices.npy"
+    script = helpers.run_script
     done = script("data/prepare.py", "chorales", "--source", source[0], "--out", data)
     assert "next: python train.py configs/chorales.toml --name data " in done.stdout
     words = "--data.folder", data, "--out", tmp_path, "--train.steps", 2, "--optim.warmup-steps", 1

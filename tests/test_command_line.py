@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 
 import eval_ppl
 import sample
-from checkpoints import load
-from data.loader import find_dataset
-from data.tokenizers import get_tokenizer
-from model import RMSNorm
-from runtime import command_line
-from runtime.command_line import show, visible
-from runtime.errors import UserError
-from runtime.outputs import Outputs, markdown_table
-from training.config import Config
-from training.metrics import Log
+from aogpt.checkpoints import load
+from aogpt.data.loader import find_dataset
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.model import RMSNorm
+from aogpt.runtime import command_line
+from aogpt.runtime.command_line import show, visible
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import Outputs, markdown_table
+from aogpt.training.config import Config
+from aogpt.training.metrics import Log
 
 MAIN = """
 import os, signal, sys
-from runtime.command_line import run_script
-from runtime.errors import UserError
+from aogpt.runtime.command_line import run_script
+from aogpt.runtime.errors import UserError
 def main():
     {}
     print("not reached")
@@ -65,8 +65,9 @@ def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
 
 
 BUG = """
-import model, sample
-from runtime.command_line import run_script
+import sample
+from aogpt import model
+from aogpt.runtime.command_line import run_script
 def forward(self, *arguments):
     first, second = arguments, 2, 3
 model.RMSNorm.forward = forward

@@ -15,7 +15,7 @@ from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 
 import eval_ppl
 import train
-from checkpoints import load_model, store
+from aogpt.checkpoints import load_model, store
 from convert import convert
 
 # ruff: noqa: F811  (fixtures are imported by their names)
@@ -49,16 +49,19 @@ def compare(evaluate):
 @pytest.mark.parametrize("kind, draws", [("l2r", 1), ("random", 3)])
 def test_the_difference_is_paired(compare, run, raw, data, several, kind, draws, tmp_path):
     """Against numpy, from the losses of each model along the same orders."""
-    count, clusters = 21, np.zeros(21)
+    count = 21
+    clusters = np.zeros(21)
     if several:  # 3 blocks each, with end-of-text
         texts = [letter * (3 * LENGTH - 1) for letter in "aeioulx"]
-        source, clusters = write_jsonl(tmp_path / "letters.jsonl", texts), np.arange(21) // 3
+        source = write_jsonl(tmp_path / "letters.jsonl", texts)
+        clusters = np.arange(21) // 3
         data = prepared("text", tmp_path / "letters", source, split="val")
     options = f"--max-sequences {count} --num-orders {draws} --seed 3 --orders {kind}"
     report = compare(run, raw, options, datasets=[data])
     one, two = (direct(run, data, kind, draws, 3, count, w) for w in ("ema", "raw"))
     gap = (one - two).mean(axis=2)  # (21, draws)
-    mean, per_sequence = gap.mean(), gap.mean(axis=1)
+    mean = gap.mean()
+    per_sequence = gap.mean(axis=1)
     errors = [(per_sequence.std(ddof=1) / math.sqrt(count), count - 1)]
     if several:
         sums = np.bincount(clusters, per_sequence - mean)
@@ -126,7 +129,8 @@ def test_neither_scores_a_first_token_that_one_cannot(compare, run, plain, data,
 
 
 def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp_path):
-    text, report = tmp_path / "my.txt", tmp_path / "r.json"
+    text = tmp_path / "my.txt"
+    report = tmp_path / "r.json"
     text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
     command = [sys.executable, "eval_ppl.py", run, raw, "--datasets", "/dev/stdin", text]
     command += ["--text", f"{SENTENCE}\né", "--json", report]

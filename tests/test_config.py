@@ -1,4 +1,4 @@
-"""training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
+"""aogpt/training/config.py: files, overrides, and errors that name key, file and nearest valid name."""
 
 import math
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from runtime.errors import UserError
-from runtime.validation import keys_of
-from training import config as configuration
-from training.config import Config
-from variants import build_model
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.validation import keys_of
+from aogpt.systems import build_model
+from aogpt.training import config as configuration
+from aogpt.training.config import Config
 
 KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
@@ -61,7 +61,9 @@ ORDERS_OF_THE_PAPER = {
 def test_configs_of_the_paper_have_its_values(system, size):
     """arXiv 2506.19935, appendix B.3 and table 3; 0.5M tokens a step."""
     config = configuration.load_toml(ROOT / "configs" / f"{system}_{size}.toml")
-    m, o, t = config.model, config.optim, config.train
+    m = config.model
+    o = config.optim
+    t = config.train
     assert (m.n_layer, m.n_head, m.n_embd, o.lr) == SIZES_OF_THE_PAPER[size]
     kinds = config.order.kind, m.target, config.objective.kind
     assert kinds == ORDERS_OF_THE_PAPER[system]

@@ -18,10 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from checkpoints import load, store
-from convert import convert
-from data import loader, packing, sources, tokenizers
-from data.loader import (
+from aogpt.checkpoints import load, store
+from aogpt.data import loader, packing, sources, tokenizers
+from aogpt.data.loader import (
     TokenDataset,
     evaluation_split,
     find_dataset,
@@ -30,10 +29,11 @@ from data.loader import (
     read_tokens,
     spread,
 )
-from data.tokenizers import get_tokenizer, other_tokenizer
-from evaluation.eval_sets import open_eval_set
-from runtime.errors import UserError
-from runtime.files import sha256_file
+from aogpt.data.tokenizers import get_tokenizer, other_tokenizer
+from aogpt.evaluation.eval_sets import open_eval_set
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import sha256_file
+from convert import convert
 
 every_tokenizer = pytest.mark.parametrize(
     "tokenizer", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
@@ -71,7 +71,8 @@ def test_encode_and_decode_of_the_unusual(tokenizer):
     for wrong in (-1, tokenizer.vocab_size):
         with pytest.raises(UserError, match=f"id {wrong} is not in the vocabulary"):
             tokenizer.decode([1, wrong])
-    lengths, text = tokenizer.byte_lengths(), "naïve 🤖 Dorothy's old horse\n\n"
+    lengths = tokenizer.byte_lengths()
+    text = "naïve 🤖 Dorothy's old horse\n\n"
     assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
     assert lengths[tokenizer.encode_array(text)].sum() == len(text.encode())
 
@@ -94,7 +95,8 @@ def test_pieces_of_any_ids_join_to_the_decoded_text(tokenizer, data):
 
 @every_tokenizer
 def test_pieces_hold_whole_characters_and_end_with_their_document(tokenizer):
-    is_bytes, tokenizer = tokenizer == "bytes", get_tokenizer(tokenizer)
+    is_bytes = tokenizer == "bytes"
+    tokenizer = get_tokenizer(tokenizer)
     for text in ("naïve", "🤖 你好", "👩\u200d🚀 العربية\u2028\x00", "", "\ufffd"):
         pieces = tokenizer.pieces(np.array(tokenizer.encode(text), int))
         assert "".join(pieces) == text
@@ -242,7 +244,8 @@ def test_shuffles_are_uniform_and_differ_between_epochs_and_seeds(numbered):
 
 
 def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_path):
-    folder, rng = shutil.copytree(data, tmp_path / "d"), random.Random(3)
+    folder = shutil.copytree(data, tmp_path / "d")
+    rng = random.Random(3)
     file = folder / "train.bin"
     original = file.read_bytes()
     TokenDataset(folder, "train", 16, verify=True)
@@ -302,7 +305,7 @@ def test_the_split_to_evaluate_on():
 
 
 def test_find_dataset(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "data" / "loader.py"))
+    monkeypatch.setattr(loader, "DATA", tmp_path / "data")
     (tmp_path / "data").mkdir()
     folder = write_dataset(tmp_path / "data" / "mine", range(9))
     assert find_dataset("mine") == find_dataset(str(folder)) == find_dataset(folder) == folder
@@ -408,7 +411,7 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(t
 
 
 def test_data_is_found_by_name_in_training_as_in_evaluation(tmp_path, monkeypatch, data):
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
+    monkeypatch.setattr(loader, "DATA", tmp_path)
     shutil.copytree(data, tmp_path / "words")
     monkeypatch.chdir(data)
     config = tiny_config("words", tmp_path / "out", steps=5)

@@ -32,13 +32,13 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import books, catalogue, packing
-from data import prepare as prepare_module
-from data.detokenisers import RULES, detokenise
-from data.loader import TokenDataset, load_meta, read_tokens
-from data.tokenizers import get_tokenizer
-from runtime.errors import UserError
-from runtime.files import sha256_file
+from aogpt.data import books, catalogue, packing
+from aogpt.data import prepare as prepare_module
+from aogpt.data.detokenisers import RULES, detokenise
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import sha256_file
 
 BYTES = ("--tokenizer", "bytes", "--out")
 
@@ -156,7 +156,8 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
     """Token for token, on the whole of PTB's and LAMBADA's test sets, on fewer rows than shards,
     and on shards of more than one group (11,283 rows)."""
     pytest.importorskip("datasets")
-    ptb, lambada = real_data / "ptb" / "ptb.test.txt", real_data / "lambada" / "lambada_test.jsonl"
+    ptb = real_data / "ptb" / "ptb.test.txt"
+    lambada = real_data / "lambada" / "lambada_test.jsonl"
     thrice = write(tmp_path / "thrice.txt", ptb.read_text(encoding="utf-8") * 3)
     cases = [
         ("ptb", ptb, None, 1024),
@@ -188,7 +189,8 @@ def test_both_protocols_and_what_meta_says(tmp_path):
     assert documents(full) == rows
     sedd = prepared("ptb", tmp_path / "sedd", source, block_size=32)
     for folder, *expected in ((full, "full", None), (sedd, "sedd", 32)):
-        meta, keys = load_meta(folder), ("protocol", "block_size", "detokeniser", "split")
+        meta = load_meta(folder)
+        keys = ("protocol", "block_size", "detokeniser", "split")
         assert [meta[key] for key in keys] == [*expected, "ptb", "test"]
         assert meta["notes"] == ["40 rows, where the published test split has 3,761"]
         assert meta["splits"]["test"]["documents"] == 40
@@ -249,7 +251,8 @@ def test_gpt2_field_share_and_limit_of_several_files(tmp_path):
     meta = load_meta(folder)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
     assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
-    train, val = documents(folder, "train"), documents(folder, "val")
+    train = documents(folder, "train")
+    val = documents(folder, "val")
     assert len(val) == 5 and train == [text for text in texts[:50] if text not in val]
 
 
@@ -283,7 +286,8 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     """The loading code on a repository of the hub's layout, in a folder: the configuration and
     split are picked."""
     datasets = pytest.importorskip("datasets")
-    wiki, listed = tmp_path / "wiki", ""
+    wiki = tmp_path / "wiki"
+    listed = ""
     for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
         (wiki / config).mkdir(parents=True)
         listed += f"- config_name: {config}\n  data_files:\n"
@@ -292,13 +296,12 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
             parquet(path, ["", f" {config} {split} \n"])
             listed += f"  - split: {split}\n    path: {config}/{split}-*\n"
     write(wiki / "README.md", f"---\nconfigs:\n{listed}---\n")
-    two, rows = (2, 2, 2), ["", " wikitext-2-raw-v1 train \n"]
+    two = (2, 2, 2)
+    rows = ["", " wikitext-2-raw-v1 train \n"]
     here = {"hub": (str(wiki), "wikitext-2-raw-v1")}
     assert rows_of("wikitext2", "train", two, catalogue.WIKITEXT_2, **here) == rows
-    here, rows = (
-        {"hub": (str(wiki), "wikitext-103-raw-v1")},
-        ["", " wikitext-103-raw-v1 validation \n"],
-    )
+    here = {"hub": (str(wiki), "wikitext-103-raw-v1")}
+    rows = ["", " wikitext-103-raw-v1 validation \n"]
     assert rows_of("wikitext103", "val", two, catalogue.WIKITEXT_103, **here) == rows
 
     # a repository that still holds a script: the converted copy, of which parts can be partial
@@ -514,7 +517,8 @@ def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(t
     assert (meta["tokenizer"], meta["vocab_size"]) == ("english", 2048)
     assert (meta["format"], meta["dtype"], meta["eot"]) == (1, "uint16", 2047)
 
-    train, val = documents(tmp_path / "o", "train"), documents(tmp_path / "o", "val")
+    train = documents(tmp_path / "o", "train")
+    val = documents(tmp_path / "o", "val")
     assert len(train) + len(val) == 171 and len(val) == 8
     assert sum(map(len, train + val)) > 2_700_000
     assert any("Dorothy" in text for text in train)
@@ -706,7 +710,8 @@ def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch)
 
 def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     amino = "ACDEFGHIKLMNPQRSTVWY"
-    source, folder = tmp_path / "proteins.jsonl", tmp_path / "proteins"
+    source = tmp_path / "proteins.jsonl"
+    folder = tmp_path / "proteins"
     rng = np.random.default_rng(0)
     proteins = ["".join(rng.choice(list(amino), 50)) for _ in range(40)]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in proteins))

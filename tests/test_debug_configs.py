@@ -10,8 +10,8 @@ from helpers import ROOT, read_lines
 import eval_ppl
 import sample
 import train
-from checkpoints import load_model, store
-from training import config as configuration
+from aogpt.checkpoints import load_model, store
+from aogpt.training import config as configuration
 
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
 

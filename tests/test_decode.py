@@ -33,10 +33,10 @@ from reference import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from evaluation.likelihood import decoding_nll, importance_weighted
-from orders import Roles
-from runtime import devices
-from sampling import (
+from aogpt.evaluation.likelihood import decoding_nll, importance_weighted
+from aogpt.orders import Roles
+from aogpt.runtime import devices
+from aogpt.sampling import (
     Engine,
     Plan,
     TokenChoice,
@@ -51,10 +51,12 @@ from sampling import (
     speculative_plan,
     token_choice,
 )
-from sampling.plans import Pace, Rule
-from variants import log_linear_noise
+from aogpt.sampling.plans import Pace, Rule
+from aogpt.systems import log_linear_noise
 
-N, V = 4, 3  # positions and tokens of the enumerable models: 81 sequences
+# positions and tokens of the enumerable models: 81 sequences
+N = 4
+V = 3
 SAMPLES = 7000
 
 
@@ -218,7 +220,8 @@ RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3"
 )
 def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(system, seed, mode):
     """All 81. Equals are taken in the order of the plan, here the same one for all."""
-    model, sequences = enumerated(system, seed)[0], all_sequences(V, N)
+    model = enumerated(system, seed)[0]
+    sequences = all_sequences(V, N)
     plan = make_plan(mode, len(sequences), N, seed=3)
     plan = dataclasses.replace(plan, order=plan.order[:1].expand(len(sequences), -1))
     got = generate(model, plan, forced=sequences)
@@ -238,7 +241,8 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(syste
 )
 def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pace, block):
     """Also where a token of each record is given: then for each value of it."""
-    model, sequences = enumerated(system, 5)[0], all_sequences(V, N)
+    model = enumerated(system, 5)[0]
+    sequences = all_sequences(V, N)
     rule = Rule(rule, pace, block)
     nll = decoding_nll(model, sequences, rule, group)
     assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) < 1e-6
@@ -280,11 +284,13 @@ def test_the_oracle_order_is_for_texts_alone():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
     """Over all K-tuples of the 6 orders of 3 positions, for all sequences."""
-    model, sequences = enumerable_system("AO-GPT", seed, length=3)[0], all_sequences(V, 3)
+    model = enumerable_system("AO-GPT", seed, length=3)[0]
+    sequences = all_sequences(V, 3)
     orders = torch.tensor(list(itertools.permutations(range(3))))
     log_p = [model.token_log_probs(sequences, order.expand_as(sequences)) for order in orders]
     nll = torch.stack([-p.double().sum(1) for p in log_p], dim=1)
-    scored, means = torch.full((len(sequences),), 3.0, dtype=torch.float64), []
+    scored = torch.full((len(sequences),), 3.0, dtype=torch.float64)
+    means = []
     for k in (1, 2, 3):
         tuples = itertools.product(range(6), repeat=k)
         bounds = [importance_weighted(nll[:, list(t)] / 3, scored).nll for t in tuples]
@@ -295,7 +301,8 @@ def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabiliti
     assert importance_weighted(nll / 3, scored).nll == pytest.approx(limit, abs=1e-12)
 
 
-LENGTH, TOKENS = 12, 17
+LENGTH = 12
+TOKENS = 17
 LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
 
 
@@ -349,7 +356,9 @@ def logits_given(model, tokens, context, target, sizes=()):
 def adaptive_reference(model, tokens, context, mode):
     """Step and log-probability of every position of one finished row (T,), without a cache."""
     by, limits = PACES.get(mode) or (mode.split()[0], {"group": int(mode[-1])})
-    steps, log_probs, step = [-1] * len(tokens), torch.zeros(len(tokens)), 0
+    steps = [-1] * len(tokens)
+    log_probs = torch.zeros(len(tokens))
+    step = 0
     sizes = [1] * len(context)
     while len(context) < len(tokens):
         rest = [p for p in range(len(tokens)) if p not in context]
@@ -361,8 +370,11 @@ def adaptive_reference(model, tokens, context, mode):
         score = {"entropy": entropy, "margin": margin, "confidence": confidence}[by]
         chosen = reference.paced_choice(score, entropy, by, **limits)
         for p in chosen:
-            steps[p], log_probs[p] = step, said[p][tokens[p]]
-        context, sizes, step = [*context, *chosen], [*sizes, len(chosen)], step + 1
+            steps[p] = step
+            log_probs[p] = said[p][tokens[p]]
+        context = [*context, *chosen]
+        sizes = [*sizes, len(chosen)]
+        step = step + 1
     return steps, log_probs
 
 
@@ -370,7 +382,8 @@ def adaptive_reference(model, tokens, context, mode):
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step are those that
     the uncached model prefers."""
-    model, given = text_model(system), some_given(7, LENGTH, seed=7)
+    model = text_model(system)
+    given = some_given(7, LENGTH, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
     if system in ("RADD", "SEDD", "target rotary", "Llama"):
@@ -381,14 +394,16 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     assert torch.equal(got.tokens[plan.given_positions()], tokens[plan.given_positions()])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
-        row, context = got.tokens[b, :length], given[b, :length].nonzero().flatten().tolist()
+        row = got.tokens[b, :length]
+        context = given[b, :length].nonzero().flatten().tolist()
         if mode in ADAPTIVE:
             steps, log_probs = adaptive_reference(model, row, context, mode)
             assert got.step[b, :length].tolist() == steps
         elif system in ENCODERS:
             log_probs = torch.zeros(length)
             for step in got.step[b, :length].unique().tolist():
-                now, masked = got.step[b, :length] == step, (got.step[b, :length] >= step)[None]
+                now = got.step[b, :length] == step
+                masked = (got.step[b, :length] >= step)[None]
                 if step >= 0:
                     log_probs[now] = model.masked_log_probs(row[None], masked)[0, now]
         else:
@@ -407,8 +422,10 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
 @pytest.mark.parametrize("mode", ["l2r", "l2r 3", "random 2", "exact 4"])
 def test_the_simple_sampler_is_the_engine(system, mode):
     """Tokens and log-probabilities, some tokens given; float64."""
-    model, given = text_model(system, torch.float64), some_given(4, LENGTH, seed=3)
-    plan, tokens = make_plan(mode, 4, LENGTH, given, seed=2), random_tokens(TOKENS, 4, LENGTH, 1)
+    model = text_model(system, torch.float64)
+    given = some_given(4, LENGTH, seed=3)
+    plan = make_plan(mode, 4, LENGTH, given, seed=2)
+    tokens = random_tokens(TOKENS, 4, LENGTH, 1)
     uniforms = uniforms_for(4)
     got = generate(model, plan, tokens, uniforms=uniforms)
     for b, sizes in enumerate(group_sizes(plan).tolist()):
@@ -422,11 +439,15 @@ def test_the_simple_sampler_is_the_engine(system, mode):
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone, cut. What
     stands at free positions is ignored; tokens that may not be drawn may be given."""
-    model, given = text_model(system, torch.float64), some_given(7, LENGTH, seed=3)
+    model = text_model(system, torch.float64)
+    given = some_given(7, LENGTH, seed=3)
     given[2] = False
-    tokens, plan = random_tokens(TOKENS, 7, LENGTH, seed=4), make_plan(mode, 7, LENGTHS, given)
-    uniforms, choice = uniforms_for(7, seed=5), TokenChoice(0.9, 0.9)
-    few, copy_of = {"uniforms": uniforms, "choice": choice, "vocab_size": 5}, tokens.clone()
+    tokens = random_tokens(TOKENS, 7, LENGTH, seed=4)
+    plan = make_plan(mode, 7, LENGTHS, given)
+    uniforms = uniforms_for(7, seed=5)
+    choice = TokenChoice(0.9, 0.9)
+    few = {"uniforms": uniforms, "choice": choice, "vocab_size": 5}
+    copy_of = tokens.clone()
     of_few = generate(model, plan, tokens, **few).tokens
     assert torch.equal(tokens, copy_of) and (of_few[~given] < 5).all()
     other = tokens.where(given, (tokens + 1) % TOKENS)
@@ -439,7 +460,8 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
         assert (parts.log_probs - whole.log_probs).abs().max() < 1e-5
         assert parts.token_forwards == whole.token_forwards and torch.equal(parts.length, LENGTHS)
     for b, length in ((1, 5), (5, 9), (6, 12)):
-        row, one = slice(b, b + 1), plan[b : b + 1]
+        row = slice(b, b + 1)
+        one = plan[b : b + 1]
         short = {"order": one.order[:, :length], "step": one.step[:, :length], "length": None}
         inputs = dataclasses.replace(one, **short), tokens[row, :length]
         alone = generate(model, *inputs, uniforms=uniforms[row, :length], choice=choice)
@@ -459,7 +481,8 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     """At this width batches of 1 and 8 take other kernels, and some tokens are drawn again."""
     sizes = {"vocab_size": 8192, "n_embd": 256, "n_head": 4, "block_size": 64}
-    model, plan = make_system("AO-GPT", 1, torch.float32, **sizes), make_plan(mode, 8, 64)
+    model = make_system("AO-GPT", 1, torch.float32, **sizes)
+    plan = make_plan(mode, 8, 64)
     random = {"uniforms": uniforms_for(8, 64, seed=2), "choice": TokenChoice(top_p=0.9)}
     whole = generate(model, plan, **random)
     assert torch.equal(generate(model, plan, batch_size=1, **random).tokens, whole.tokens)
@@ -474,7 +497,8 @@ class OnDevice(torch.Tensor):
     def __new__(cls, values):
         assert values.dtype != torch.float64, "this device has no float64"
         layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        make, layout["dtype"] = torch.Tensor._make_wrapper_subclass, values.dtype
+        make = torch.Tensor._make_wrapper_subclass
+        layout["dtype"] = values.dtype
         return make(cls, values.shape, device="meta", **layout)
 
     def __init__(self, values):
@@ -482,13 +506,16 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
-        keywords, name = keywords or {}, function.__name__
+        keywords = keywords or {}
+        name = function.__name__
         leaves = [x for x in tree_leaves((arguments, keywords)) if torch.is_tensor(x)]
-        here, target = any(isinstance(x, cls) for x in leaves), keywords.get("device")
+        here = any(isinstance(x, cls) for x in leaves)
+        target = keywords.get("device")
         if here and not name.startswith(("_to_copy", "copy_")):
             assert all(isinstance(x, cls) or not x.dim() for x in leaves), function
         if target is not None:
-            here, keywords = torch.device(target).type == "meta", keywords | {"device": "cpu"}
+            here = torch.device(target).type == "meta"
+            keywords = keywords | {"device": "cpu"}
         plain = tree_map_only(cls, lambda x: x.values, (arguments, keywords))
         result = function(*plain[0], **plain[1])
         return tree_map(lambda x: cls(x) if here and torch.is_tensor(x) else x, result)
@@ -505,7 +532,8 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, mon
     if system == "SEDD" and mode in ("speculative 3", "pairs 2"):
         return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
-    model, plan = text_model(system), make_plan(mode, 3, 6, given, seed=2)
+    model = text_model(system)
+    plan = make_plan(mode, 3, 6, given, seed=2)
     inputs = {"tokens": random_tokens(TOKENS, 3, 6, 1), "uniforms": uniforms_for(3, 6)}
     expected = generate(model, plan, choice=TokenChoice(top_p=0.9), **inputs)
     monkeypatch.setattr(devices, "supports_float64", lambda device: device.type != "meta")
@@ -527,7 +555,9 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, mon
 @pytest.fixture
 def work(monkeypatch):
     """What the model is asked for: inputs per cached pass, and rows that reach the head."""
-    seen, hidden, logits = {"inputs": [], "heads": 0}, cached.cached_hidden, cached.float32_logits
+    seen = {"inputs": [], "heads": 0}
+    hidden = cached.cached_hidden
+    logits = cached.float32_logits
 
     def counted_hidden(model, ordered, order, step, *more):
         # not compiled: no padding
@@ -556,11 +586,14 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, 
     step once; 4 groups of 3 have 12 copies of a last known token, and after every group but the
     last the 2 of its tokens that no copy has left in the cache."""
     plan = make_plan(mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None)
-    tokens, uniforms, progress = torch.zeros(7, LENGTH).long(), uniforms_for(7), []
+    tokens = torch.zeros(7, LENGTH).long()
+    uniforms = uniforms_for(7)
+    progress = []
     got = generate(text_model(), plan, tokens, uniforms=uniforms, progress=progress.append)
     assert (got.model_calls, got.token_forwards) == (len(work["inputs"]), sum(work["inputs"]))
     assert sum(progress) == int(plan.generated().sum())
-    fixed, steps = mode in (*FIXED, "exact 100", "even 4"), group_sizes(plan).bool().sum(1).tolist()
+    fixed = mode in (*FIXED, "exact 100", "even 4")
+    steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
         assert got.model_calls == max(steps) == len(progress) and sum(progress) == work["heads"]
     calls = []
@@ -610,14 +643,16 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
 def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps():
     step = [[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]]
     plan = Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step))
-    model, tokens = text_model(), random_tokens(17, 2, LENGTH, seed=6)
+    model = text_model()
+    tokens = random_tokens(17, 2, LENGTH, seed=6)
     got = generate(model, plan, tokens, generator=seeded(1))
     expected = reference.uncached_log_probs(model, got.tokens, plan)
     assert (got.log_probs - expected).abs().max() < 1e-5
 
 
 def test_where_there_is_nothing_to_generate_no_call_is_made():
-    tokens, all_given = random_tokens(17, 2, LENGTH, seed=0), torch.ones(2, LENGTH).bool()
+    tokens = random_tokens(17, 2, LENGTH, seed=0)
+    all_given = torch.ones(2, LENGTH).bool()
     for plan, given in ((l2r_plan(2, 0), None), (l2r_plan(2, LENGTH, all_given), tokens)):
         got = generate(text_model(), plan, given, generator=seeded(0))
         assert torch.equal(got.tokens, tokens[:, : got.tokens.shape[1]])
@@ -630,7 +665,8 @@ def narrow(monkeypatch):
     """Memory runs out in the second step of batches of more samples; returns the sizes tried."""
 
     def set_most(most):
-        sizes, step = [], Engine.take_step
+        sizes = []
+        step = Engine.take_step
 
         def limited(self, *arguments):
             if sizes[-1:] != [self.B]:
@@ -647,7 +683,9 @@ def narrow(monkeypatch):
 
 def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow, monkeypatch):
     """Progress ends at what is generated."""
-    model, plan, progress = text_model(dtype=torch.float64), make_plan("exact 5", 8, LENGTH), []
+    model = text_model(dtype=torch.float64)
+    plan = make_plan("exact 5", 8, LENGTH)
+    progress = []
     whole = generate(model, plan, generator=seeded(0))
     sizes = narrow(2)
     got = generate(model, plan, generator=seeded(0), progress=progress.append)
@@ -669,7 +707,8 @@ def counted_graphs(monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    counter, compile = CompileCounterWithBackend("eager"), torch.compile
+    counter = CompileCounterWithBackend("eager")
+    compile = torch.compile
 
     def with_counter(function, dynamic, **settings):
         return compile(function, dynamic=dynamic, backend=counter, **settings)
@@ -702,7 +741,8 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
 
 def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
     """With a stand-in for a CUDA graph, which runs the step again on its buffer."""
-    model, recorded = text_model(), []
+    model = text_model()
+    recorded = []
 
     def record(self, function, step):
         recorded.append(step)
@@ -740,7 +780,8 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
         more = {"choice": TokenChoice(0.9, top_p), "batch_size": 4, "vocab_size": 11}
         return generate(model, plan, tokens, generator=seeded(1), compile=compile, **more)
 
-    eager, got = run(False), run(True)
+    eager = run(False)
+    got = run(True)
     assert torch.equal(eager.tokens, got.tokens) and torch.equal(eager.step, got.step)
     assert (eager.log_probs - got.log_probs).abs().max() < 1e-5  # stored as float32
     assert eager.model_calls == got.model_calls and eager.token_forwards == got.token_forwards
@@ -751,7 +792,8 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 
 
 def steps_of(plan):
-    made, found = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024), []
+    made = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
+    found = []
     made.call = lambda function, step: found.append(step)
     made.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
     return found
@@ -760,7 +802,9 @@ def steps_of(plan):
 @pytest.mark.parametrize("mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"])
 @pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode, prompted):
-    given, shapes, names = None, set(), ("inputs", "width", "end")
+    given = None
+    shapes = set()
+    names = ("inputs", "width", "end")
     if prompted:
         given = torch.arange(1024).expand(8, -1) < 300
     for seed in range(3):
@@ -768,7 +812,8 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(m
         for step in steps_of(make_plan(mode, 8, 1024, given, seed=seed)):
             few = compiled.few_shapes(step, 1024)
             for name in (*names, "all_candidates", "all_size"):
-                need, most = getattr(step, name), {"end": 256}.get(name, 8)
+                need = getattr(step, name)
+                most = {"end": 256}.get(name, 8)
                 assert need <= getattr(few, name) <= max(2 * need, most)
             shapes.add(tuple(getattr(few, name) for name in names))
         assert len(shapes) <= (24 if seed == 0 else before + 4)
@@ -779,7 +824,9 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(m
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
     made = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step, plan, uniforms = made.take_step, make_plan(mode, 7, LENGTHS), uniforms_for(7)
+    step = made.take_step
+    plan = make_plan(mode, 7, LENGTHS)
+    uniforms = uniforms_for(7)
 
     def guarded(*arguments):
         with NoHostReads():
@@ -836,16 +883,15 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature):
-    inputs, choices = (
-        (text_model(), l2r_plan(4, LENGTH)),
-        (TokenChoice(temperature), TokenChoice(0)),
-    )
+    inputs = (text_model(), l2r_plan(4, LENGTH))
+    choices = (TokenChoice(temperature), TokenChoice(0))
     low, none = (generate(*inputs, uniforms=uniforms_for(4), choice=c).tokens for c in choices)
     assert torch.equal(low, none)
 
 
 def test_generation_under_autocast_runs_with_packed_layers():
-    model, plan = make_system("AO-GPT", 0, torch.float32), mdm_plan(3, 8, 4, seeded(0))
+    model = make_system("AO-GPT", 0, torch.float32)
+    plan = mdm_plan(3, 8, 4, seeded(0))
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
     assert got.tokens.shape == (3, 8) and got.log_probs.isfinite().all()
@@ -855,11 +901,13 @@ def test_generation_under_autocast_runs_with_packed_layers():
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "encoder AO-GPT"])
 def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     """It is the same up to its end, and costs a pass for each step up to the next look."""
-    model, given = text_model(system), some_given(7, LENGTH, seed=7)
-    plan, tokens = make_plan(mode, 7, LENGTHS, given, seed=8), random_tokens(8, 7, LENGTH, 9)
+    model = text_model(system)
+    given = some_given(7, LENGTH, seed=7)
+    plan = make_plan(mode, 7, LENGTHS, given, seed=8)
+    tokens = random_tokens(8, 7, LENGTH, 9)
     whole = generate(model, plan, tokens, uniforms=uniforms_for(7))
     end = int(whole.tokens[0, whole.step[0] >= 0][2])  # one that at least a row generates
-    with mock.patch("sampling.engine.STEPS_TO_END", 1):
+    with mock.patch("aogpt.sampling.engine.STEPS_TO_END", 1):
         short = generate(model, plan, tokens, uniforms=uniforms_for(7), end_token=end)
     for b, (row, step, _) in enumerate(whole.rows()):
         ends = [p for p, token in enumerate(row) if token == end and step[p] >= 0]

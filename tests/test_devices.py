@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from runtime.devices import deterministic, pick_device, pick_dtype, precision_note, tf32
+from aogpt.runtime.devices import deterministic, pick_device, pick_dtype, precision_note, tf32
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -14,7 +14,8 @@ def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
     kind, name, local_rank, index, monkeypatch
 ):
     """Two GPUs that are not there; a lone process, too, sets its own."""
-    chosen, module = [], getattr(torch, kind)
+    chosen = []
+    module = getattr(torch, kind)
     monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(module, "device_count", lambda: 2)
     monkeypatch.setattr(module, "set_device", chosen.append)

@@ -14,26 +14,39 @@ import pytest
 import tyro
 from helpers import ROOT, prepared, run_script
 
-import app
 import convert
 import eval_gen
 import eval_infill
 import eval_ppl
 import eval_tasks
 import sample
-import score
-from data import prepare
+from aogpt import score
+from aogpt.data import prepare
+from aogpt.playground import app
+from aogpt.training import config as configuration
+from aogpt.training import plan, plot
 from studies import bench, findings, speedrun, tasks
-from training import config as configuration
-from training import plan, plot
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = [p for p in sorted((ROOT / "results").rglob("*.md")) if "details" not in p.name]
 BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ")
-SCRIPTS = {f"{module.__name__}.py": module for module in (app, convert, eval_gen, eval_infill)}
-SCRIPTS |= {f"{module.__name__}.py": module for module in (eval_ppl, eval_tasks, sample, score)}
-SCRIPTS |= {m.__name__: m for m in (bench, findings, speedrun, tasks, plan, plot)}
-SCRIPTS["data/prepare.py"] = prepare
+SCRIPTS = {
+    "convert.py": convert,
+    "eval_gen.py": eval_gen,
+    "eval_infill.py": eval_infill,
+    "eval_ppl.py": eval_ppl,
+    "eval_tasks.py": eval_tasks,
+    "sample.py": sample,
+    "data/prepare.py": prepare,
+    "aogpt score": score,
+    "aogpt playground": app,
+    "aogpt.training.plan": plan,
+    "aogpt.training.plot": plot,
+    "studies.bench": bench,
+    "studies.findings": findings,
+    "studies.speedrun": speedrun,
+    "studies.tasks": tasks,
+}
 OUTPUTS = ("--out", "--json", "--jsonl", "--html", "--samples", "--dest")  # files that need not be
 MADE = (
     "stories_bytes",
@@ -71,6 +84,8 @@ def script_of(words):
     """The words after python or torchrun and its options: the script or module, its arguments."""
     rest = [word for word in words[1:] if word != "-m"]
     first = next((i for i, word in enumerate(rest) if not word.startswith("--")), 0)
+    if rest[first] == "aogpt":  # a command of the package, as `python -m aogpt score`
+        return " ".join(rest[first : first + 2]), rest[first + 2 :]
     return rest[first], rest[first + 1 :]
 
 
@@ -96,7 +111,7 @@ def parse(monkeypatch):
         raise Parsed(cli(wanted, *rest, **options))
 
     def call(script, words):
-        if script in ("train.py", "training.plan"):
+        if script in ("train.py", "aogpt.training.plan"):
             monkeypatch.setattr(configuration, "with_source", lambda config, given: config)
             monkeypatch.setattr(plan, "plan_run", stop(plan.plan_run))
             if script == "train.py":
@@ -140,11 +155,12 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
     assert (
         (ROOT / script).is_file()
         or (ROOT / f"{script.replace('.', '/')}.py").is_file()
+        or script in SCRIPTS
         or (script == "pytest")
     )
     if script == "pytest" or not arguments or "--help" in arguments:
         return
-    if script in ("train.py", "training.plan") and arguments[0].startswith("CONFIG"):
+    if script in ("train.py", "aogpt.training.plan") and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)
     if script == "eval_gen.py" and got.runs:
@@ -164,9 +180,9 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
 # Options that make a run small; the last of two counts.
 SMALL = {
     "sample.py": ["--num-samples", "1", "--overwrite"],
-    "score.py": [],
+    "aogpt score": [],
     "convert.py": [],
-    "training.plan": [],
+    "aogpt.training.plan": [],
     "eval_ppl.py": ["--max-sequences", "1", "--num-orders", "2", "--block-size", "32"],
     "eval_gen.py": ["--num-samples", "2", "--length", "16", "--judge", "RUN", "--overwrite"],
     "data/prepare.py": ["--limit", "20"],
@@ -224,9 +240,10 @@ def small_commands():
             more.append("--overwrite")
         mode = arguments[arguments.index("--mode") + 1] if "--mode" in arguments else ""
         kind = arguments[0] if script == "data/prepare.py" else ""
-        text = arguments[1] if script == "score.py" else ""
+        text = arguments[1] if script == "aogpt score" else ""
         key = script, *sorted(options), mode, kind, text
-        found.setdefault(key, ["-m"] * script.startswith("training.") + [script, *arguments, *more])
+        launcher = [] if script.endswith(".py") else ["-m"]
+        found.setdefault(key, [*launcher, *script.split(), *arguments, *more])
     return list(found.values())
 
 
@@ -234,7 +251,7 @@ def small_commands():
 def test_commands_run(tmp_path):
     """In a folder in which their files exist, each in a process of its own (run_commands.py)."""
     commands = small_commands()
-    used = {words[0] if words[0] != "-m" else words[1] for words in commands}
+    used = {script_of(["python", *words])[0] for words in commands}
     assert used == SMALL.keys() and len(commands) >= 30
     write = {name: tmp_path / name for name in USER_FILES}
     for path in write.values():

@@ -10,8 +10,8 @@ import pytest
 from helpers import ALONE, assert_same_losses, change, tiny_config, torchrun, wait_for, write_config
 
 import train
-from checkpoints import store
-from runtime.processes import processes
+from aogpt.checkpoints import store
+from aogpt.runtime.processes import processes
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
@@ -122,7 +122,8 @@ def test_two_nodes_train_as_one_process_does(undisturbed_ddp, tmp_path, start):
 def test_when_torchrun_is_killed_its_processes_end_and_another_number_goes_on(
     undisturbed_ddp, tmp_path, start
 ):
-    config, rng = disturbed(undisturbed_ddp, tmp_path), jobs.random_moments(2, 1)[0]
+    config = disturbed(undisturbed_ddp, tmp_path)
+    rng = jobs.random_moments(2, 1)[0]
     job = start(config)
     jobs.wait_for_moment(job, 0, "step", rng)
     os.kill(job.process.pid, signal.SIGKILL)

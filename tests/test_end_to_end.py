@@ -16,7 +16,8 @@ LETTERS = "abcdefghijklmnop"
 def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     """Bytes of long runs of one letter: by itself a letter is one of 16 (2.8 nats), beside any
     other nearly certain."""
-    rng, text = random.Random(0), tmp_path / "text.txt"
+    rng = random.Random(0)
+    text = tmp_path / "text.txt"
     text.write_text("".join(rng.choice(LETTERS) * rng.randrange(100, 300) for _ in range(400)))
     source = ["--source", text, "--val-fraction", 0.2, "--tokenizer", "bytes"]
     run_script("data/prepare.py", "text", *source, "--out", tmp_path / "data")
@@ -25,7 +26,8 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     run = tmp_path / "out" / "letters"
     assert f"next: python sample.py {run}" in trained.stdout
 
-    report, samples = tmp_path / "ppl.json", tmp_path / "samples.jsonl"
+    report = tmp_path / "ppl.json"
+    samples = tmp_path / "samples.jsonl"
     limits = ["--max-sequences", 64, "--orders", "l2r", "random", "--json", report]
     run_script("eval_ppl.py", run, "--datasets", tmp_path / "data", *limits)
     found = json.loads(report.read_text())

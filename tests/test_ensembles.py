@@ -6,10 +6,11 @@ import pytest
 import torch
 from reference import all_sequences, direct_nll, enumerable_system
 
-from evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS, RandomStream, cheap_gains
-from orders import OrderConfig, Roles
+from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS, RandomStream, cheap_gains
+from aogpt.orders import OrderConfig, Roles
 
-N, V = 4, 3
+N = 4
+V = 3
 SIZES = (2, 3)
 
 

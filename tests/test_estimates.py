@@ -7,11 +7,13 @@ import pytest
 import torch
 from reference import all_sequences, enumerable_system
 
-from evaluation.estimates import Estimate, estimate, t_quantile
-from objectives import token_nll
-from orders import OrderConfig
+from aogpt.evaluation.estimates import Estimate, estimate, t_quantile
+from aogpt.objectives import token_nll
+from aogpt.orders import OrderConfig
 
-N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders
+# positions and tokens: 81 sequences, 24 orders
+N = 4
+V = 3
 
 
 def test_estimate_is_mean_standard_error_and_spread_of_the_draws_of_each_sequence():
@@ -40,7 +42,9 @@ def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():
 def test_parts_add_up():
     first = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 5.0]])
     second = torch.tensor([[1.0, 2.0, 3.0]] * 3)
-    both, one, two = estimate(first, second), estimate(first), estimate(second)
+    both = estimate(first, second)
+    one = estimate(first)
+    two = estimate(second)
     assert both.nll == pytest.approx(one.nll + two.nll)
     assert both.standard_error == pytest.approx(one.standard_error)
     error = math.hypot(one.monte_carlo_error, two.monte_carlo_error)
@@ -49,7 +53,8 @@ def test_parts_add_up():
 
 def test_documents_are_clusters():
     """Means 1, 1, 4, 4, 5 around 3 in two documents: sums -4 and 4, whose mean varies by 16."""
-    values, documents = torch.tensor([1.0, 1, 4, 4, 5]), torch.tensor([7, 7, 9, 9, 9])
+    values = torch.tensor([1.0, 1, 4, 4, 5])
+    documents = torch.tensor([7, 7, 9, 9, 9])
     got = estimate(values, documents=documents)
     assert got.documents == 2
     assert got.document_error == pytest.approx(math.sqrt(2 * 2 * 16) / 5)
@@ -63,8 +68,11 @@ def test_documents_are_clusters():
 
 def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
     """Of 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the time."""
-    g, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 5, 10, 20, 30, 40])
-    documents, alone, clustered = torch.arange(6).repeat_interleave(sizes), [], []
+    g = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([3, 5, 10, 20, 30, 40])
+    documents = torch.arange(6).repeat_interleave(sizes)
+    alone = []
+    clustered = []
     for _ in range(400):
         losses = (torch.randn(6, generator=g) * 0.3)[documents]
         losses = losses + torch.randn(len(losses), generator=g) * 0.3
@@ -82,7 +90,8 @@ def test_intervals_are_students_t():
     assert Estimate(1.0, 0.1, 6, 0.02).interval() == pytest.approx(expected, rel=1e-5)
 
 
-REPEATS, TEXTS = 200, 12
+REPEATS = 200
+TEXTS = 12
 
 
 def exact_losses(conditional):
@@ -99,7 +108,8 @@ def coverage(estimates, exact, degrees=None):
         low, high = e.interval()
         if degrees is not None:
             half = t_quantile(degrees) * e.monte_carlo_error
-            low, high = math.exp(e.nll - half), math.exp(e.nll + half)
+            low = math.exp(e.nll - half)
+            high = math.exp(e.nll + half)
         covered += low <= math.exp(exact) <= high
     return covered / len(estimates)
 
@@ -109,10 +119,12 @@ def coverage(estimates, exact, degrees=None):
 def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws, given_data):
     """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand."""
     model, conditional = enumerable_system("AO-GPT", seed=0)
-    exact, generator = exact_losses(conditional), torch.Generator().manual_seed(0)
+    exact = exact_losses(conditional)
+    generator = torch.Generator().manual_seed(0)
     index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator)
     index = index.expand(REPEATS, TEXTS)
-    tokens, rows = all_sequences(V, N)[index.flatten()], range(REPEATS * TEXTS)
+    tokens = all_sequences(V, N)[index.flatten()]
+    rows = range(REPEATS * TEXTS)
     random = OrderConfig("random")
     nll = [token_nll(model, tokens, random, 0, draw, rows, 0).mean(1) for draw in range(draws)]
     estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
@@ -125,8 +137,11 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     """Its masks are stratified over the texts, so that only whole draws are independent."""
     model, conditional = enumerable_system(system, seed=0)
     index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
-    tokens, random, rows = all_sequences(V, N)[index], OrderConfig("random"), range(TEXTS)
-    exact, estimates = float(exact_losses(conditional)[index].mean()), []
+    tokens = all_sequences(V, N)[index]
+    random = OrderConfig("random")
+    rows = range(TEXTS)
+    exact = float(exact_losses(conditional)[index].mean())
+    estimates = []
     for seed in range(REPEATS):
         nll = [token_nll(model, tokens, random, seed, d, rows, TEXTS).mean(1) for d in range(6)]
         estimates.append(estimate(torch.stack(nll, dim=1), joint=True))

@@ -14,12 +14,12 @@ from helpers import LENGTH, MODES, read_lines, torchrun
 
 import eval_gen
 import sample
-from checkpoints import load as load_checkpoint
-from checkpoints import load_model, store
-from data.prepare import Prepare, prepare
-from data.tokenizers import BytesTokenizer
-from evaluation import judges, scoring
-from runtime.processes import Processes
+from aogpt.checkpoints import load as load_checkpoint
+from aogpt.checkpoints import load_model, store
+from aogpt.data.prepare import Prepare, prepare
+from aogpt.data.tokenizers import BytesTokenizer
+from aogpt.evaluation import judges, scoring
+from aogpt.runtime.processes import Processes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -31,7 +31,8 @@ BIGRAM = [
     [1 / 8, 1 / 2, 1 / 4, 1 / 8],
 ]
 # Costs (bits) of b|a a|b a|a c|a c|c: 2 + 2 + 1 + 3 + 2
-TEXT, BITS = "abaacc", 10
+TEXT = "abaacc"
+BITS = 10
 
 
 def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
@@ -157,11 +158,13 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report,
 
 def test_samples_are_compared_to_the_n_grams_of_a_reference(report, write, byte_judge, tmp_path):
     """Pieces of the text itself are as near to it as other text is; repetition is not."""
-    source, folder = tmp_path / "text.txt", tmp_path / "text"
+    source = tmp_path / "text.txt"
+    folder = tmp_path / "text"
     source.write_text(" ".join(np.random.default_rng(0).choice(list("aaabbc"), 40_000)))
     options = {"split": "test", "tokenizer": "bytes", "out": folder}
     prepare(Prepare("text", source=(source,), **options))
-    text, few = source.read_text(), ("--judge", byte_judge, "--reference", folder)
+    text = source.read_text()
+    few = ("--judge", byte_judge, "--reference", folder)
     near = [
         {"text": text[n : n + 200], "tokens": list(text[n : n + 200].encode())} for n in (0, 800)
     ]
@@ -229,7 +232,8 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
     path = write(*({"text": bytes(ids).decode(), "tokens": ids} for ids in tokens))
     for name in (run, plain):
         result = report("--samples", path, "--judge", name)
-        model, row = load_model(name).double(), result["rows"][0]
+        model = load_model(name).double()
+        row = result["rows"][0]
         expected = []
         for ids in tokens:
             order = torch.arange(len(ids))[None]
@@ -244,7 +248,8 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
 def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monkeypatch):
     loaded = dataclasses.replace(load_checkpoint(run), scored_from=1)
     monkeypatch.setattr(judges, "load", lambda *arguments: loaded)
-    judge, tokens = load(run), list(b"predict the model")
+    judge = load(run)
+    tokens = list(b"predict the model")
     window = torch.tensor([tokens[:LENGTH]])  # the second window has nothing to score
     log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
@@ -276,7 +281,8 @@ def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, cou
     common = [run, "--samples", path, "--judge", run, "--num-samples", count]
     common += ["--steps", 4, "--seed", 3]
     torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json")
-    two, one = json.loads((tmp_path / "two.json").read_text()), report(*common)
+    two = json.loads((tmp_path / "two.json").read_text())
+    one = report(*common)
     assert two["processes"] == 2
     for row, samples in enumerate((count, 3)):
         assert_same(scores_of(two, row), scores_of(one, row))
@@ -299,7 +305,8 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder,
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
     rows = json.loads((tmp_path / "gen.json").read_text())["rows"]
-    text, samplers = (tmp_path / "gen.md").read_text(), [row["sampler"] for row in rows]
+    text = (tmp_path / "gen.md").read_text()
+    samplers = [row["sampler"] for row in rows]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
     settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
     assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]

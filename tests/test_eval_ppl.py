@@ -14,14 +14,14 @@ from reference import order_through
 
 import eval_ppl
 import train
-from checkpoints import load_model, store
+from aogpt.checkpoints import load_model, store
+from aogpt.data.loader import TokenDataset, read_tokens, spread
+from aogpt.data.prepare import Prepare, prepare
+from aogpt.evaluation.likelihood import BatchRunner, Task
+from aogpt.objectives import ObjectiveConfig, token_score_entropy
+from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.randomness import SCORED_ORDERS
 from convert import convert
-from data.loader import TokenDataset, read_tokens, spread
-from data.prepare import Prepare, prepare
-from evaluation.likelihood import BatchRunner, Task
-from objectives import ObjectiveConfig, token_score_entropy
-from orders import OrderConfig, orders_at
-from runtime.randomness import SCORED_ORDERS
 
 
 @pytest.fixture
@@ -29,7 +29,8 @@ def evaluate(script, run, data, tmp_path):
     """Evaluate a run with these options; the JSON report, and what the terminal shows."""
 
     def call(options="", *more, path=run, other=(), datasets=(data,)):
-        report, models = tmp_path / "ppl.json", [path, other][: 1 + bool(other)]
+        report = tmp_path / "ppl.json"
+        models = [path, other][: 1 + bool(other)]
         files = ["--datasets"] * bool(datasets) + [*datasets, "--overwrite", "--json", report]
         status, out, err = script(eval_ppl, *models, *files, *options.split(), *more)
         assert status == 0, err
@@ -50,7 +51,9 @@ def blocks_of(data, count):
 
 def direct(run, data, kind, draws, seed, count, weights="ema"):
     """Nats per token (count, draws, T) in sequence order, from the model alone."""
-    model, rows, nll = load_model(run, weights), range(count), []
+    model = load_model(run, weights)
+    rows = range(count)
+    nll = []
     tokens = blocks_of(data, count)
     for draw in range(draws):
         order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH, SCORED_ORDERS)
@@ -130,13 +133,15 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
 
 @pytest.mark.parametrize("left_over", [1, 5])
 def test_what_is_left_after_the_last_block_counts(evaluate, run, left_over, tmp_path):
-    text, folder = tmp_path / "text.txt", tmp_path / "left"
+    text = tmp_path / "text.txt"
+    folder = tmp_path / "left"
     length = 12 * LENGTH + left_over - 1  # and end-of-text
     text.write_text(("the order of any mask " * 20)[:length])
     prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
     dataset = TokenDataset(folder, "test", LENGTH)
     results = by_name(evaluate("--orders l2r random --ensemble 1 2", datasets=[folder]))
-    model, result = load_model(run), results["l2r", 1]
+    model = load_model(run)
+    result = results["l2r", 1]
     rows = [*dataset.blocks(list(range(12))), dataset.tail()[0]]
     nll = [-model.token_log_probs(row[None], torch.arange(len(row))[None]).double() for row in rows]
     tokens = 12 * LENGTH + left_over
@@ -174,13 +179,16 @@ def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
 
 
 def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
-    source, folder = tmp_path / "r.jsonl", tmp_path / "records"
+    source = tmp_path / "r.jsonl"
+    folder = tmp_path / "records"
     rows = [{"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"split": "test", "tokenizer": "bytes", "block_size": LENGTH, "out": folder}
     prepare(Prepare("records", source=(source,), **options))
     report = by_name(evaluate("--orders l2r random confidence", datasets=(folder,)))
-    model, total, count = load_model(run), 0.0, 0
+    model = load_model(run)
+    total = 0.0
+    count = 0
     for row in rows:
         tokens = torch.tensor([[*(row["prompt"] + row["text"]).encode(), 256]])
         scored = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
@@ -201,7 +209,8 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
     """Against a loop without a cache: all that is left, the most certain first; float32."""
     paced = "confidence:threshold=1.0", "entropy:most=2,block=8"
     report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
-    model, total = load_model(run), {"confidence": 0.0, "margin": 0.0}
+    model = load_model(run)
+    total = {"confidence": 0.0, "margin": 0.0}
     for tokens in blocks_of(data, 3):
         for rule in total:
             context: list[int] = []
@@ -230,10 +239,12 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     options = f"--orders l2r random --group {size} --max-sequences 4 --num-orders 1"
     report = evaluate(options, path=path)
     results = by_name(report)
-    model, rows = load_model(path), range(4)
+    model = load_model(path)
+    rows = range(4)
     tokens = blocks_of(data, len(rows))
     for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:  # else an ELBO
-        order, nll = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS), 0.0
+        order = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS)
+        nll = 0.0
         step_of = order.argsort(dim=1)
         for start in range(0, LENGTH, size):
             now = (step_of >= start) & (step_of < start + size)
@@ -276,7 +287,8 @@ def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, r
     expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
     assert report["checkpoint"] == expected
     assert (report["settings"]["seed"], report["settings"]["dtype"]) == (5, "float32")
-    meta, text = json.loads((data / "meta.json").read_text()), result["data"]
+    meta = json.loads((data / "meta.json").read_text())
+    text = result["data"]
     assert text.items() >= meta["splits"]["train"].items() and {"sha256", "tokens"} <= text.keys()
     assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "train", LENGTH)
     assert report["versions"]["torch"] == torch.__version__
@@ -289,7 +301,8 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, d
     lines = [line for line in table.splitlines() if line[:1] == "|"][2:]
     results = by_name(report)
     assert list(results) == [("l2r", 1), ("random", 1), ("random", 4)]
-    one, four = results["random", 1], results["random", 4]
+    one = results["random", 1]
+    four = results["random", 4]
     assert four["gain"] > 0 and four["nll"] == pytest.approx(one["nll"] - four["gain"])
     for ((kind, _), result), line in zip(results.items(), lines, strict=True):
         assert {"l2r": "left to right", "random": "any order"}[kind] in line
@@ -314,7 +327,8 @@ def batches(capacity, **settings):
         seen.append(len(rows))
         return torch.arange(rows.start, rows.stop)
 
-    text, dataset = {"name": "text", "count": 23}, SimpleNamespace(num_blocks=23)
+    text = {"name": "text", "count": 23}
+    dataset = SimpleNamespace(num_blocks=23)
     text["tokens"] = lambda rows: torch.zeros(len(rows), 256)
     eval_set = SimpleNamespace(**text, dataset=dataset)
     runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens

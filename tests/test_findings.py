@@ -21,8 +21,9 @@ import tomli_w
 from helpers import ROOT, run_main, run_script, tiny_config
 from scipy import stats
 
-from data.loader import read_tokens
-from runtime.validation import FileError
+from aogpt.data.loader import read_tokens
+from aogpt.runtime.validation import FileError
+from aogpt.training import config as configuration
 from studies import experiment as experiments
 from studies import figures, findings, measures, pages, runner, runs, verdicts
 from studies.experiment import RunConfig, load_experiment
@@ -36,7 +37,6 @@ from studies.verdicts import (
     judged,
     ratio_of,
 )
-from training import config as configuration
 
 SHIPPED = experiments.experiment_names()
 
@@ -124,18 +124,21 @@ def by_seed(*losses, **measured):
 
 def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
     """Against scipy. The Monte Carlo error of a loss is in the spread over seeds already."""
-    low, high = [2.0, 2.1, 1.9, 2.05], [2.5, 2.7, 2.2, 2.9, 2.6]
+    low = [2.0, 2.1, 1.9, 2.05]
+    high = [2.5, 2.7, 2.2, 2.9, 2.6]
     entries = {"a": by_seed(*low), "b": by_seed(*high[:4])}
     for claim, expected in (
         (Claim("", "a", "b"), stats.ttest_ind(high[:4], low, equal_var=False)),
         (Claim("", "a", "2.3"), stats.ttest_1samp([2.3 - x for x in low], 0)),
         (Claim("", "a:l2r", "a"), stats.ttest_1samp([x / 2 for x in low], 0)),
     ):
-        found, interval = judged(claim, "training", entries), expected.confidence_interval(0.95)
+        found = judged(claim, "training", entries)
+        interval = expected.confidence_interval(0.95)
         assert found["p"] == pytest.approx(expected.pvalue) and found["verdict"] == ""
         ends = found["mean"] - found["half_width"], found["mean"] + found["half_width"]
         assert ends == pytest.approx((interval.low, interval.high)) and found["seeds"] == 4
-    entries["c"], entries["d"] = by_seed(*np.add(low, 1)), by_seed(*np.multiply(low, 2))
+    entries["c"] = by_seed(*np.add(low, 1))
+    entries["d"] = by_seed(*np.multiply(low, 2))
     of_gaps = judged(Claim("", "b - a", "d - c"), "training", entries)
     means = [np.mean(v) for v in (low, high[:4])]
     assert of_gaps["mean"] == pytest.approx(2 * means[0] - (means[0] + 1) - means[1] + means[0])
@@ -217,7 +220,9 @@ def test_primary_claims_share_the_error_of_an_experiment():
 
 def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
     """Three claims against one baseline of 8 seeds, with spreads that differ fourfold."""
-    rng, spoken, experiments = np.random.default_rng(0), 0, 800
+    rng = np.random.default_rng(0)
+    spoken = 0
+    experiments = 800
     spreads = {"a": 1, "b": 1, "c": 2, "d": 4}
     for _ in range(experiments):
         entries = {name: by_seed(*rng.normal(2, s, 8)) for name, s in spreads.items()}
@@ -286,7 +291,8 @@ def test_results_at_hand_count_when_tuning():
     """A rate that the search would not reach, whose runs are on file, is chosen if it is best."""
     losses = {1.0: 3.0, 2.0: 2.0, 3.0: 1.0, 4.0: 2.0, 5.0: 0.5}
     grid = {"optim.lr": list(losses)}
-    one, results = RunConfig("a", {}, grid), runner.Results()
+    one = RunConfig("a", {}, grid)
+    results = runner.Results()
     experiment = experiments.Experiment(name="X", recipes={"r": {"a": one}})
     made = runner.Runner(experiment, results)
 
@@ -449,7 +455,8 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
 
 
 def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypatch, capsys):
-    trained, alone = [], runs.run_alone
+    trained = []
+    alone = runs.run_alone
 
     def seen(script, *arguments, **options):
         trained.extend([Path(arguments[0]).stem] * (script == "train.py"))
@@ -486,7 +493,8 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     helpers = {"first": {"description": "from left to right", "order.kind": "l2r"}}
     write(tiny, {"run_configs": run_configs, "helpers": helpers})
     experiment = load_experiment("E7")
-    one, first = experiment.recipes["slow"]["moving"], experiment.helper_configs("slow")["first"]
+    one = experiment.recipes["slow"]["moving"]
+    first = experiment.helper_configs("slow")["first"]
     assert first.seed == experiments.HELPER_SEED and first.order.kind == "l2r"
     assert first.optim.beta2 == 0.95 and not first.train.init_from  # the middle of two values
     config = experiment.config("slow", one, 1, {})
@@ -524,7 +532,8 @@ def test_experiments_run_quickly_from_the_text_of_the_repository():
 def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):
     """The first of four run configs is interrupted: the two that may have started since go on until
     the others are cancelled."""
-    started, cancelled = [], threading.Event()
+    started = []
+    cancelled = threading.Event()
 
     class Pool(ThreadPoolExecutor):
         def shutdown(self, **how):

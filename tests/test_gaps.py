@@ -1,4 +1,4 @@
-"""Gaps of unknown length, alternatives and scores of text: sampling/gaps.py, aogpt.py, score.py."""
+"""Gaps of unknown length, alternatives and scores of text: aogpt/sampling/gaps.py, aogpt/text_model.py, score.py."""
 
 import dataclasses
 import itertools
@@ -14,10 +14,10 @@ from reference import DECODERS, ENCODERS, enumerable_system, make_system
 
 import aogpt
 import sample
-import score
-from checkpoints import Loaded
-from data.tokenizers import get_tokenizer
-from sampling import gaps
+from aogpt import score
+from aogpt.checkpoints import Loaded
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.sampling import gaps
 
 BOOKS = "results/books_model"
 BOTH_SIDES = [name for name in (*DECODERS, *ENCODERS) if name != "GPT-2"]
@@ -170,7 +170,8 @@ def test_text_in_text_out(books):
 
 
 def test_models_are_compared_on_the_same_blocks():
-    one, other = small("AO-GPT"), small("RADD")
+    one = small("AO-GPT")
+    other = small("RADD")
     text = "a cat sat on a mat. " * 9
     same = one.compare(one, text)
     assert (same.nll, same.p_value) == (0, 1)
@@ -182,7 +183,9 @@ def test_models_are_compared_on_the_same_blocks():
 
 
 def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
-    plain, one, text = small("GPT-2"), small("AO-GPT"), "a cat sat on a mat. " * 4
+    plain = small("GPT-2")
+    one = small("AO-GPT")
+    text = "a cat sat on a mat. " * 4
     backwards = torch.arange(2, -1, -1)
     for wrong in (
         lambda: plain.score("abc", "random"),
@@ -250,7 +253,8 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("cut", [("--stop", " home"), ("--stop", " h", "e"), ("--until-end",)])
 def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(tmp_path, monkeypatch, capsys, cut):
-    path, words = tmp_path / "a.jsonl", (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
+    path = tmp_path / "a.jsonl"
+    words = (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
     eot = aogpt.load(BOOKS).tokenizer.eot
     penalty = ("--temperature", 3) if cut == ("--until-end",) else ()  # the end is often drawn
     options = ("--jsonl", path, "--overwrite", "--candidates", 40, *penalty)
@@ -260,7 +264,8 @@ def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(tmp_path, monkey
         run_main(sample, monkeypatch, capsys, *words, *text, *options, *more)
         return [json.loads(line) for line in path.read_text().splitlines()]
 
-    whole, shorter = found(), found(*cut)
+    whole = found()
+    shorter = found(*cut)
     assert [row["scores"] for row in shorter] == [row["scores"] for row in whole]
     for row, full in zip(shorter, whole, strict=True):
         assert row["tokens"] == full["tokens"][: row["length"]]
@@ -284,13 +289,13 @@ def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
     """Windows has no termios."""
     for name in ("termios", "tty"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert "play" in runpy.run_path("sampling/live.py")
+    assert "play" in runpy.run_module("aogpt.sampling.live")
 
 
 def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, books):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")
-    told = run_script("score.py", BOOKS, *texts, "--top", 2, "--json", path).stdout
+    told = run_script("-m", "aogpt", "score", BOOKS, *texts, "--top", 2, "--json", path).stdout
     plain, ranked, blanks = json.loads(path.read_text())["results"]
     assert abs(plain["log_prob"] + books.score("The old horse.").nats) < 1e-4
     assert [row["text"] for row in ranked["alternatives"]] == [r.text for r in books.rank(texts[1])]
@@ -308,6 +313,6 @@ def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, bo
     ):
         with pytest.raises(ValueError, match=said):
             run_main(score, monkeypatch, capsys, BOOKS, *words)
-    monkeypatch.setattr(aogpt, "load", lambda *a, **k: small("GPT-2"))
+    monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: small("GPT-2"))
     told = run_main(score, monkeypatch, capsys, BOOKS, "The [cat|tax] barked.")
     assert "share" in told and "both sides" not in told

@@ -1,4 +1,4 @@
-"""data/generators.py: texts whose entropy is known are what they are said to be."""
+"""aogpt/data/generators.py: texts whose entropy is known are what they are said to be."""
 
 import collections
 import itertools
@@ -11,14 +11,15 @@ import torch
 from helpers import prepared
 from reference import LEVEL, chi_square_p
 
-from data import generators
-from data.generators import latin5, polya, reduced_squares
-from data.loader import TokenDataset
+from aogpt.data import generators
+from aogpt.data.generators import latin5, polya, reduced_squares
+from aogpt.data.loader import TokenDataset
 
 
 def urn_probability(sequence, letters, weight):
     """Draw by draw: (how often it has been drawn + weight) / (draws so far + all weights)."""
-    counts, p = collections.Counter(), Fraction(1)
+    counts = collections.Counter()
+    p = Fraction(1)
     for i, letter in enumerate(sequence):
         p *= (counts[letter] + weight) / (i + letters * weight)
         counts[letter] += 1
@@ -46,7 +47,8 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
             expected[different] += float(ways * urn_probability(s, 16, weight))
     counts = collections.Counter(len(set(s[:4])) for s in drawn)
     both = [[table[n] for n in range(1, 5)] for table in (counts, expected)]
-    observed, chances = torch.tensor(both[0]).double(), torch.tensor(both[1]).double()
+    observed = torch.tensor(both[0]).double()
+    chances = torch.tensor(both[1]).double()
     assert chances.sum() == pytest.approx(1, abs=1e-12)
     assert chi_square_p(observed, chances * len(drawn)) > LEVEL
     assert {len(s) for s in drawn} == {63}
@@ -82,7 +84,8 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
         for name, number in (("latin5", 1), ("latin5", 2), ("polya", 1))
     )
     assert (latin / "train.bin").read_bytes() == (again / "train.bin").read_bytes()
-    text, held_out = tmp_path / "text.txt", tmp_path / "held_out.txt"
+    text = tmp_path / "text.txt"
+    held_out = tmp_path / "held_out.txt"
     for file in (text, held_out):
         file.write_text("The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30)
     shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))

@@ -13,15 +13,15 @@ import pytest
 import torch
 from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
 
-from runtime.devices import autocast
-from sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
-from sampling.token_choice import choose_tokens
+from aogpt.runtime.devices import autocast
+from aogpt.sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
+from aogpt.sampling.token_choice import choose_tokens
+from aogpt.systems import build_model
+from aogpt.training.batches import make_batch
+from aogpt.training.config import load_toml
+from aogpt.training.optimizers import EMA, make_optimizer
+from aogpt.training.state import Progress, State
 from train import training_loss, update
-from training.batches import make_batch
-from training.config import load_toml
-from training.optimizers import EMA, make_optimizer
-from training.state import Progress, State
-from variants import build_model
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -116,7 +116,8 @@ def test_compiled_training_is_eager_training_without_a_graph_break(device):
 def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     config = CONFIGS["aogpt_small_fast"]
     model = random_model(config).float().to(device).train()
-    average, batch = EMA(model, 0.9), batch_of(config, device)
+    average = EMA(model, 0.9)
+    batch = batch_of(config, device)
     state = State(model, [average], make_optimizer(model, config), Progress())
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
@@ -159,7 +160,8 @@ def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device,
 
 
 def test_tokens_are_drawn_as_on_a_cpu(device):
-    choice, generator = TokenChoice(0.9, 0.95), torch.Generator().manual_seed(0)
+    choice = TokenChoice(0.9, 0.95)
+    generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(512, 50257, generator=generator)
     uniforms = torch.rand(512, generator=generator, dtype=torch.float64)
     drawn = choose_tokens(logits.to(device), uniforms.to(device), choice).cpu()
@@ -175,7 +177,9 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     """In bfloat16, too, where it may be a third further from float64 than the uncached one."""
     config = CONFIGS[name]
     exact = random_model(config)
-    B, T, generator = 5, config.model.block_size, torch.Generator().manual_seed(1)
+    B = 5
+    T = config.model.block_size
+    generator = torch.Generator().manual_seed(1)
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     plans = [l2r_plan(B, T) if config.model.l2r_only else random_plan(B, T, generator)]
     if not (config.model.is_encoder or config.model.l2r_only):
@@ -186,7 +190,8 @@ def test_cached_decoding_is_the_uncached_model(device, name):
         log_probs = done.log_probs.gather(1, plan.order)
         expected = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
         assert (log_probs - expected).abs().max() < 1e-4
-    plan, model = plans[0], copy.deepcopy(exact).bfloat16().to(device)
+    plan = plans[0]
+    model = copy.deepcopy(exact).bfloat16().to(device)
     done = engine_of(model, plan).generate(plan, uniforms=uniforms)
     expected = exact.token_log_probs(done.tokens, plan.order)
     uncached = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
@@ -199,13 +204,16 @@ def test_cached_decoding_is_the_uncached_model(device, name):
 @pytest.mark.parametrize("name", ["aogpt_small", "aogpt_small_fast", "gpt_small"])
 def test_compiled_decoding_is_eager_decoding_and_compiles_nothing_twice(device, name):
     config = CONFIGS[name]
-    model, generator = random_model(config).float().to(device), torch.Generator().manual_seed(1)
-    B, T = 5, config.model.block_size
+    model = random_model(config).float().to(device)
+    generator = torch.Generator().manual_seed(1)
+    B = 5
+    T = config.model.block_size
     plan = l2r_plan(B, T) if config.model.l2r_only else mdm_plan(B, T, 12, generator)
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     expected = engine_of(model, plan).generate(plan, uniforms=uniforms)
     torch._dynamo.reset()
-    engine, counters = engine_of(model, plan, compile=True), torch._dynamo.utils.counters
+    engine = engine_of(model, plan, compile=True)
+    counters = torch._dynamo.utils.counters
     for _ in range(3):  # compiled, recorded, replayed
         done = engine.generate(plan, uniforms=uniforms)
         graphs = counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""evaluation/harness.py and eval_tasks.py: against the model's own log-likelihoods, enumeration,
+"""aogpt/evaluation/harness.py and eval_tasks.py: against the model's own log-likelihoods, enumeration,
 and whole tasks through lm-evaluation-harness without network."""
 
 import functools
@@ -14,12 +14,12 @@ from helpers import assert_user_error, read_lines, run_script, torchrun
 from reference import DECODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
-from checkpoints import Loaded
-from data.tokenizers import get_tokenizer
-from evaluation import harness
-from sampling.engine import generate
-from sampling.plans import l2r_plan
-from sampling.token_choice import TokenChoice
+from aogpt.checkpoints import Loaded
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.evaluation import harness
+from aogpt.sampling.engine import generate
+from aogpt.sampling.plans import l2r_plan
+from aogpt.sampling.token_choice import TokenChoice
 
 BYTES = get_tokenizer("bytes")
 EOT = BYTES.eot
@@ -56,7 +56,8 @@ def requests_of(texts, ends):
 def tokens_of(context, end):
     """Context and continuation as tokens, by the harness's conventions."""
     stripped = context.rstrip()
-    known, new = BYTES.encode(stripped), BYTES.encode(context[len(stripped) :] + end)
+    known = BYTES.encode(stripped)
+    new = BYTES.encode(context[len(stripped) :] + end)
     return (known or [EOT])[len(new) - BLOCK :], new
 
 
@@ -68,8 +69,10 @@ def left_to_right(model, known, new):
 
 def any_order(model, known, new):
     """The mean over all orders of the continuation of its log-probability."""
-    c, n = len(known), len(new)
-    tokens, rest = torch.tensor([known + new]), range(c, c + n)
+    c = len(known)
+    n = len(new)
+    tokens = torch.tensor([known + new])
+    rest = range(c, c + n)
     if model.config.attention == "causal":
         orders = torch.tensor([[*range(c), *order] for order in itertools.permutations(rest)])
         log_probs = model.token_log_probs(tokens.expand(len(orders), -1), orders)
@@ -111,7 +114,8 @@ def test_a_token_across_context_and_continuation_is_scored(adapter, context, end
     model = make_system("AO-GPT", tokens=english.vocab_size, block_size=BLOCK)
     loaded = Loaded(model, "test.pt", 0, "raw", tokenizer="english", vocab_size=english.vocab_size)
     pytest.importorskip("lm_eval")
-    lm, tokens = harness.HarnessModel(loaded, device="cpu"), english.encode(context + end)
+    lm = harness.HarnessModel(loaded, device="cpu")
+    tokens = english.encode(context + end)
     known = max(
         k for k in range(len(tokens)) if context.rstrip().startswith(english.decode(tokens[:k]))
     )
@@ -128,7 +132,8 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
     """Two tokens that are the likeliest from left to right, but not the other way round."""
     model = make_system("AO-GPT", tokens=BYTES.vocab_size, block_size=BLOCK)
     plan = l2r_plan(1, 4, torch.arange(4)[None] < 2)
-    given, greedy = torch.tensor([[5, 6, 0, 0]]), TokenChoice(temperature=0)
+    given = torch.tensor([[5, 6, 0, 0]])
+    greedy = TokenChoice(temperature=0)
     tokens = generate(model, plan, given, choice=greedy).tokens[0].tolist()
     l2r = [(None, tokens[:2], end) for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])]
     assert [best for _, best in adapter(model)._loglikelihood_tokens(l2r)] == [True, False]
@@ -185,7 +190,9 @@ def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
     texts = ["", "a", "x" * (BLOCK - 1), "y" * BLOCK, "It was the best of times, it was" * 3]
     got = lm.loglikelihood_rolling([request(text) for text in texts])
     for text, value in zip(texts, got, strict=True):
-        tokens, expected, place = BYTES.encode(text), 0.0, 0
+        tokens = BYTES.encode(text)
+        expected = 0.0
+        place = 0
         while place < len(tokens):
             end = min(place + BLOCK - 1, len(tokens))
             known = ([EOT] + tokens)[max(0, end + 1 - BLOCK) : place + 1]
@@ -199,7 +206,8 @@ def test_greedy_generation_left_to_right_whatever_the_batches(adapter):
     lm = adapter("AO-GPT", batch_size=2)
     got = lm.generate_until([request(text, {"max_gen_toks": 6}) for text in TEXTS])
     for text, answer in zip(TEXTS, got, strict=True):
-        known, new = (BYTES.encode(text) or [EOT])[6 - BLOCK :], []
+        known = (BYTES.encode(text) or [EOT])[6 - BLOCK :]
+        new = []
         for _ in range(6):
             rows = torch.tensor([known + new + [t] for t in range(BYTES.vocab_size)])
             order = torch.arange(rows.shape[1]).expand_as(rows)
@@ -285,7 +293,7 @@ WITHOUT_LM_EVAL = """
 import contextlib, sys
 sys.modules["lm_eval"] = None
 import eval_tasks
-from runtime.command_line import run_script
+from aogpt.runtime.command_line import run_script
 sys.argv[1:] = ["--help"]
 with contextlib.suppress(SystemExit):
     run_script(eval_tasks.main)
@@ -331,9 +339,11 @@ def tasks(tmp_path, monkeypatch, adapter, run):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    lm, settings = harness.HarnessModel(run, device="cpu"), {"until": [" "], "max_gen_toks": 8}
+    lm = harness.HarnessModel(run, device="cpu")
+    settings = {"until": [" "], "max_gen_toks": 8}
     answers = lm.generate_until([request(row["text"], settings) for row in ROWS[:2]])
-    targets, folder = [*answers, "?", "?"], tmp_path / "tasks"
+    targets = [*answers, "?", "?"]
+    folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [row | {"target": target} for row, target in zip(ROWS, targets, strict=True)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -368,7 +378,8 @@ def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, o
     status, out, err = script(eval_tasks, run, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "results.json").read_text())
-    results, settings = report["results"], report["settings"]
+    results = report["results"]
+    settings = report["settings"]
     kind = "random" if order else "l2r"
     lm = harness.HarnessModel(run, device="cpu", order=kind, num_orders=3)
     accuracy, bits = expected_results(lm)

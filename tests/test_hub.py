@@ -18,17 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
 
-from checkpoints import CheckpointError, hub, load, load_model, store
-from checkpoints.load import config_of
+from aogpt.checkpoints import CheckpointError, hub, load, load_model, store
+from aogpt.checkpoints.load import config_of
+from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
+from aogpt.runtime.errors import UserError
+from aogpt.sampling.race import draw
+from aogpt.sampling.simple import simple_generate
+from aogpt.systems import log_linear_noise
 from convert import convert
-from data.tokenizers import END_OF_TEXT, get_tokenizer
-from runtime.errors import UserError
-from sampling.race import draw
-from sampling.simple import simple_generate
 from train import train
-from variants import log_linear_noise
 
-VOCABULARY, MASK, LENGTH = 257, 257, 40
+VOCABULARY = 257
+MASK = 257
+LENGTH = 40
 START = 7  # a token that stands for a begin-of-text of a pretrained model
 PLAIN = [name for name, c in (SYSTEMS | OTHERS).items() if c.get("target") == "none"]
 PLAIN = [name for name in PLAIN if name not in ENCODERS]
@@ -175,7 +177,8 @@ def test_transformers_computes_what_the_project_computes(found, system):
 def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(found, system):
     of = of_case(found, system)[1]["generate"]
     for name, keywords in of.items():
-        gap, filled = keywords["input_ids"], found[system][name]
+        gap = keywords["input_ids"]
+        filled = found[system][name]
         assert filled.shape[1] == 12 + keywords.get("max_new_tokens", 0)
         assert filled.min() >= 0 and filled.max() < VOCABULARY
         known = gap != MASK
@@ -184,9 +187,10 @@ def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(foun
 
 @pytest.mark.parametrize("system", NAMES)
 def test_generate_draws_what_the_model_gives(found, system):
-    """The tokens are those of sampling/simple.py (which other tests compare with enumeration), of
+    """The tokens are those of aogpt/sampling/simple.py (which other tests compare with enumeration), of
     encoders those of the plain loop, given the same order and uniform numbers."""
-    model, of = load_model(found["folder"] / system), of_case(found, system)[1]["generate"]
+    model = load_model(found["folder"] / system)
+    of = of_case(found, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
     for name in ("filled", "greedy"):
         keywords = of[name]
@@ -195,7 +199,8 @@ def test_generate_draws_what_the_model_gives(found, system):
             order = torch.arange(18) if system in PLAIN else keywords["order"][row]
             known = (ids[row] != MASK)[order]
             order = torch.cat([order[known], order[~known]])  # stable, as the folder's
-            count, temperature = int((~known).sum()), keywords.get("temperature", 1.0)
+            count = int((~known).sum())
+            temperature = keywords.get("temperature", 1.0)
             expected = filled_by_loop if system in ENCODERS else simple_generate
             how = {"temperature": temperature, "vocab_size": VOCABULARY}
             made = expected(model, order, [1] * count, uniforms[row], ids[row], **how)[0]
@@ -254,7 +259,8 @@ def of_case(found, system):
 
 def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found):
     for name, key in (("bytes", "AO-GPT"), ("english", "english"), ("bytes", "library")):
-        tokenizer, start = get_tokenizer(name), int(key == "library")
+        tokenizer = get_tokenizer(name)
+        start = int(key == "library")
         mask = (
             tokenizer.vocab_size + start
         )  # that file has a begin-of-text, which is no id of a text
@@ -301,7 +307,8 @@ def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
 
 def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers():
     text = hub.modeling_source()
-    body, allowed = ast.parse(text).body, {"torch", "transformers", *sys.stdlib_module_names}
+    body = ast.parse(text).body
+    allowed = {"torch", "transformers", *sys.stdlib_module_names}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
@@ -311,7 +318,7 @@ def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers
     assert "MIT License. Copyright" in text.splitlines()[0] and "generated" in text[:200]
     for name in hub.SOURCES:
         assert f"# ---- {name} ---" in text
-        last = (ROOT / name).read_text().rstrip().splitlines()[-3:]
+        last = (ROOT / "aogpt" / name).read_text().rstrip().splitlines()[-3:]
         assert "\n".join(last) in text
 
 
@@ -384,7 +391,8 @@ def pushed(tmp_path, monkeypatch):
     """push() converts to DST and uploads it with calls that are recorded."""
     import huggingface_hub
 
-    calls, source = [], write_export(tmp_path / "x", tiny("AO-GPT"))
+    calls = []
+    source = write_export(tmp_path / "x", tiny("AO-GPT"))
 
     def create(*words, **more):
         calls.append((words, more))
@@ -439,7 +447,8 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
 def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
     config = trained
     convert(str(config.run_folder), tmp_path / "hub", weights, hub=True)
-    card, suffix = (tmp_path / "hub" / "README.md").read_text(), "_raw" * (weights == "raw")
+    card = (tmp_path / "hub" / "README.md").read_text()
+    suffix = "_raw" * (weights == "raw")
     for kind, orders in (("l2r", "left to right"), ("random", "any order")):
         loss = metrics(config, f"val_loss_{kind}{suffix}")[10]
         errors = metrics(config, f"val_error_{kind}")

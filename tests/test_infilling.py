@@ -1,4 +1,4 @@
-"""evaluation/infilling.py and eval_infill.py: the middle of a passage, given both sides or one."""
+"""aogpt/evaluation/infilling.py and eval_infill.py: the middle of a passage, given both sides or one."""
 
 import json
 import math
@@ -9,10 +9,11 @@ from helpers import prepared
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
-from data.tokenizers import get_tokenizer
-from evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
 
-T, TOKENS = 9, 11
+T = 9
+TOKENS = 11
 
 
 def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
@@ -54,12 +55,16 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
 def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
     """Each token given what is known and the tokens of the middle before it (SEDD in float32)."""
     both = both and system != "GPT-2"  # which can only continue
-    model, tokens = make_system(system, 2), random_tokens(TOKENS, 4, T, seed=1)
+    model = make_system(system, 2)
+    tokens = random_tokens(TOKENS, 4, T, seed=1)
     passages = Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
     got = middle_nll(model, passages, both)
     for b in range(4):
-        start, end = int(passages.start[b]), int(passages.end[b])
-        context, row, total = [*range(start)], passages.tokens[b : b + 1], 0.0
+        start = int(passages.start[b])
+        end = int(passages.end[b])
+        context = [*range(start)]
+        row = passages.tokens[b : b + 1]
+        total = 0.0
         context += [*range(end, T)] if both else []
         for position in range(start, end):
             if system in ENCODERS:
@@ -87,7 +92,8 @@ def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
 
 
 def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, tmp_path):
-    words, report = tmp_path / "said.txt", tmp_path / "infill.json"
+    words = tmp_path / "said.txt"
+    report = tmp_path / "infill.json"
     words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
     said = prepared("text", tmp_path / "said", words, split="val")
     options = ("--data", said, "--shortest", 2, "--longest", 12, "--overwrite", "--json", report)
@@ -114,7 +120,8 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, 
 def test_last_words_are_predicted_from_what_precedes(run, plain, encoder, tmp_path, script):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60)))
-    data, report = prepared("text", tmp_path / "rows", rows, split="val"), tmp_path / "words.json"
+    data = prepared("text", tmp_path / "rows", rows, split="val")
+    report = tmp_path / "words.json"
     options = ("--data", data, "--last-word", "--num-passages", 5, "--json", report)
     status, out, err = script(eval_infill, run, plain, encoder, *options)
     assert status == 0, err

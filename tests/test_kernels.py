@@ -12,8 +12,8 @@ import torch
 from helpers import ROOT
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 
-from sampling import engine, generate
-from sampling.token_choice import TokenChoice, choose_tokens
+from aogpt.sampling import engine, generate
+from aogpt.sampling.token_choice import TokenChoice, choose_tokens
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ if not torch.cuda.is_available() and triton.__version__ < "3.7" and np.__version
     pytest.skip(
         "the interpreter of Triton before 3.7 needs NumPy before 2.4", allow_module_level=True
     )
-from sampling import kernels  # noqa: E402
+from aogpt.sampling import kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,7 +50,8 @@ def test_the_kernel_draws_what_the_reference_draws(V, N, banned, tile, choice, d
 
 def test_a_model_that_overflowed_shows_in_the_log_probability():
     logits = torch.zeros(2, 5)
-    logits[0, 3], logits[1, 0] = torch.nan, torch.inf
+    logits[0, 3] = torch.nan
+    logits[1, 0] = torch.inf
     uniforms = torch.tensor([0.5, 0.999], dtype=torch.float64)
     tokens, log_probs = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice())
     assert ((tokens >= 0) & (tokens < 5)).all() and not log_probs.isfinite().any()
@@ -58,11 +59,14 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
 
 def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     """So is a setting that is added to `TokenChoice`: it must not be ignored in silence."""
-    logits, min_p = torch.zeros(2, 5), [("min_p", float, 0.0)]
+    logits = torch.zeros(2, 5)
+    min_p = [("min_p", float, 0.0)]
     more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
     assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(logits, more())
-    dropped, noisy = TokenChoice(top_p=0.5, crossing="drop"), TokenChoice(noise="float32")
-    penalised, banned = TokenChoice(repetition_penalty=1.1), TokenChoice(no_repeat_ngram=3)
+    dropped = TokenChoice(top_p=0.5, crossing="drop")
+    noisy = TokenChoice(noise="float32")
+    penalised = TokenChoice(repetition_penalty=1.1)
+    banned = TokenChoice(no_repeat_ngram=3)
     for choice in (TokenChoice(top_k=3), dropped, noisy, penalised, banned, more(min_p=0.1)):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
@@ -82,7 +86,8 @@ def test_the_engine_generates_with_the_kernel_what_it_does_without(system, mode,
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(11, 5, 12, seed=2)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-    calls, choose = [], kernels.choose
+    calls = []
+    choose = kernels.choose
     monkeypatch.setattr(engine, "triton_kernels", lambda device: kernels)
     monkeypatch.setattr(kernels, "choose", lambda *a: calls.append(a) or choose(*a))
     reference = generate(model, plan, tokens, generator=seeded(1), **settings)
@@ -114,7 +119,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sampling import kernels
+from aogpt.sampling import kernels
 
 types = ["*bf16", "*fp64", "*i64", "*fp32", "i64", "i32", sys.argv[1], "i64", "constexpr"]
 signature = dict(zip(kernels._choose.arg_names, types, strict=True))

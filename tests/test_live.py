@@ -1,4 +1,4 @@
-"""sampling/live.py: samples that fill in on a terminal, and lines filled in as they are typed."""
+"""aogpt/sampling/live.py: samples that fill in on a terminal, and lines filled in as they are typed."""
 
 import contextlib
 import io
@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
-from runtime.command_line import visible
-from sampling import live
+from aogpt.runtime.command_line import visible
+from aogpt.sampling import live
 
 COLOR = {p: f"\033[38;5;{c}m" for p, c in live.COLORS.items()}
 TOKENS = st.lists(
@@ -36,7 +36,9 @@ TOKENS = st.lists(
 
 def screen(written: str, width: int) -> list[str]:
     """The lines of a terminal of this width on which this was written; none may be longer."""
-    rows, row, column = [[]], 0, 0
+    rows = [[]]
+    row = 0
+    column = 0
     for move, character in re.findall(r"(\033\[[^A-Za-z]*[A-Za-z])|(.)", written, re.DOTALL):
         if move.endswith("A"):
             row -= int(move[2:-1])
@@ -48,7 +50,8 @@ def screen(written: str, width: int) -> list[str]:
         elif character == "\r":
             column = 0
         elif character == "\n":
-            row, column = row + 1, 0
+            row = row + 1
+            column = 0
             rows += [[]] * (row == len(rows))
             rows[row] = list(rows[row])
         elif character:
@@ -76,8 +79,10 @@ def test_any_sample_is_wrapped_to_the_width_and_keeps_its_text(tokens, width, no
 def test_a_sample_is_painted_by_what_is_known_and_how_probable_it_was():
     sample = ["an ", "old ", "cow\a", "漢"], [-1, 1, 0, 2], [0.0, -0.1, -3.0, -9.0]
     shown = [live.paint(live.cells(*sample, now, color=True)) for now in (-1, 0, 1, 2)]
-    mask, old = "\033[2m▁\033[0m", f"{COLOR[1]}old \033[0m"
-    cow, han = f"{COLOR[0.1]}cow\\x07\033[0m", f"{COLOR[0.01]}漢\033[0m"
+    mask = "\033[2m▁\033[0m"
+    old = f"{COLOR[1]}old \033[0m"
+    cow = f"{COLOR[0.1]}cow\\x07\033[0m"
+    han = f"{COLOR[0.01]}漢\033[0m"
     assert shown[0] == "an \033[2m▁▁▁\033[0m"
     assert shown[1:] == [f"an {mask}{cow}{mask}", f"an {old}{cow}{mask}", f"an {old}{cow}{han}"]
     assert live.paint(live.cells(*sample)) == "an \033[1mold cow\\x07漢\033[0m"
@@ -89,7 +94,8 @@ def test_a_sample_is_painted_by_what_is_known_and_how_probable_it_was():
 @given(TOKENS, st.integers(3, 30), st.integers(4, 12))
 def test_frames_replace_each_other_and_leave_the_sample(tokens, width, height):
     columns = list(zip(*tokens, strict=True)) or [(), (), ()]
-    waits, out = [], io.StringIO()
+    waits = []
+    out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((width, height)))
         patch.setattr(select, "select", lambda *a: waits.append(a[3]) or ([], [], []))
@@ -112,7 +118,8 @@ class Terminal:
     def __init__(self, *arguments):
         self.file, other = pty.openpty()
         ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
-        self.before, self.written = termios.tcgetattr(other), ""
+        self.before = termios.tcgetattr(other)
+        self.written = ""
         env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
         env |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, "sample.py", *map(str, arguments)]
@@ -133,7 +140,8 @@ class Terminal:
 
 
 def test_lines_are_filled_and_replayed_on_a_terminal(run, script):
-    infill, options = "any[MASK:3] model", ["--mode", "l2r", "--seed", 3]
+    infill = "any[MASK:3] model"
+    options = ["--mode", "l2r", "--seed", 3]
     expected = []
     for seed in (3, 4):
         words = ["--mode", "l2r", "--seed", seed, "--infill", infill, "--num-samples", 1]
@@ -162,7 +170,8 @@ def test_lines_are_filled_and_replayed_on_a_terminal(run, script):
     assert termios.tcgetattr(terminal.other) == terminal.before
     os.close(terminal.file), os.close(terminal.other)
     for text, shown in zip(expected, (first, second), strict=True):
-        start, end = shown.index("=== sample 1"), shown.index("1 sample of")
+        start = shown.index("=== sample 1")
+        end = shown.index("1 sample of")
         rows = "\n".join(screen(shown[start:end].replace("\r\n", "\n"), 120))
         assert text in rows and "▁" not in rows
         assert shown.rindex(live.LEAVE) > shown.rindex(live.ENTER)

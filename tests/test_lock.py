@@ -9,14 +9,14 @@ import torch
 from helpers import ALONE, ROOT, tiny_config
 
 import train
-from runtime.files import locked_for_all
-from runtime.processes import Processes
+from aogpt.runtime.files import locked_for_all
+from aogpt.runtime.processes import Processes
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from runtime.files import locked_for_all
+from aogpt.runtime.files import locked_for_all
 alone = SimpleNamespace(main=True, gather=lambda value: [value])  # without importing PyTorch
 with locked_for_all(Path(sys.argv[1]), alone):
     print("held", flush=True)

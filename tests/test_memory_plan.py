@@ -1,4 +1,4 @@
-"""training/plan.py: its bytes against those of real models, optimizers, averages, shards,
+"""aogpt/training/plan.py: its bytes against those of real models, optimizers, averages, shards,
 checkpoints and steps."""
 
 import re
@@ -10,17 +10,20 @@ from helpers import ROOT, change, torchrun, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import ModelConfig
-from training import config as configuration
-from training import plan as planning
-from training.config import Config, TrainConfig
-from training.metrics import GPU, GPUS
-from training.optimizers import EMA, make_optimizer, named_state
-from training.parallel import checkpoint_activations
-from training.plan import memory_of, meta_model, plan_run, plan_text, state_bytes
-from variants import build_model, chunked_head
+from aogpt.model import ModelConfig
+from aogpt.systems import build_model, chunked_head
+from aogpt.training import config as configuration
+from aogpt.training import plan as planning
+from aogpt.training.config import Config, TrainConfig
+from aogpt.training.metrics import GPU, GPUS
+from aogpt.training.optimizers import EMA, make_optimizer, named_state
+from aogpt.training.parallel import checkpoint_activations
+from aogpt.training.plan import memory_of, meta_model, plan_run, plan_text, state_bytes
 
-B, T, D, V = 4, 128, 64, 320
+B = 4
+T = 128
+D = 64
+V = 320
 LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments: for how many GPUs
 H100 = "NVIDIA H100 80GB HBM3"
 PLAIN = {"order__kind": "l2r", "model__target": "none"}
@@ -59,7 +62,8 @@ def storage_bytes(tensors):
 def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     config = small(optim__kind=kind, **changes)
     model = build_model(config.model)
-    ema, optimizer = EMA(model, 0.9), make_optimizer(model, config)
+    ema = EMA(model, 0.9)
+    optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
     state = [t for values in named_state(model, optimizer).values() for t in values.values()]
@@ -185,11 +189,14 @@ def test_a_plan_that_cannot_be_made_is_an_error(script, monkeypatch, options, wo
 def test_what_configs_and_documentation_say_of_plans_is_not_stale(name):
     plan = plan_run(loaded(name), LARGE[name], GPUS[H100])
     text = (ROOT / "configs" / f"{name}.toml").read_text()
-    total, seconds = sum(plan.parameters.values()), plan.seconds_per_step
-    days, share = plan.config.train.steps * seconds / 86400, plan.parameters["conditioning"] / total
+    total = sum(plan.parameters.values())
+    seconds = plan.seconds_per_step
+    days = plan.config.train.steps * seconds / 86400
+    share = plan.parameters["conditioning"] / total
     assert plan.memory_total <= plan.memory_usable
     assert f"--world-size {LARGE[name]} says for {H100} at 40%" in text
-    memory, saved = f"{plan.memory_total / 2**30:.1f}", f"{plan.checkpoint_bytes / 1e9:.1f}"
+    memory = f"{plan.memory_total / 2**30:.1f}"
+    saved = f"{plan.checkpoint_bytes / 1e9:.1f}"
     assert f"{total / 1e6:,.1f}M parameters, {share:.1%} of them conditioning; {memory} GiB" in text
     assert f"{seconds:.2f} s a step, {days:.1f} days; {saved} GB a checkpoint\n" in text
     shown = (ROOT / "docs" / "large_runs.md").read_text().replace("\n    ", "\n")

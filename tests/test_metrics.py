@@ -1,4 +1,4 @@
-"""training/metrics.py and training/plot.py: rows of metrics.jsonl, progress, curves by step of the
+"""aogpt/training/metrics.py and aogpt/training/plot.py: rows of metrics.jsonl, progress, curves by step of the
 order, and runs drawn against each other."""
 
 import json
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 import train
-from checkpoints import load_model
-from data.loader import TokenDataset, spread
-from objectives import evaluation_masks, token_nll
-from orders import OrderConfig, orders_at
-from runtime.randomness import SCORED_ORDERS
-from training import metrics, plot, validation
-from training.config import ObjectiveConfig, StageConfig
-from training.metrics import read_metrics
-from training.state import Progress
-from variants import build_model
+from aogpt.checkpoints import load_model
+from aogpt.data.loader import TokenDataset, spread
+from aogpt.objectives import evaluation_masks, token_nll
+from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.randomness import SCORED_ORDERS
+from aogpt.systems import build_model
+from aogpt.training import metrics, plot, validation
+from aogpt.training.config import ObjectiveConfig, StageConfig
+from aogpt.training.metrics import read_metrics
+from aogpt.training.state import Progress
 
 RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}
@@ -67,7 +67,8 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     assert validation.best_by(config) == "own"
     train.train(config, ALONE)
     line = lines_of(config.run_folder)[-1]
-    model, tokens = load_model(config.run_folder), val_data(data, 7)
+    model = load_model(config.run_folder)
+    tokens = val_data(data, 7)
     for kind, group in (("own", 4), ("random", 1)):
         draws = [
             token_nll(model, tokens, OrderConfig("random"), 7, draw, range(7), 7, group=group)
@@ -80,7 +81,8 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
 def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(data, tmp_path):
     """As a kill or a full disk may leave them; old rows say "unknown" where mfu is."""
     config = tiny_config(data, tmp_path)
-    path, rows = config.run_folder / "metrics.jsonl", [{"step": 1, "mfu": "unknown"}, {"step": 3}]
+    path = config.run_folder / "metrics.jsonl"
+    rows = [{"step": 1, "mfu": "unknown"}, {"step": 3}]
     lines = [json.dumps(rows[0]), "", "[1]", '{"loss": 1}', '{"step": "2"}', json.dumps(rows[1])]
     path.parent.mkdir()
     path.write_bytes("\n".join([*lines, '{"step": 4, "lo']).encode() + b"\xff")
@@ -91,7 +93,8 @@ def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(data, tmp_path):
 
 
 def test_a_full_disk_loses_rows_and_not_the_run(data, tmp_path, monkeypatch, capsys):
-    config, plain = tiny_config(data, tmp_path, steps=6, eval__interval=0), metrics.to_json
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
+    plain = metrics.to_json
 
     def on_a_full_disk(row):
         if row["step"] in (3, 4):
@@ -155,7 +158,8 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
     torch.nn.init.zeros_(model.head.weight)
     with torch.no_grad():
         model.head.bias[ord("a")] = 5.0
-    dataset, found = TokenDataset(folder, "val", LENGTH), {}
+    dataset = TokenDataset(folder, "val", LENGTH)
+    found = {}
     for count in (100, dataset.num_blocks):
         config = change(config, eval__sequences=count)
         found[count] = validation.validation_loss(model, dataset, RANDOM, config, ALONE).mean
@@ -169,7 +173,8 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
     config = tiny_config(data, "")
     config = encoder_config(config) if system == "encoder" else config
     model = load_model(encoder if system == "encoder" else run, "ema")
-    tokens, means = val_data(data, 7), []
+    tokens = val_data(data, 7)
+    means = []
     for draw in range(3):
         if system == "encoder":
             masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
@@ -234,7 +239,8 @@ def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_pat
 
 
 def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
-    nothing, out = write_rows(tmp_path / "nothing", [{"step": 1}]), tmp_path / "out.png"
+    nothing = write_rows(tmp_path / "nothing", [{"step": 1}])
+    out = tmp_path / "out.png"
     for runs, file, words in (
         ([run, tmp_path / "nowhere"], out, "nowhere: it has no metrics.jsonl"),
         ([nothing], out, "nothing: it has no metrics.jsonl with losses"),

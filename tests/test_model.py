@@ -20,11 +20,11 @@ from reference import (
     seeded,
 )
 
-import sampling
-from model import ModelConfig, PermutationGather
-from runtime.errors import UserError
-from sampling.modes import contexts_of
-from variants import (
+from aogpt import sampling
+from aogpt.model import ModelConfig, PermutationGather
+from aogpt.runtime.errors import UserError
+from aogpt.sampling.modes import contexts_of
+from aogpt.systems import (
     build_model,
     check_config,
     chunked_head,
@@ -74,7 +74,8 @@ def parameters(model):
 def test_a_decoder_computes_its_formulas(variant, length):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_variant(variant, seed=length)
-    tokens, order = random_tokens(TOKENS, 3, length, seed=1), random_orders(3, length, seed=2)
+    tokens = random_tokens(TOKENS, 3, length, seed=1)
+    order = random_orders(3, length, seed=2)
     order[0] = torch.arange(length)
     expected = log_probs(model.config, parameters(model), tokens, order)
     got = model.token_log_probs(tokens, order)
@@ -87,7 +88,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
 @pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"])
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     model = make_variant(variant, 3)
-    tokens, order = random_tokens(TOKENS, 3, 7, seed=4), random_orders(3, 7, seed=5)
+    tokens = random_tokens(TOKENS, 3, 7, seed=4)
+    order = random_orders(3, 7, seed=5)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=seeded(6))
     names, values = zip(*parameters(model).items(), strict=True)
     expected = log_probs(model.config, parameters(model), tokens, order)
@@ -100,7 +102,8 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
 
 def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
-    tokens, order = random_tokens(TOKENS, 2, 9, seed=0), random_orders(2, 9, seed=0)
+    tokens = random_tokens(TOKENS, 2, 9, seed=0)
+    order = random_orders(2, 9, seed=0)
     exact = make_system("AO-GPT").token_log_probs(tokens, order)
     assert torch.equal(model.token_log_probs(tokens, order), exact)
     model.train()
@@ -166,7 +169,8 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
     """Deviations (0.98658 s) and means within five of their own standard deviations."""
     shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
     config = ModelConfig(**shape, target=target, norm="layernorm")
-    model, same = build_model(config), build_model(config)
+    model = build_model(config)
+    same = build_model(config)
     for each in (model, same):
         init_weights(each, seeded(seed))
     assert_same(model.state_dict(), same.state_dict())
@@ -210,7 +214,8 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
 
     config = ModelConfig(96, 64, 3, 4, 32, target=target)
     model = build_model(config).eval()
-    tokens, order = random_tokens(96, 2, length, 0), random_orders(2, length, 0)
+    tokens = random_tokens(96, 2, length, 0)
+    order = random_orders(2, length, 0)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, order)
     assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (2 * length)
@@ -263,18 +268,21 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
     with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
         set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)
     model = make_system("target rotary", 4)
-    tokens, order = random_tokens(TOKENS, 3, LENGTH, seed=1), random_orders(3, LENGTH, seed=2)
+    tokens = random_tokens(TOKENS, 3, LENGTH, seed=1)
+    order = random_orders(3, LENGTH, seed=2)
     expected = model.token_log_probs(tokens, order)
     set_block_size(model, 2 * LENGTH)
     assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-12
-    longer, order = random_tokens(TOKENS, 2, 2 * LENGTH, 3), random_orders(2, 2 * LENGTH, seed=4)
+    longer = random_tokens(TOKENS, 2, 2 * LENGTH, 3)
+    order = random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (model.token_log_probs(longer, order) - reference).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])
 def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
-    tokens, mask = random_tokens(11, 2, 4, 0), torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
+    tokens = random_tokens(11, 2, 4, 0)
+    mask = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
     order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
     for take in (
@@ -293,8 +301,10 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
 
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "AO-GPT, rotary", "RADD", "SEDD"])
 def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
-    model, tokens = make_system(system), random_tokens(11, 3, 6, 0)
-    masked, lengths = torch.rand(3, 6) < 0.5, torch.tensor([6, 2, 4])
+    model = make_system(system)
+    tokens = random_tokens(11, 3, 6, 0)
+    masked = torch.rand(3, 6) < 0.5
+    lengths = torch.tensor([6, 2, 4])
     masked[:, 0] = True
     got = model.masked_log_probs(tokens, masked, lengths)
     for b, n in enumerate(lengths.tolist()):

@@ -14,11 +14,13 @@ from reference import (
     random_tokens,
 )
 
-from objectives import ao_ar_loss, evaluation_masks, token_nll
-from orders import OrderConfig, orders_at
-from runtime.randomness import SCORED_ORDERS
+from aogpt.objectives import ao_ar_loss, evaluation_masks, token_nll
+from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.randomness import SCORED_ORDERS
 
-N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
+# positions and tokens: 81 sequences, 24 orders, 15 masks
+N = 4
+V = 3
 
 
 def ao_ar_by_enumeration(model, sequences):
@@ -65,11 +67,9 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
     """A distributed or compiled wrapper forwards, and has no other method of the model."""
-    model, tokens, order = (
-        enumerable_system("AO-GPT", 0)[0],
-        random_tokens(V, 5, N, 0),
-        random_orders(5, N, 1),
-    )
+    model = enumerable_system("AO-GPT", 0)[0]
+    tokens = random_tokens(V, 5, N, 0)
+    order = random_orders(5, N, 1)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
     loss.backward()
@@ -78,7 +78,8 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 
 @pytest.mark.parametrize("kind", ["l2r", "random"])
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
-    model, rows = enumerable_system("AO-GPT", 0)[0].float(), range(2, 7)
+    model = enumerable_system("AO-GPT", 0)[0].float()
+    rows = range(2, 7)
     tokens = random_tokens(V, 5, N, seed=0)
     order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import SYSTEMS, make_system
 
-from training import muon as muon_module
-from training.optimizers import learning_rate, learning_rates, make_optimizer, muon_matrices
-from variants import build_model
+from aogpt.systems import build_model
+from aogpt.training import muon as muon_module
+from aogpt.training.optimizers import learning_rate, learning_rates, make_optimizer, muon_matrices
 
 
 def muon_config(**changes):
@@ -25,7 +25,8 @@ def muon_config(**changes):
 def with_gradients(config, seed=0):
     """A model whose gradients are random numbers, always the same."""
     torch.manual_seed(1)
-    model, generator = build_model(config.model), torch.Generator().manual_seed(seed)
+    model = build_model(config.model)
+    generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
     return model
@@ -102,7 +103,8 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
 def test_a_step_of_muon_reads_no_value_of_the_device(found):
     """Nor whether it is to be left out."""
     model = with_gradients(muon_config())
-    optimizer, before = make_optimizer(model, muon_config()).muon, copy.deepcopy(model)
+    optimizer = make_optimizer(model, muon_config()).muon
+    before = copy.deepcopy(model)
     matrices = muon_matrices(model)
     optimizer.found_inf = torch.tensor(found)
     with NoHostReads():
@@ -125,7 +127,8 @@ def newton_schulz(gradient):
 def test_two_steps_of_muon_and_adamw_follow_their_formulas(monkeypatch, momentum, elements):
     monkeypatch.setattr(muon_module, "STACK_ELEMENTS", elements)  # 1: matrices one by one
     config = muon_config(optim__muon_momentum=momentum)
-    model, plain = with_gradients(config), with_gradients(config)
+    model = with_gradients(config)
+    plain = with_gradients(config)
     optimizer = make_optimizer(model, config)
     adamw = make_optimizer(plain, change(config, optim__kind="adamw"))
     starts = {name: p.detach().double() for name, p in muon_matrices(model).items()}

@@ -10,8 +10,8 @@ import torch
 from reference import LEVEL, chi_square_p
 from scipy.stats import binomtest, chisquare
 
-from orders import OrderConfig, inverse_permutation, orders_at, parse_order
-from runtime.randomness import ORDERS, SHUFFLE, philox_bits
+from aogpt.orders import OrderConfig, inverse_permutation, orders_at, parse_order
+from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
 NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
@@ -106,7 +106,8 @@ def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
 
 def chances(kind, length, block=2, share=0.3, window=2):
     """The probability of each permutation by definition, for those that have any."""
-    positions, found = range(length), collections.Counter()
+    positions = range(length)
+    found = collections.Counter()
     blocks = [list(positions)[i : i + block] for i in range(0, length, block)]
     match kind:
         case "random_blockwise":
@@ -129,7 +130,8 @@ def chances(kind, length, block=2, share=0.3, window=2):
                     found[way + rest] += p / (len(ways) if kind == "random_l2r" else 1)
         case "sliding":
             for perm in itertools.permutations(positions):
-                left, p = list(positions), 1.0
+                left = list(positions)
+                p = 1.0
                 for position in perm:
                     p *= (position in left[:window]) / len(left[:window])
                     left.remove(position)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers import limited_file_size
 
-from runtime.files import write_atomically
-from runtime.outputs import Outputs, escaped
+from aogpt.runtime.files import write_atomically
+from aogpt.runtime.outputs import Outputs, escaped
 
 ANSWER = "the answer\n"
 
@@ -32,7 +32,8 @@ def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link
     with pytest.raises(ValueError, match=r"--json .*o\.json exists already; pass --overwrite"):
         write(there)
     assert there.read_text() == "mine"
-    link, empty = there.parent / "link", there.parent / "empty"
+    link = there.parent / "link"
+    empty = there.parent / "empty"
     link.symlink_to(there)
     write(link, overwrite=True)
     assert link.is_symlink() and there.read_text() == ANSWER
@@ -89,7 +90,8 @@ def test_a_result_that_cannot_be_written_is_printed_and_others_are_written(tmp_p
 @pytest.mark.parametrize("linked", [False, True])
 def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     """A FIFO stands for devices, which only an administrator can make."""
-    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    fifo = tmp_path / "fifo"
+    link = tmp_path / "link"
     os.mkfifo(fifo)
     link.symlink_to(fifo)
     with pytest.raises(FileExistsError, match="fifo is not a regular file"):

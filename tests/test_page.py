@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers import chromium, data_of, wait_for
 
-from sampling.page import PageSample, render
+from aogpt.sampling.page import PageSample, render
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='broken'\">",
@@ -57,7 +57,9 @@ def show(browser, tmp_path):
     """Opens a document as a file; nothing else may be asked for and nothing complained of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
     context.set_default_timeout(600_000)  # as helpers.wait_for
-    requests, complaints, addresses = [], [], set()
+    requests = []
+    complaints = []
+    addresses = set()
 
     def show(samples, settings=None, fragment=""):
         path = tmp_path / "page.html"
@@ -196,7 +198,8 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
 
 def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(show):
     """Two boards of 4 x 4 in boxes of 2 x 2: what is given, and its solution."""
-    pieces, step = list("1203" * 8), [-1] * 16 + list(range(16))
+    pieces = list("1203" * 8)
+    step = [-1] * 16 + list(range(16))
     board = [pieces, step, [-0.5] * 32, (4, 4, 2, 2)]
     tab = show([PageSample(*board, caption) for caption in ("right", "wrong")])
     boxes = tab.evaluate(

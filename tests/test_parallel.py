@@ -21,12 +21,12 @@ from helpers import (
 )
 
 import train
-from data.loader import TokenDataset
-from objectives import ObjectiveConfig
-from orders import OrderConfig
-from runtime.processes import processes
-from training import parallel
-from training.batches import micro_batches
+from aogpt.data.loader import TokenDataset
+from aogpt.objectives import ObjectiveConfig
+from aogpt.orders import OrderConfig
+from aogpt.runtime.processes import processes
+from aogpt.training import parallel
+from aogpt.training.batches import micro_batches
 
 
 def do(*parts):
@@ -50,7 +50,8 @@ MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and 
     (("fsdp", 2), ("fsdp", 4)),
     (("fsdp", 4), ("ddp", 1)),
 ]
-STEPS, MOVED = 8, 5
+STEPS = 8
+MOVED = 5
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +111,12 @@ def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(everywh
 def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(everywhere, source, to):
     """The first loss differs by the order of a few sums in float32, 6e-8 of a loss of about 5.6;
     AdamW then amplifies that."""
-    undisturbed, config = everywhere[0][source], everywhere[1][source, to]
+    undisturbed = everywhere[0][source]
+    config = everywhere[1][source, to]
     path = undisturbed.run_folder / "checkpoints" / f"step_{MOVED:08d}"
     assert_same(result("moved", config), read_checkpoint(path)["tensors"])
-    ours, expected = metrics(config, "loss"), metrics(undisturbed, "loss")
+    ours = metrics(config, "loss")
+    expected = metrics(undisturbed, "loss")
     assert list(ours) == list(range(MOVED + 1, STEPS + 1))
     assert abs(ours[MOVED + 1] - expected[MOVED + 1]) < 2e-6
     assert max(abs(ours[step] - expected[step]) for step in ours) < 1e-5
@@ -220,7 +223,8 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     do((2, [("run", eager), ("compiled", compiled)]))
     frames = result("compiled", compiled)
     assert frames[0] > 0 and frames == [frames[0]] * 4
-    ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
+    ours = metrics(compiled, "loss")
+    expected = metrics(eager, "loss")
     # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify it.
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
 
@@ -260,7 +264,8 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
         batches = micro_batches(data, config, procs, 0)
 
         def step(number, spoilt):
-            model, optimizer = state.model, state.optimizer
+            model = state.model
+            optimizer = state.optimizer
             loss, norm = train.train_step(number, model, optimizer, batches, config, procs)
             for p in model.parameters() if spoilt else ():
                 p.grad.mul_(math.nan)

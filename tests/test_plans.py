@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import accept, even_sizes, exact_plans, make_plan, seeded, some_given
 
-from sampling import (
+from aogpt.sampling import (
     Plan,
     adaptive_plan,
     group_sizes,
@@ -120,7 +120,8 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
     for _, step in rows_of(plan):
         free = sum(s >= 0 for s in step)
         if free and not (schedule == "cosine" and free in (3, 9) and free <= steps):
-            sizes, expected = sizes_of(step), list(even_sizes(free, steps, schedule))
+            sizes = sizes_of(step)
+            expected = list(even_sizes(free, steps, schedule))
             assert sizes + [0] * (len(expected) - len(sizes)) == expected and sum(sizes) == free
             assert schedule == "cosine" or max(sizes) - min(sizes) <= 1
             assert schedule == "linear" or free < 2 * steps or steps < 2 or sizes[0] < sizes[-1]

@@ -15,14 +15,14 @@ from reference import random_tokens
 
 import eval_ppl
 import sample
-from checkpoints import CheckpointError, load
-from data import prepare
-from data.tokenizers import get_tokenizer
-from evaluation.harness import HarnessModel
-from model import rotary_angles
-from sampling import TokenChoice, generate, l2r_plan
-from training.warm_start import warm_start
-from variants import build_model
+from aogpt.checkpoints import CheckpointError, load
+from aogpt.data import prepare
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.evaluation.harness import HarnessModel
+from aogpt.model import rotary_angles
+from aogpt.sampling import TokenChoice, generate, l2r_plan
+from aogpt.systems import build_model
+from aogpt.training.warm_start import warm_start
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -60,7 +60,8 @@ def of_bytes(bos="<|begin_of_text|>"):
 
 def of_words():
     """As Llama 2's and Mistral's."""
-    special, fallback = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    special = ["<unk>", "<s>", "</s>"]
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     made.normalizer = normalizers.Sequence([*spaces])
@@ -127,7 +128,8 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     loaded = load(tmp_path)
     has_bos = "Qwen" not in kind
     assert (loaded.scored_from, loaded.system) == (1 - has_bos, f"{kind.split()[0]}ForCausalLM")
-    tokenizer, ours = loaded.get_tokenizer(), loaded.model.double()
+    tokenizer = loaded.get_tokenizer()
+    ours = loaded.model.double()
     tokens = random_tokens(loaded.vocab_size, 2, 40, seed=3)
     start = torch.full((2, has_bos), theirs.config.bos_token_id)
     expected = theirs(torch.cat([start, tokens], 1)).logits[:, :-1]
@@ -210,7 +212,8 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
     )
     model = build_model(config).double()
     warm_start(model, source)
-    tokens, order = random_tokens(250, 2, 50, seed=6), torch.arange(50).expand(2, 50)
+    tokens = random_tokens(250, 2, 50, seed=6)
+    order = torch.arange(50).expand(2, 50)
     contents = []
     model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
     got = model.logits(tokens, order)
@@ -242,7 +245,8 @@ def test_tokenizers_give_text_back(text):
 
 
 def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path):
-    path, made = tmp_path / "tokenizer.json", of_bytes()
+    path = tmp_path / "tokenizer.json"
+    made = of_bytes()
     made.enable_truncation(3)
     made.enable_padding(length=50)
     made.save(str(path))
@@ -269,7 +273,8 @@ def test_the_harness_divides_a_pair_before_the_next_word():
 def made_tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, make in (("bytes", of_bytes), ("words", of_words)):
-        made, path = make(), folder / name / "tokenizer.json"
+        made = make()
+        path = folder / name / "tokenizer.json"
         path.parent.mkdir()
         made.save(str(path))
         TOKENIZERS[name] = get_tokenizer(str(path)), made
@@ -281,9 +286,12 @@ TOKENIZERS: dict = {}
 def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
     """From a folder of transformers to an any-order model, with a rate of 0: the left-to-right loss
     stays that of the folder."""
-    folder, text, data = llama[1], tmp_path / "text.txt", tmp_path / "data"
+    folder = llama[1]
+    text = tmp_path / "text.txt"
+    data = tmp_path / "data"
     text.write_text("\n\n".join(f"the quick brown fox {i} it's 10 o'clock" for i in range(400)))
-    run, tokenizer = tmp_path / "aogpt_llama", folder / "tokenizer.json"
+    run = tmp_path / "aogpt_llama"
+    tokenizer = folder / "tokenizer.json"
     prepared = run_main(
         prepare,
         monkeypatch,

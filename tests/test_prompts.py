@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from reference import LEVEL, TOKENS, chi_square_p, make_system, random_orders, random_tokens
 
 import train
-from data.loader import TokenDataset, read_tokens
-from data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
-from data.tokenizers import get_tokenizer
-from objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
-from orders import OrderConfig, Roles, orders_at
-from runtime.errors import UserError
-from runtime.randomness import ORDERS, SCORED_ORDERS
-from training.batches import make_batch, roles_of
-from training.config import Config, TrainConfig
-from variants import group_starts
+from aogpt.data.loader import TokenDataset, read_tokens
+from aogpt.data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
+from aogpt.orders import OrderConfig, Roles, orders_at
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
+from aogpt.systems import group_starts
+from aogpt.training.batches import make_batch, roles_of
+from aogpt.training.config import Config, TrainConfig
 
 ROLES = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6])
 LENGTHS = [6, 4, 3, 6]
@@ -87,7 +87,8 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
     assert capsys.readouterr().out.count("nothing to do") == 1
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
-    blocks, roles = data.blocks([12, 30, 31]), data.roles([12, 30, 31])
+    blocks = data.blocks([12, 30, 31])
+    roles = data.roles([12, 30, 31])
     eot = 256
     assert blocks.tolist() == [
         [*b"12+1=13", eot],
@@ -121,7 +122,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.num_blocks == 6 and data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
     assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     source = tmp_path / "rows.parquet"
     again = prepared("records", tmp_path / "again", source, **options, skip_long=True)
@@ -169,8 +171,10 @@ SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
 def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(system):
     """Whatever stands at absent positions, and however the batch is cut into micro-batches. 1e-12:
     float64 sums of ten terms; 1e-6 where the weights of the loss are float32."""
-    model, config = make_system(system), config_of(system)
-    tokens, roles = random_tokens(TOKENS, 4, 6, 0), Roles.of(ROLES)
+    model = make_system(system)
+    config = config_of(system)
+    tokens = random_tokens(TOKENS, 4, 6, 0)
+    roles = Roles.of(ROLES)
 
     def direct(stream):
         order = roles.first_given(orders_at(config.order, 3, 5, range(4), 6, stream))
@@ -197,8 +201,10 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD", "SEDD"])
 def test_groups_begin_after_what_is_given(system, group):
     """Against each record alone, cut by hand: 1e-12, float64."""
-    model, roles = make_system(system), Roles.of(ROLES)
-    tokens, orders = random_tokens(TOKENS, 4, 6, 1), OrderConfig("random")
+    model = make_system(system)
+    roles = Roles.of(ROLES)
+    tokens = random_tokens(TOKENS, 4, 6, 1)
+    orders = OrderConfig("random")
     nll = token_nll(model, tokens, orders, 3, 0, range(4), 4, group=group, roles=roles)
     order = roles.first_given(orders_at(orders, 3, 0, range(4), 6, SCORED_ORDERS))
     for row, own, its_order in rows_of(tokens, order):
@@ -242,7 +248,8 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
 @pytest.mark.parametrize("kind", ["k_dce", "lambda_dce", "t_dce", "score_entropy"])
 def test_masks_where_all_is_predicted_are_those_of_text(kind):
     """SEDD's weights are another formula for the same number: 1e-9, relative, float64."""
-    config, rows = ObjectiveConfig(kind), range(8)
+    config = ObjectiveConfig(kind)
+    rows = range(8)
     plain = masks_at(config, 0, 3, rows, 8, 6)
     roles = Roles.of(torch.zeros(8, 6))
     records = masks_at(config, 0, 3, rows, 8, 6, roles)
@@ -253,8 +260,10 @@ def test_masks_where_all_is_predicted_are_those_of_text(kind):
 
 @pytest.mark.parametrize("system", ["RADD", "SEDD", "encoder AO-GPT"])
 def test_an_encoder_does_not_see_what_is_absent(system):
-    model, config = make_system(system), config_of(system)
-    roles, tokens = Roles.of(ROLES), random_tokens(TOKENS, 4, 6, 2)
+    model = make_system(system)
+    config = config_of(system)
+    roles = Roles.of(ROLES)
+    tokens = random_tokens(TOKENS, 4, 6, 2)
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
     losses = [
         train.training_loss(model, make_batch(t, config, 0, range(4), roles, 3.75), config, 0)
@@ -266,7 +275,8 @@ def test_an_encoder_does_not_see_what_is_absent(system):
         total = 0.0
         for row, own, _ in rows_of(tokens, tokens):
             masked = batch.masks.masked[row : row + 1, : LENGTHS[row]]
-            n, k = int(roles.predicted[row].sum()), int(masked.sum())
+            n = int(roles.predicted[row].sum())
+            k = int(masked.sum())
             total -= n / k * model.masked_log_probs(own, masked).sum().item()
         assert losses[0].item() == pytest.approx(total / 15, rel=1e-6)
 
@@ -274,7 +284,8 @@ def test_an_encoder_does_not_see_what_is_absent(system):
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     """Records of different lengths: a prompt and the same letters again."""
-    folder, rng = tmp_path_factory.mktemp("questions"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("questions")
+    rng = np.random.default_rng(0)
     rows = []
     for _ in range(300):
         word = "".join(rng.choice(list("abcd"), size=rng.integers(2, 7)))
@@ -297,7 +308,8 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     assert train.train(config, ALONE) == 0
     said = f'sample.py {config.run_folder} --mode l2r --prompt "..." --until-end, or more'
     assert said in capsys.readouterr().out
-    dataset, tokens = TokenDataset(questions, "train", 16), metrics(config, "tokens")
+    dataset = TokenDataset(questions, "train", 16)
+    tokens = metrics(config, "tokens")
     for step in range(6):  # counted are those that are predicted
         roles = dataset.roles(dataset.indices(7, step, range(8), 8))
         assert tokens[step + 1] - tokens.get(step, 0) == (roles == 0).sum()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers import prepared
 
-from data import puzzles
-from data.loader import TokenDataset
-from data.prompts import PROMPT, spans
-from data.puzzles import TASKS
+from aogpt.data import puzzles
+from aogpt.data.loader import TokenDataset
+from aogpt.data.prompts import PROMPT, spans
+from aogpt.data.puzzles import TASKS
 
 
 def made(name, count, seed=0):
@@ -48,7 +48,8 @@ KEY_OF = {"sudoku6": 0} | KEY_OF | dict.fromkeys(("copy", "replace", "shuffle"),
 
 @pytest.mark.parametrize("name", KEY_OF)
 def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
-    task, keys = TASKS[name], {}
+    task = TASKS[name]
+    keys = {}
     shares = collections.Counter(task.split_of(key) for key, *_ in made(name, 400))
     assert shares.keys() == {"train", "val", "test"} and shares["train"] > 5 * shares["test"]
     folder = prepared(name, tmp_path / name, limit=300)
@@ -64,23 +65,28 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
 
 
 def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
-    folder, task = prepared("reversal", tmp_path / "facts", limit=50), TASKS["reversal"]
+    folder = prepared("reversal", tmp_path / "facts", limit=50)
+    task = TASKS["reversal"]
     for split in ("val", "test"):
         data = TokenDataset(folder, split, task.length)
         rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
         assert len(rows) == data.num_blocks == 100
-    told, asked = set(), set()
+    told = set()
+    asked = set()
     for key, example, _ in made("reversal", 12_000):
         (told if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
-        name, other = example[:4], example[-12:-8]
+        name = example[:4]
+        other = example[-12:-8]
         assert example.endswith("[/GIVEN]")
         assert f"{name}:{other}" in told and f":{other}{name}" not in told
     assert any(example[0] == ":" for example in told)
 
 
 def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
-    told, asked, task = set(), set(), TASKS["exchanged"]
+    told = set()
+    asked = set()
+    task = TASKS["exchanged"]
     for key, example, _ in made("exchanged", 12_000):
         (told if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
@@ -176,7 +182,8 @@ def exact_limit(name, groups):
         fitting = [a for a in answers if a[: len(known)] == known]
         if not fitting or not rest:
             return float(bool(fitting))
-        at, size = len(known), rest[0]
+        at = len(known)
+        size = rest[0]
         counts = [collections.Counter(a[at + i] for a in fitting) for i in range(size)]
         marginals = [[(v, c / len(fitting)) for v, c in count.items()] for count in counts]
         return sum(

@@ -25,13 +25,15 @@ from reference import (
 
 import eval_gen
 import sample
-from runtime.processes import Processes
-from sampling import TokenChoice, generate, l2r_plan, modes, random_plan
-from sampling.race import fresh_uniforms
-from sampling.refine import given_others, redraw, redrawn, refine
-from sampling.token_choice import choose_tokens, without_repeats
+from aogpt.runtime.processes import Processes
+from aogpt.sampling import TokenChoice, generate, l2r_plan, modes, random_plan
+from aogpt.sampling.race import fresh_uniforms
+from aogpt.sampling.refine import given_others, redraw, redrawn, refine
+from aogpt.sampling.token_choice import choose_tokens, without_repeats
 
-N, V, SAMPLES = 3, 3, 7000
+N = 3
+V = 3
+SAMPLES = 7000
 enumerated = functools.cache(enumerable_system)
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -111,9 +113,13 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
 @torch.no_grad()
 def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     """Rows of several lengths, with given tokens; one has nothing to generate."""
-    model, B, T = make_system(system, 2), 6, 8
-    length, known = torch.tensor([8, 8, 5, 8, 3, 7]), some_given(B, T, 1)
-    tokens, uniforms = random_tokens(11, B, T, 3), uniforms_for(B, T, seed=4)
+    model = make_system(system, 2)
+    B = 6
+    T = 8
+    length = torch.tensor([8, 8, 5, 8, 3, 7])
+    known = some_given(B, T, 1)
+    tokens = random_tokens(11, B, T, 3)
+    uniforms = uniforms_for(B, T, seed=4)
     plan = random_plan(B, length, uniforms_for(B, T, seed=6), known)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
     generated = samples.step >= 0
@@ -140,7 +146,8 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
         for same in ("tokens", "log_probs", "step"):
             assert torch.equal(getattr(after, same)[~moved], getattr(samples, same)[~moved])
-        n, calls = count, 0 if by == "drawn" else generated.sum(dim=1)
+        n = count
+        calls = 0 if by == "drawn" else generated.sum(dim=1)
         assert torch.equal(after.nfe, samples.nfe + n + calls)
         ends = zip(after.order.tolist(), length.tolist(), n.tolist(), strict=True)
         for b, (order, total, m) in enumerate(ends):
@@ -149,7 +156,8 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
 def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(by):
-    model, contexts = make_system("AO-GPT", 4), [[1, None, 2, None, None, None], [None] * 9]
+    model = make_system("AO-GPT", 4)
+    contexts = [[1, None, 2, None, None, None], [None] * 9]
 
     def made(batch_size=None, **more):
         options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
@@ -157,7 +165,8 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
         planned = modes.plan_samples(options, contexts, 5, 4)
         return modes.generate_distributed(model, planned, options, 11, ALONE, end_token=3)
 
-    plain, refined = made(), made(refine=3, refine_share=0.3, refine_by=by)
+    plain = made()
+    refined = made(refine=3, refine_share=0.3, refine_by=by)
     full = made(refine=0)
     assert torch.equal(plain.tokens, full.tokens) and torch.equal(plain.log_probs, full.log_probs)
     assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
@@ -224,7 +233,8 @@ choices = st.builds(
 @given(st.data(), choices)
 @settings(max_examples=300)
 def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choice):
-    vocab, T = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    vocab = data.draw(st.integers(1, 4))
+    T = data.draw(st.integers(1, 9))
     tokens = st.one_of(st.none(), st.integers(0, vocab - 1))
     text = data.draw(st.lists(tokens, min_size=T, max_size=T))
     position = data.draw(st.integers(0, T - 1))
@@ -241,14 +251,20 @@ def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choi
 @torch.no_grad()
 def test_the_engine_draws_what_a_plain_loop_draws(system, group):
     """Ragged rows with given tokens; in a group, each position sees what was known before it."""
-    model, B, T, vocab = make_system(system, 6, tokens=5), 7, 9, 5
-    known, tokens = some_given(B, T, 2), random_tokens(vocab, B, T, 3)
-    uniforms, length = uniforms_for(B, T, seed=8), torch.tensor([9, 9, 4, 8, 9, 6, 9])
+    model = make_system(system, 6, tokens=5)
+    B = 7
+    T = 9
+    vocab = 5
+    known = some_given(B, T, 2)
+    tokens = random_tokens(vocab, B, T, 3)
+    uniforms = uniforms_for(B, T, seed=8)
+    length = torch.tensor([9, 9, 4, 8, 9, 6, 9])
     plan = random_plan(B, length, uniforms_for(B, T, seed=9), known, group)
     choice = TokenChoice(0.9, 0.95, repetition_penalty=1.7, no_repeat_ngram=2)
     got = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=3)
     for b in range(B):
-        n, order = int(length[b]), plan.order[b].tolist()
+        n = int(length[b])
+        order = plan.order[b].tolist()
         given = plan.given_positions()[b].tolist()
         text = [int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)]
         steps = plan.step[b, :n].tolist()
@@ -269,8 +285,10 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
 @pytest.mark.parametrize("mode", ["l2r", "random 2", "exact 4", "confidence 1", "sure"])
 def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mode):
-    model, uniforms = make_system(system, 3, block_size=12), uniforms_for(5, 12, seed=2)
-    plan, how = make_plan(mode, 5, 12, seed=1), {"uniforms": uniforms, "vocab_size": 11}
+    model = make_system(system, 3, block_size=12)
+    uniforms = uniforms_for(5, 12, seed=2)
+    plan = make_plan(mode, 5, 12, seed=1)
+    how = {"uniforms": uniforms, "vocab_size": 11}
     plain = generate(model, plan, **how)
     for choice in (TokenChoice(repetition_penalty=1.0), TokenChoice(no_repeat_ngram=13)):
         same = generate(model, plan, choice=choice, **how)

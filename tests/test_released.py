@@ -19,18 +19,22 @@ from helpers import ROOT, flip_byte, limited_file_size, read_lines, run_script
 from reference import encoder_outputs, log_probs, make_system, random_orders, random_tokens
 
 import sample
-from checkpoints import CheckpointError, load, load_model, store
+from aogpt.checkpoints import CheckpointError, load, load_model, store
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.model import ModelConfig
+from aogpt.runtime.errors import UserError
+from aogpt.systems import build_model
+from aogpt.training.config import Config
+from aogpt.training.optimizers import EMA
+from aogpt.training.state import Progress, State, named_tensors, plain_values
+from aogpt.training.warm_start import warm_start
 from convert import convert
-from data.tokenizers import get_tokenizer
-from model import ModelConfig
-from runtime.errors import UserError
-from training.config import Config
-from training.optimizers import EMA
-from training.state import Progress, State, named_tensors, plain_values
-from training.warm_start import warm_start
-from variants import build_model
 
-VOCAB, WIDTH, LAYERS, HEADS, BLOCK = 37, 24, 2, 3, 11
+VOCAB = 37
+WIDTH = 24
+LAYERS = 2
+HEADS = 3
+BLOCK = 11
 SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK}
 TOKENS = 31  # of the tokenizer, where [MASK] follows
 
@@ -287,7 +291,8 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
     source = load_model(folder).double()
     model = build_model(dataclasses.replace(source.config, target=target)).double()
     warm_start(model, source)
-    tokens, order = random_tokens(VOCAB, 2, BLOCK, seed=6), torch.arange(BLOCK).expand(2, BLOCK)
+    tokens = random_tokens(VOCAB, 2, BLOCK, seed=6)
+    order = torch.arange(BLOCK).expand(2, BLOCK)
     contents = []
     model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
     nll = model(tokens, order)
@@ -339,8 +344,10 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
     if kind == "export":
         convert(str(path), tmp_path / "export")
         path = tmp_path / "export" / "model.safetensors"
-    expected, original = load_model(path), path.read_bytes()
-    rng, noticed = random.Random(7), 0
+    expected = load_model(path)
+    original = path.read_bytes()
+    rng = random.Random(7)
+    noticed = 0
     for _ in range(40):
         path.write_bytes(original)
         flip_byte(path, rng.randrange(len(original)), rng.randrange(1, 256))
@@ -462,7 +469,8 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
 
 
 def same_weights(a, b):
-    a, b = dict(a.named_parameters()), dict(b.named_parameters())
+    a = dict(a.named_parameters())
+    b = dict(b.named_parameters())
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -493,7 +501,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
-    model, ema = build_model(config), EMA(build_model(config), 0.9)
+    model = build_model(config)
+    ema = EMA(build_model(config), 0.9)
     state = State(model, [ema], torch.optim.AdamW(model.parameters()), Progress(step=5))
     data = {"tokenizer": "bytes", "vocab_size": 257}
     values = plain_values(state, None, Config(name="run", model=config), data)
@@ -521,7 +530,8 @@ def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
 
 
 def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_for(run, tmp_path):
-    ema, raw = tmp_path / "ema", tmp_path / "raw"
+    ema = tmp_path / "ema"
+    raw = tmp_path / "raw"
     convert(str(run), ema)
     same_weights(load_model(ema), load_model(run, "ema"))
     refused(ema, "ema weights only", "--weights raw", weights="raw")

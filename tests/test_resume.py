@@ -12,19 +12,22 @@ import torch
 from helpers import ALONE, ROOT, change, make_data, metrics, newest, tiny_config
 
 import train
-from checkpoints import CheckpointError, store
+from aogpt.checkpoints import CheckpointError, store
+from aogpt.data.loader import TokenDataset
+from aogpt.model import ModelConfig
+from aogpt.runtime.errors import UserError
+from aogpt.systems import build_model
+from aogpt.training import config as configuration
+from aogpt.training.config import StageConfig
+from aogpt.training.state import check_same_run
+from aogpt.training.warm_start import warm_start
 from convert import convert
-from data.loader import TokenDataset
-from model import ModelConfig
-from runtime.errors import UserError
-from training import config as configuration
-from training.config import StageConfig
-from training.state import check_same_run
-from training.warm_start import warm_start
-from variants import build_model
 
-REFUSED, FREE = "cannot change", ""
-NOW, COMPARE, ANEW = "from this step on", "do not compare", "best .* will be chosen again"
+REFUSED = "cannot change"
+FREE = ""
+NOW = "from this step on"
+COMPARE = "do not compare"
+ANEW = "best .* will be chosen again"
 # What the run says of another value of each key.
 KEYS = {
     "name": ("other", FREE),
@@ -99,12 +102,14 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(finished, tmp_pa
     config, values = finished
     table = key.partition(".")[0]
     value, expected = KEYS[key] if key in KEYS else KEYS[table]
-    values, said = json.loads(json.dumps(values)), []
+    values = json.loads(json.dumps(values))
+    said = []
     meta = values["data"]
     now = copy.deepcopy(config)
     if key == "data.folder":
         other = make_data(tmp_path, words=3000, seed=1)
-        value, meta = str(other), json.loads((other / "meta.json").read_text())
+        value = str(other)
+        meta = json.loads((other / "meta.json").read_text())
     if table == "model" and key != "model.dropout":
         value = MODEL.get(key.partition(".")[2], "another")
     target = getattr(now, table) if "." in key else now  # past the checks of whole configurations
@@ -131,7 +136,8 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
     data, tmp_path, monkeypatch, sizes, recorded
 ):
     """recorded: whether the checkpoints hold the counts, which older ones do not."""
-    config, read = tiny_config(data, tmp_path, steps=5, eval__interval=0), []
+    config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
+    read = []
     blocks = TokenDataset.blocks
 
     def note(self, indices):
@@ -147,7 +153,8 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
             state = json.loads((path / "state.json").read_text())
             assert (state.pop("sequences"), state.pop("tokens")) == (5 * size, 5 * size * 16)
             (path / "state.json").write_text(json.dumps(state | {"sha256": store.digest(state)}))
-    total, train_data = 5 * sum(sizes), TokenDataset(data, "train", 16)
+    total = 5 * sum(sizes)
+    train_data = TokenDataset(data, "train", 16)
     expected = train_data.indices(7, 0, range(total), total).tolist()
     assert read == expected and len(set(read)) == total < train_data.num_blocks
     assert newest(config)["sequences"] == total and newest(config)["tokens"] == total * 16

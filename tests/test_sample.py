@@ -13,15 +13,15 @@ import torch
 import tyro
 from helpers import LENGTH, MODES, column, data_of, read_lines, torchrun
 
-import checkpoints as checkpoint
 import sample
-from checkpoints import store
-from data.tokenizers import get_tokenizer
-from orders import ORDER_SETTINGS, orders_at, parse_order
-from runtime.command_line import visible
-from runtime.processes import Processes
-from runtime.randomness import PLANS
-from sampling import engine, modes
+from aogpt import checkpoints as checkpoint
+from aogpt.checkpoints import store
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.orders import ORDER_SETTINGS, orders_at, parse_order
+from aogpt.runtime.command_line import visible
+from aogpt.runtime.processes import Processes
+from aogpt.runtime.randomness import PLANS
+from aogpt.sampling import engine, modes
 
 ROWS = [
     {"prompt": "the "},
@@ -71,7 +71,8 @@ def check_given(line, *expected):
 
 
 def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
-    path, given = tmp_path / "samples.jsonl", {"num_samples": 3, "steps": 5, "seed": 4}
+    path = tmp_path / "samples.jsonl"
+    given = {"num_samples": 3, "steps": 5, "seed": 4}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     status, out, err = script(sample, run, *arguments, "--jsonl", path)
     assert status == 0
@@ -168,7 +169,8 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     arguments = ["--mode", "adaptive", "--num-samples", 3, "--prompts", prompts(ROWS)]
     files = ["--jsonl", tmp_path / "two.jsonl", "--html", tmp_path / "two.html"]
     done = torchrun(2, "sample.py", run, *arguments, *files)
-    two, one = read_lines(tmp_path / "two.jsonl"), draw(*arguments)
+    two = read_lines(tmp_path / "two.jsonl")
+    one = draw(*arguments)
     for key in ("tokens", "step", "text", "prompt_index"):
         assert column(two, key) == column(one, key)
     # other batches round differently, and the file holds six digits
@@ -218,7 +220,8 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
     arguments = ["--mode", "l2r", "--num-samples", 1, "--temperature", 0]
     (line,), (other,) = draw(*arguments), draw(*arguments, "--seed", 9)
     assert line["tokens"] == other["tokens"]
-    model, tokens = checkpoint.load_model(run), torch.tensor([line["tokens"]])
+    model = checkpoint.load_model(run)
+    tokens = torch.tensor([line["tokens"]])
     with torch.no_grad():
         logits = model.logits(tokens, torch.arange(LENGTH)[None])[0, :, :257]
     assert logits.argmax(-1).tolist() == line["tokens"]
@@ -228,7 +231,8 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
 
 
 def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
-    exact, compiled = column(draw("--mode", "l2r"), "tokens"), []
+    exact = column(draw("--mode", "l2r"), "tokens")
+    compiled = []
     assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact  # averaged else
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
     for noise in ("float32", "bfloat16"):
@@ -272,7 +276,8 @@ def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
 
 
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
-    alone, same = draw("--prompt", "any"), draw("--prompts", prompts("\ufeffany\n"))
+    alone = draw("--prompt", "any")
+    same = draw("--prompts", prompts("\ufeffany\n"))
     assert column(same, "tokens") == column(alone, "tokens")
     path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
     samples = draw("--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12)
@@ -300,7 +305,8 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run
 def test_a_sample_may_end_where_its_text_does(draw):
     """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an end-of-text."""
     options = "--mode", "random", "--num-samples", 64, "--temperature", 4.0
-    whole, ended = draw(*options), draw(*options, "--until-end")
+    whole = draw(*options)
+    ended = draw(*options, "--until-end")
     ends = 0
     for a, b in zip(whole, ended, strict=True):
         end = a["tokens"].index(256) if 256 in a["tokens"] else len(a["tokens"])
@@ -324,7 +330,8 @@ def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prom
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
     rows = prompts([{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
-    given, free = ([0, 3, 3], [16, 13, 4])
+    given = [0, 3, 3]
+    free = [16, 13, 4]
     expected = [[-1] * g + list(range(n)) for g, n in zip(given, free, strict=True)]
     assert column(samples, "step") == expected
 
@@ -428,7 +435,8 @@ def test_the_help_shows_defaults_as_they_are(script):
 
 
 def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_path):
-    path, texts = tmp_path / "a.jsonl", ("a[MASK:2]", "a[MASK:16]", "b[MASK:3]")
+    path = tmp_path / "a.jsonl"
+    texts = ("a[MASK:2]", "a[MASK:16]", "b[MASK:3]")
     path.write_text("".join(json.dumps({"infill": text}) + "\n" for text in texts))
     assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
     _, _, err = script(sample, run, "--prompts", path)
@@ -467,7 +475,8 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
     digits of float32."""
     model = checkpoint.load_model(run)
     for line in draw("--mode", "random", "--group-size", 4, "--infill", "[MASK:5]the [MASK:6]"):
-        tokens, order = torch.tensor([line["tokens"]]), line["order"]
+        tokens = torch.tensor([line["tokens"]])
+        order = line["order"]
         steps = torch.tensor([line["step"][position] for position in order])
         assert sorted(order) == list(range(15)) and (steps.diff() >= 0).all()
         for step in steps.unique().tolist():

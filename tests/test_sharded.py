@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import sample
 import train
-from checkpoints import CheckpointError, load, store
+from aogpt.checkpoints import CheckpointError, load, store
+from aogpt.runtime.processes import processes
+from aogpt.training import state as states
 from convert import convert
-from runtime.processes import processes
-from training import state as states
 
 META = {"tokenizer": "bytes", "vocab_size": 257}
 
@@ -88,7 +88,8 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     for p in state.model.parameters():
         moments = {"exp_avg": p.detach() / 2, "exp_avg_sq": p.detach() / 4}
         state.optimizer.state[p] = {"step": torch.tensor(3.0)} | moments
-    before, state.progress.step = parallel_jobs.full_state(state), 3
+    before = parallel_jobs.full_state(state)
+    state.progress.step = 3
     saver.save(state, None)
     path = store.path_of(config.run_folder, 3)
     for tensor in states.named_tensors(state).values():
@@ -145,7 +146,8 @@ def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkey
 def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_without_a_trace(
     base, pair, procs
 ):
-    whole, config = change(base, name="whole"), change(base, name="killed")
+    whole = change(base, name="whole")
+    config = change(base, name="killed")
     saved = config.run_folder / "checkpoints"
     assert names(saved) == [".step_00000004.tmp", "step_00000002"]
     part = store.parts(saved / ".step_00000004.tmp")[0]
@@ -154,7 +156,8 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_
     (config.run_folder / ".best.0123abcd.tmp").touch()  # and the pointer been written
     train.train(config, procs)
     train.train(whole, procs)
-    ours, expected = store.find(config.run_folder), store.find(whole.run_folder)
+    ours = store.find(config.run_folder)
+    expected = store.find(whole.run_folder)
     for a, b in zip(ours, expected, strict=True):
         assert_same(read_checkpoint(a)["tensors"], read_checkpoint(b)["tensors"])
     assert metrics(config) == metrics(whole)
@@ -166,7 +169,9 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
     base, procs, monkeypatch
 ):
     config = change(base, name="error", train__max_skipped_steps=1)
-    write, step, failed = HuggingFaceStorageWriter.write_data, train.train_step, threading.Event()
+    write = HuggingFaceStorageWriter.write_data
+    step = train.train_step
+    failed = threading.Event()
 
     def slow(*arguments):
         assert failed.wait(60)

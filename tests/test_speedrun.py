@@ -10,12 +10,12 @@ import pytest
 import tomli_w
 from helpers import change, run_main, tiny_config
 
-from runtime.validation import FileError
+from aogpt.runtime.validation import FileError
+from aogpt.training import config as configuration
 from studies import runs, speedrun
 from studies.pages import mean_tokens_to, tokens_to
 from studies.runner import Results, Runner
 from studies.speedrun import load_benchmark
-from training import config as configuration
 
 BENCHMARKS = sorted(path.stem for path in speedrun.CONFIGS.glob("*.toml"))
 # Of the tokens of a run config without such an ending.
@@ -25,7 +25,8 @@ SHARES |= {"-614k": 3 / 2, "-683k": 5 / 3}
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_run_configs_of_a_shipped_benchmark_keep_to_it_and_to_their_tokens(name):
-    benchmark, tokens = load_benchmark(name), {}
+    benchmark = load_benchmark(name)
+    tokens = {}
     for one in benchmark.recipes[""].values():
         first, other = (benchmark.config("", one, seed, {}) for seed in (0, 1))
         assert configuration.differences(first, other).keys() == {"name", "seed"}
@@ -111,7 +112,8 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
     chosen = "tiny", "still", "faster", "--seeds", 2, "--jobs", 2
     out = run(monkeypatch, capsys, *chosen)
     entries = speedrun.read_entries(benchmark)
-    still, faster = entries["still"], entries["faster"]
+    still = entries["still"]
+    faster = entries["faster"]
     assert [row["seed"] for row in faster["runs"]] == [0, 1]
     assert [t["tuned"] for t in faster["tuning"]] == [{"optim.lr": 1e-4}, {"optim.lr": 1e-2}]
     assert faster["tuned"] == {"optim.lr": 1e-2} and still["tuning"] == []
@@ -142,7 +144,8 @@ def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, cap
     made = {"recipes": {"": {"still": still, "moving": moving}}}
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "tiny.json").write_text(json.dumps(made))
-    speeds, asked = iter((10, 60, 20, 60, 25, 25)), []
+    speeds = iter((10, 60, 20, 60, 25, 25))
+    asked = []
 
     def pretended(config, processes):
         asked.append((config.name.split("_")[0], config.optim.lr))

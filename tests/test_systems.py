@@ -33,8 +33,8 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
-from model import ModelConfig
-from objectives import (
+from aogpt.model import ModelConfig
+from aogpt.objectives import (
     Masks,
     ObjectiveConfig,
     ao_ar_loss,
@@ -44,12 +44,18 @@ from objectives import (
     score_entropy,
     token_score_entropy,
 )
-from orders import OrderConfig, orders_at
-from sampling import Plan, generate
-from training import config as configuration
-from training.batches import make_batch
-from training.config import Config, StageConfig
-from variants import build_model, group_log_probs, group_starts, log_linear_noise, parameter_counts
+from aogpt.orders import OrderConfig, orders_at
+from aogpt.sampling import Plan, generate
+from aogpt.systems import (
+    build_model,
+    group_log_probs,
+    group_starts,
+    log_linear_noise,
+    parameter_counts,
+)
+from aogpt.training import config as configuration
+from aogpt.training.batches import make_batch
+from aogpt.training.config import Config, StageConfig
 
 LENGTH = TINY["block_size"]
 
@@ -62,7 +68,9 @@ def some_masked(batch_size, length, seed):
     """Masks of several rates; the first row masks everything, the second nothing, the third one."""
     rates = torch.linspace(0.1, 0.9, batch_size)[:, None]
     masked = torch.rand(batch_size, length, generator=seeded(seed)) < rates
-    masked[0], masked[1], masked[2] = True, False, torch.arange(length) == 1
+    masked[0] = True
+    masked[1] = False
+    masked[2] = torch.arange(length) == 1
     return masked
 
 
@@ -73,7 +81,8 @@ def some_masked(batch_size, length, seed):
 def test_groupwise_two_stream_computes_its_formulas(group, system, start):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_system(system, seed=group, start=start)
-    tokens, order = random_tokens(TOKENS, 3, LENGTH, 1), random_orders(3, LENGTH, 2)
+    tokens = random_tokens(TOKENS, 3, LENGTH, 1)
+    order = random_orders(3, LENGTH, 2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
     assert (-model(tokens, order, group_starts(order, group)) - expected).abs().max() < 1e-9
     assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
@@ -87,7 +96,8 @@ def test_groupwise_two_stream_computes_its_formulas(group, system, start):
 def test_an_encoder_computes_its_formulas(system, length, seed):
     """Odd seeds mix values with those of the first block."""
     model = make_system(system, seed, value_residual=seed % 2 == 1)
-    tokens, masked = random_tokens(TOKENS, 6, length, seed + 1), some_masked(6, length, seed + 2)
+    tokens = random_tokens(TOKENS, 6, length, seed + 1)
+    masked = some_masked(6, length, seed + 2)
     sigma = -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1)) if model.config.noise else None
     outputs = encoder_outputs(model.config, parameters(model), tokens, masked, sigma)
     normaliser = outputs.exp().sum(dim=-1).log()
@@ -158,7 +168,9 @@ def test_there_is_one_conditional_per_set_or_order_of_context(system, length, se
     assert count_distinct(values.values()) == expected - (length - 1) * coinciding
 
 
-N, V = 4, 3  # positions and tokens: 81 sequences, 24 orders, 15 masks
+# positions and tokens: 81 sequences, 24 orders, 15 masks
+N = 4
+V = 3
 PATTERNS = torch.tensor(list(itertools.product([False, True], repeat=N)))  # all masks
 EPS = 1e-3
 
@@ -197,7 +209,8 @@ def expected_estimate(kind, model, tokens):
         settings = [(w / 2, (u + 1) / 2, 2 / (u + 1)) for u, w in zip(nodes, weights, strict=True)]
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for pattern in PATTERNS:
-        m, masked = int(pattern.sum()), pattern.expand(len(tokens), N)
+        m = int(pattern.sum())
+        masked = pattern.expand(len(tokens), N)
         for share, at, weight in settings:
             if kind == "k_dce":
                 probability = (m == at) / math.comb(N, at)
@@ -218,7 +231,8 @@ def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
     """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in fractions."""
     model = enumerable_system("encoder AO-GPT", seed)[0]
     tokens = all_sequences(V, N)[::3]
-    expected, got = ao_ar_of_encoder(model, tokens), expected_estimate(kind, model, tokens)
+    expected = ao_ar_of_encoder(model, tokens)
+    got = expected_estimate(kind, model, tokens)
     if kind == "t_dce":
         rows = tokens.repeat_interleave(len(PATTERNS), dim=0)
         log_probs = model.masked_log_probs(rows, PATTERNS.repeat(len(tokens), 1))
@@ -268,7 +282,8 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(kind,
         cells = pattern_index(masks.masked)
         assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6  # perhaps float32
     else:
-        plain, rates = cell_probabilities(end).view(4, 16), rate_of(masks, kind)
+        plain = cell_probabilities(end).view(4, 16)
+        rates = rate_of(masks, kind)
         cells = cell_of(rates / float(end), masks.masked)
         if end < 1:  # sigma is its noise level
             assert (1 - (-masks.sigma).exp() - rates).abs().max() < 1e-9
@@ -349,7 +364,8 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
     model = make_system("SEDD", seed, tokens=V, block_size=N, n_head=2, n_embd=8)
     tokens = random_tokens(V, 1, N, seed).expand(16, N)
     points, weights = np.polynomial.legendre.leggauss(200)
-    exact, eps = 0.0, ObjectiveConfig.noise_eps
+    exact = 0.0
+    eps = ObjectiveConfig.noise_eps
     for t, share in zip((points + 1) / 2, weights / 2, strict=True):
         rate = (1 - eps) * t
         m = PATTERNS.sum(1)
@@ -373,13 +389,16 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
 @torch.no_grad()
 def test_without_group_attention_a_context_in_groups_is_one_token_after_the_other():
     model = make_system(ONE_BY_ONE, 3)
-    tokens, order = random_tokens(TOKENS, 3, LENGTH, 0), random_orders(3, LENGTH, 1)
+    tokens = random_tokens(TOKENS, 3, LENGTH, 0)
+    order = random_orders(3, LENGTH, 1)
     with pytest.raises(ValueError, match="predicts one token at a time"):
         group_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
     got = model.token_log_probs(tokens, order, group_starts(order, 4))
     for i in range(LENGTH):  # the second and later of a group: the step that begins it, of them
-        start, first = i // 4 * 4, order.clone()
-        first[:, start], first[:, i] = order[:, i], order[:, start]
+        start = i // 4 * 4
+        first = order.clone()
+        first[:, start] = order[:, i]
+        first[:, i] = order[:, start]
         expected = model.token_log_probs(tokens, first)[:, start]
         assert (got[:, i] - expected).abs().max() < 1e-12  # float64 sums in another order
 
@@ -405,7 +424,8 @@ def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for batch in range(2):
-        inputs, results = training_inputs(system, model, 4, batch), []
+        inputs = training_inputs(system, model, 4, batch)
+        results = []
         for run in (compiled, model):
             model.zero_grad()
             out = run(*inputs)
@@ -458,7 +478,8 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
     model = make_system(system)
     counts = parameter_counts(model)
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
-    D, L = TINY["n_embd"], TINY["n_layer"]
+    D = TINY["n_embd"]
+    L = TINY["n_layer"]
     adaln = 6 * L * D * 6 + 6 * 2 * D  # 5 inputs and a bias for every output
     conditioning = {
         "sigma-GPT": LENGTH * D,
@@ -481,7 +502,8 @@ def objective(kind, **more):
     return {"objective": {"kind": kind}} | more
 
 
-L2R, STAGE = {"kind": "l2r"}, [{"step": 5, "kind": "random"}]
+L2R = {"kind": "l2r"}
+STAGE = [{"step": 5, "kind": "random"}]
 REFUSED = [  # besides those of test_config.py
     (objective("t_dce", model={"target": "two_stream"}), "'t_dce' does not fit a decoder.*ao_ar"),
     (objective("score_entropy", model=ENCODER_TABLE), "score_entropy.*model.noise = true"),
@@ -524,7 +546,8 @@ CURRICULUM = (
 
 def curriculum_config(schedule=CURRICULUM):
     model = ModelConfig(TOKENS + 1, LENGTH, 1, 2, 8, target="two_stream")
-    objective, order = ObjectiveConfig("groupwise", group=3), OrderConfig("random", seed=7)
+    objective = ObjectiveConfig("groupwise", group=3)
+    order = OrderConfig("random", seed=7)
     return Config(model=model, objective=objective, order=order, schedule=schedule)
 
 
@@ -541,11 +564,10 @@ L2R_STAGE = OrderConfig("l2r", 0.1, seed=7)
     ],
 )
 def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(order, group, steps):
-    config, rows = curriculum_config(), range(6)
-    model, tokens = (
-        randomise(build_model(config.model).double(), 0),
-        random_tokens(TOKENS, 6, LENGTH, 0),
-    )
+    config = curriculum_config()
+    rows = range(6)
+    model = randomise(build_model(config.model).double(), 0)
+    tokens = random_tokens(TOKENS, 6, LENGTH, 0)
     for step in steps:
         expected = groupwise_loss(
             model, tokens, orders_at(order, config.seed, step, rows, LENGTH), group
@@ -560,7 +582,8 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     model = make_system(system, dtype=torch.float32)
     settings = train.configuration.TrainConfig(batch_size=12, micro_batch_size=4)
     config = Config(model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5)
-    tokens, rows = random_tokens(TOKENS, 4, LENGTH, 0), range(4, 8)
+    tokens = random_tokens(TOKENS, 4, LENGTH, 0)
+    rows = range(4, 8)
     masks = masks_at(config.objective, 5, 9, rows, 12, LENGTH)
     if system == "SEDD":
         loss = score_entropy(model, tokens, masks, TOKENS).mean(dim=1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.puzzles import TASKS
+from aogpt.data.puzzles import TASKS
 from studies import runner, tasks
 from studies.answer_pages import RESULTS, details, figure, page, summary_table, task_table
 from studies.pages import reported
@@ -31,7 +31,8 @@ def test_the_shipped_results_are_those_of_the_rows_and_the_page_is_made_of_them(
     monkeypatch.setattr(runner, "finished_run", None)
     monkeypatch.setattr(tasks, "decode", lambda *arguments: pytest.fail("it decodes"))
     monkeypatch.setattr(tasks, "prepare", lambda options: None)
-    written, entries = [], {}
+    written = []
+    entries = {}
     monkeypatch.setattr(tasks, "write_json", lambda file, made: written.append(made))
     for name in (name for name in KNOWN if (RESULTS / f"{name}.json").exists()):
         assert tasks.run(name, KNOWN[name], DECODERS, tasks.Arguments())

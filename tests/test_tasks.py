@@ -9,10 +9,10 @@ from helpers import ALONE, change, prepared, read_lines, tiny_config
 
 import eval_tasks
 import train
-from checkpoints.load import load
-from data.puzzles import TASKS
-from evaluation.answers import open_questions
-from orders import OrderConfig
+from aogpt.checkpoints.load import load
+from aogpt.data.puzzles import TASKS
+from aogpt.evaluation.answers import open_questions
+from aogpt.orders import OrderConfig
 from studies import tasks
 
 DECODERS = tasks.load_tasks()[1]
@@ -99,7 +99,8 @@ def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_answered_is_said(trained, script, data):
-    run, shuffle = trained[0].run_folder, trained[2]["shuffle"]
+    run = trained[0].run_folder
+    shuffle = trained[2]["shuffle"]
     for words, says in (
         (["--tasks", data], "holds text without prompts"),
         (["--tasks", "colouring"], "make it with: python data/prepare.py colouring"),

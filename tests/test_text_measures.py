@@ -1,4 +1,4 @@
-"""evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus
+"""aogpt/evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus
 perplexity."""
 
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import jensenshannon
 
-from evaluation.text_measures import (
+from aogpt.evaluation.text_measures import (
     corpus_perplexity,
     distinct,
     jensen_shannon,
@@ -33,7 +33,8 @@ def test_distinct_counts_types_among_the_n_grams():
 
 
 def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():
-    one, other = ngrams([[1, 2, 1, 2], [3]], 2), ngrams([[1, 2, 3]], 2)
+    one = ngrams([[1, 2, 1, 2], [3]], 2)
+    other = ngrams([[1, 2, 3]], 2)
     assert one == {(1, 2): 2, (2, 1): 1} and other == {(1, 2): 1, (2, 3): 1}
     expected = jensenshannon([2 / 3, 1 / 3, 0], [1 / 2, 0, 1 / 2]) ** 2
     assert jensen_shannon(one, other) == pytest.approx(expected)
@@ -58,7 +59,8 @@ def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
 @pytest.mark.parametrize("samples", [3, 10, 60])
 def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
     """2 nats a token in all; 1,000 repetitions, and samples whose lengths and means go together."""
-    generator, covered = np.random.default_rng(samples), 0
+    generator = np.random.default_rng(samples)
+    covered = 0
     for _ in range(1000):
         length = np.full(samples, 10) if samples < 60 else generator.integers(5, 40, size=samples)
         totals = length * 2 + generator.normal(size=samples) * length**0.7
@@ -69,7 +71,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
 
 
 def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
-    one, none = corpus_perplexity([3.0, 0.0], [2, 0]), corpus_perplexity([0.0], [0])
+    one = corpus_perplexity([3.0, 0.0], [2, 0])
+    none = corpus_perplexity([0.0], [0])
     assert one["nll"] == 1.5
     assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
     assert math.isnan(none["perplexity"])

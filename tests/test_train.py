@@ -42,19 +42,19 @@ from helpers import (
 
 import sample
 import train
-from checkpoints import CheckpointError, store
-from data.loader import TokenDataset, batch_lengths
-from objectives import masked_nll, masks_at
-from orders import orders_at
-from runtime.errors import UserError
-from runtime.processes import Processes
-from training import config as configuration
-from training.batches import micro_batches
-from training.config import WandbConfig
-from training.optimizers import learning_rate, make_optimizer
-from training.state import named_tensors
-from training.validation import Loss
-from variants import build_model
+from aogpt.checkpoints import CheckpointError, store
+from aogpt.data.loader import TokenDataset, batch_lengths
+from aogpt.objectives import masked_nll, masks_at
+from aogpt.orders import orders_at
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.processes import Processes
+from aogpt.systems import build_model
+from aogpt.training import config as configuration
+from aogpt.training.batches import micro_batches
+from aogpt.training.config import WandbConfig
+from aogpt.training.optimizers import learning_rate, make_optimizer
+from aogpt.training.state import named_tensors
+from aogpt.training.validation import Loss
 
 
 def assert_same_run(config, reference):
@@ -85,7 +85,8 @@ def copy_of(reference, out, **changes):
     return change(reference, out=str(out), **changes)
 
 
-WHOLE, CUT = False, True
+WHOLE = False
+CUT = True
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     data, system, cut, clip
 ):
     """A batch of a random length holds the first tokens of its blocks."""
-    config, step, length = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=clip), 3, 16
+    config = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=clip)
+    step = 3
+    length = 16
     if cut:
         config = change(config, data__random_length_prob=0.7)
         of_steps = batch_lengths(config.seed, range(100), 16, 0.7)
@@ -104,7 +107,8 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         assert length < 16
     if system == "encoder":
         config = encoder_config(config)
-    dataset, rows = TokenDataset(data, "train", 16), range(8)
+    dataset = TokenDataset(data, "train", 16)
+    rows = range(8)
     tokens = dataset.batch(7, step, rows, 8)[:, :length]
     torch.manual_seed(config.seed)
     plain = build_model(config.model)
@@ -178,7 +182,8 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
 
 
 def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
-    folder, lines = reference.run_folder, read_lines(reference.run_folder / "metrics.jsonl")
+    folder = reference.run_folder
+    lines = read_lines(reference.run_folder / "metrics.jsonl")
     assert configuration.load_toml(folder / "config.toml") == reference
     parts = ("ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json")
     saved = [f"checkpoints/step_000000{step}/{part}" for step in (36, 40) for part in parts]
@@ -253,7 +258,7 @@ DRIVER = """
 import json, os, resource, signal, sys
 import torch, torch._dynamo, tyro
 import train
-from runtime.command_line import run_script
+from aogpt.runtime.command_line import run_script
 
 def die_before(count):
     left = [count]
@@ -334,7 +339,8 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def driver():
-    env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-c", DRIVER]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DRIVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     group = {"cwd": ROOT, "env": env, "start_new_session": True}
     with subprocess.Popen(command, **group, **pipes) as process:
@@ -346,8 +352,10 @@ def driver():
 def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
     reference, tmp_path, driver, seed
 ):
-    config, rng = change(reference, out=str(tmp_path)), random.Random(seed)
-    path, weights = write_config(config), store.find(reference.run_folder)[-1] / "model.safetensors"
+    config = change(reference, out=str(tmp_path))
+    rng = random.Random(seed)
+    path = write_config(config)
+    weights = store.find(reference.run_folder)[-1] / "model.safetensors"
     for share in (0.1, 0.999):  # killed in the middle of writing a checkpoint
         size = int(weights.stat().st_size * share)
         assert driver.run(path, file_size=size) == -signal.SIGXFSZ
@@ -394,7 +402,8 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
 ):
     # Only the signal saves; at a constant rate a run of fewer steps is the beginning of a long one.
     config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0)
-    path, out = write_config(change(config, checkpoint__interval=100_000)), tmp_path / "out.txt"
+    path = write_config(change(config, checkpoint__interval=100_000))
+    out = tmp_path / "out.txt"
     child = driver.start(path, output=out)
     wait_for(lambda: has_reached(config, 3))
     os.kill(child, number)
@@ -413,7 +422,8 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
 def spoil(monkeypatch, bad_steps, what):
     """Make the loss, or only its gradient, non-finite at some steps (of two micro-batches), as a
     bad batch would."""
-    calls, plain = [0], train.ao_ar_loss
+    calls = [0]
+    plain = train.ao_ar_loss
 
     def loss(model, tokens, order, weight=None):
         calls[0] += 1
@@ -439,7 +449,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
-    seen, update = {}, train.update
+    seen = {}
+    update = train.update
 
     def note(state, *arguments):
         update(state, *arguments)
@@ -523,7 +534,8 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
     config = copy_of(reference, tmp_path / "full", train__steps=47)
     before = files(config.run_folder / "checkpoints")
     size = max(map(len, before.values())) // 2  # room for everything but a checkpoint
-    path, last = write_config(config), store.find(config.run_folder)[-1]
+    path = write_config(config)
+    last = store.find(config.run_folder)[-1]
     with limited_file_size(size):
         status, _, err = script(train, path)
     assert status == 2 and "could not write" in err and "free some disk space" in err
@@ -603,7 +615,8 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
 def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     damaged = shutil.copytree(data, tmp_path / "damaged")
     flip_byte(damaged / "train.bin", 10)
-    config, nowhere = tiny_config(data, tmp_path), tmp_path / "nowhere"
+    config = tiny_config(data, tmp_path)
+    nowhere = tmp_path / "nowhere"
     encoder = replace(encoder_config(config).model, mask_token=200)
     for changes, message in (
         ({"data__folder": str(nowhere)}, "make it with: python data/prepare.py"),
@@ -631,7 +644,8 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
 ):
     data = shutil.copytree(data, tmp_path / "data")
     config = tiny_config(data, tmp_path, train__micro_batch_size=1, checkpoint__interval=30)
-    update, path = train.update, data / f"{split}.bin"
+    update = train.update
+    path = data / f"{split}.bin"
 
     def change_the_file(state, *arguments):
         update(state, *arguments)
@@ -704,7 +718,8 @@ def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference,
 def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, tmp_path, steps):
     config = tiny_config(data, tmp_path, steps=6)  # saves at steps 4, 5 and 6
     train.train(config, ALONE)
-    before, rows = metrics(config), read_lines(config.run_folder / "metrics.jsonl")
+    before = metrics(config)
+    rows = read_lines(config.run_folder / "metrics.jsonl")
     shutil.rmtree(config.run_folder / "checkpoints")
     (config.run_folder / "best").unlink()
     store.temporary_of(store.path_of(config.run_folder, 4)).mkdir(parents=True)
@@ -815,7 +830,8 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, t
     compiled = change(eager, name="compiled", train__compile=True)
     train.train(eager, ALONE)
     done = run_script("train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code")
-    ours, expected = metrics(compiled, "loss"), metrics(eager, "loss")
+    ours = metrics(compiled, "loss")
+    expected = metrics(eager, "loss")
     # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend
     # on the gradient's size, amplify it
     assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 6

@@ -1,0 +1,26 @@
+"""AO-GPT: a GPT that models tokens in any order.
+
+    import aogpt
+    model = aogpt.load("results/books_model")
+    print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
+
+`aogpt.text_model` says what a model does with text; `aogpt.model` is the network on one page."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .text_model import Alternative, Filling, Scored, TextModel, load
+
+__version__ = "0.2.0"
+
+__all__ = ["Alternative", "Filling", "Scored", "TextModel", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `aogpt.load` and its like when they are first used: PyTorch takes seconds to import,
+    and a command that prepares data needs none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import text_model
+
+    return getattr(text_model, name)

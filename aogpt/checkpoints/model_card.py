@@ -1,0 +1,121 @@
+"""The README.md of an exported folder: what the model is, how it was trained, how to use it."""
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ..runtime.outputs import commit
+from ..runtime.validation import read_json
+from ..systems import parameter_counts
+from . import store
+from .load import Loaded
+
+# Parts of model_card.md, by name.
+TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
+TEXTS = dict(text.split("\n", 1) for text in TEXTS)
+TABLES = ("model", "order", "objective", "optim")  # of a run's configuration, which the card shows
+ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
+ORDERS |= {"own": "the run's own orders, in its groups"}
+
+
+def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> str:
+    """Markdown. Facts of the training are left out where the source has no run. rows: of the run's
+    metrics.jsonl. writes_start: the tokenizer writes a begin-of-text."""
+    state_file = Path(loaded.path) / store.STATE
+    state = read_json(state_file, dict[str, Any], store.ADVICE) if state_file.is_file() else None
+    parts = [TEXTS["front"].strip(), _summary(loaded), _usage(loaded, writes_start)]
+    if state is not None:
+        parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
+    parts += [_limits(loaded), f"Converted by the AO-GPT code at commit {commit()}."]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _summary(loaded: Loaded) -> str:
+    c = loaded.model.config
+    count = sum(parameter_counts(loaded.model).values())
+    kind = "An any-order GPT: it predicts the tokens of a text, and scores the text, in any order."
+    if c.is_encoder:
+        kind = "An encoder for masked diffusion: it predicts each [MASK] from all other tokens."
+    elif c.l2r_only:
+        kind = "A GPT that predicts the tokens of a text from left to right."
+    origin = f" They have the released layout of {loaded.system}." if loaded.system else ""
+    weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
+    return (
+        f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens of the "
+        f"tokenizer `{loaded.tokenizer}` ({loaded.vocab_size:,} ids). "
+        f"The weights are the {weights} ones of step {loaded.step:,}.{origin}"
+    )
+
+
+def _usage(loaded: Loaded, writes_start: bool) -> str:
+    """Code for transformers, which the tests run, and for the project."""
+    c = loaded.model.config
+    parts = ["use", "score", "score in any order", "gap", "continue"]
+    how = ', return_tensors="pt"'
+    ours = "--infill 'The cat[MASK:3] home.'"
+    if c.is_encoder:
+        parts[1:3] = ["score with an encoder"]
+    elif c.l2r_only:
+        parts[2:4] = []
+        ours = "--prompt 'The cat'"
+    if writes_start:
+        how = f", add_special_tokens=False{how}"
+    text = "".join(map(TEXTS.__getitem__, parts))
+    return text.replace("{how}", how).replace("{ours}", ours).strip()
+
+
+def _data(data: dict) -> str:
+    rows = ["| split | tokens | documents |", "|---|---:|---:|"]
+    for name, split in data.get("splits", {}).items():
+        numbers = (split.get(key) for key in ("tokens", "documents"))
+        cells = " | ".join("" if number is None else f"{number:,}" for number in numbers)
+        rows.append(f"| {name} | {cells} |")
+    name = f"Data set `{data['name']}`.\n\n" if data.get("name") else ""
+    return f"## Data\n\n{name}" + "\n".join(rows)
+
+
+def _recipe(state: dict) -> str:
+    config = state["config"]
+    tokens = state.get("tokens")
+    shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
+    shown |= {table: dict(config[table]) for table in TABLES}
+    shown["train"] = {key: config["train"][key] for key in ("steps", "batch_size", "init_from")}
+    shown["model"] = {key: value for key, value in shown["model"].items() if value is not None}
+    seen = f"{tokens:,} tokens, with " if tokens else ""
+    how = f"On {seen}PyTorch {state['torch']}:"
+    return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
+
+
+def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
+    """The newest validation of these weights up to their step; "" if there was none."""
+    key = "val_loss_{}_raw" if loaded.weights == "raw" else "val_loss_{}"
+    seen = [row for row in rows if row["step"] <= loaded.step]
+    seen = [row for row in seen if any(key.format(kind) in row for kind in ORDERS)]
+    if not seen:
+        return ""
+    lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
+    for kind, orders in ORDERS.items():
+        if (loss := seen[-1].get(key.format(kind))) is not None:
+            error = None if loaded.weights == "raw" else seen[-1].get(f"val_error_{kind}")
+            known = "unknown" if error is None else f"{error:.4f}"
+            lines.append(f"| {orders} | {loss:.4f} | {known} |")
+    told = f"Of step {seen[-1]['step']:,}. The standard error is over random orders; it is unknown "
+    told += "where one order was drawn."
+    if best := state["best"]:
+        told += f" The run's lowest loss so far: {best['loss']:.4f} at step {best['step']:,}."
+    return f"## Validation losses\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _limits(loaded: Loaded) -> str:
+    c = loaded.model.config
+    limits = ["A base model: it continues texts like those of its training, not instructions."]
+    limits += ["Do not rely on it for facts. It was not made safe for users."]
+    limits += [f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."]
+    if c.l2r_only:
+        limits += ["It knows no order but left to right, and fills in [MASK] only at the end."]
+    else:
+        limits += ["The number of [MASK] fixes the length of what is filled in."]
+    if c.is_encoder:
+        limits += ["It has no cache: each generated token takes a pass over the whole text."]
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)

@@ -1,0 +1,222 @@
+"""Released weights under our names: AO-GPT (the paper's decoder), sigma-GPT (Pannatier et al.
+2024), GPT-2 as `transformers` stores it, and the masked-diffusion encoders RADD (Ou et al. 2024)
+and SEDD (Lou et al. 2023). Layouts are recognized by the names of their tensors."""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model import ModelConfig
+from ..runtime.errors import UserError
+from ..runtime.validation import Count, check_value
+from ..systems import check_config
+
+# Settings of GPT-2 and SEDD that our model has only these values for.
+SETTINGS = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_by_sigma": (True,),
+}
+
+
+def read(
+    contents: dict, settings: dict | None, weights: str
+) -> tuple[ModelConfig, dict[str, Tensor], dict]:
+    """Released weights as our configuration, tensors by our names, and the rest of `Loaded`. GPT-2
+    has no start token: our step 0 reads a zero [None], steps >= 1 are GPT-2's. Raises UserError.
+
+    contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in "model", its
+    settings in "model_args" and averages in "ema_model". settings: config.json beside a state dict.
+    """
+    average = None
+    if isinstance(state := contents.get("model"), dict):
+        settings = contents.get("model_args")
+        average = contents.get("ema_model")
+    else:
+        state = contents
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
+    # without the prefixes of torch.compile and DistributedDataParallel
+    state = {re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t for name, t in state.items()}
+    system = layout(state)
+    settings = settings if isinstance(settings, dict) else {}
+    if isinstance(shape := settings.get("model"), dict):  # of RADD and SEDD
+        settings = settings | shape
+    try:
+        for name, supported in SETTINGS.items():
+            if (value := settings.get(name, supported[0])) not in supported:
+                raise UserError(f"{name} is {value!r}, but our model has {supported[0]!r}")
+        config, state, names = LAYOUTS[system](state, settings)
+        if used_average := weights == "ema" and average is not None:
+            state = _averaged(state, average, names)
+        if unknown := sorted(state.keys() - names.keys()):
+            raise UserError(f"the model has no place for {listed(unknown)}")
+    except UserError as error:
+        raise UserError(f"its tensors are named as in {system}, but {error}") from None
+    tensors = {names[theirs]: tensor for theirs, tensor in state.items()}
+    if tensors.get("start", torch.empty(0)).dim() == 2:  # a table of one row
+        tensors["start"] = tensors["start"].squeeze(0)
+    step = contents.get("iter_num", 0)
+    if type(step) is not int or step < 0:
+        raise UserError("its iter_num is not a number of steps")
+    # All of them have GPT-2's tokens; the rows after these are [MASK] or padding.
+    vocab_size = min(50257, config.mask_token or config.vocab_size)
+    origin = {"step": step, "weights": "ema" if used_average else "raw", "tokenizer": "gpt2"}
+    origin |= {"vocab_size": vocab_size, "scored_from": int(system == "GPT-2"), "system": system}
+    return config, tensors, origin
+
+
+def layout(state: dict[str, Tensor]) -> str:
+    """The layout of a state dict: a key of LAYOUTS."""
+    if "vocab_embed.embedding" in state:
+        return "SEDD" if any(name.startswith("sigma_map.") for name in state) else "RADD"
+    if any(".adaLN" in name for name in state):
+        return "AO-GPT"
+    if any(name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in state):
+        return "sigma-GPT"
+    if any(re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name) for name in state):
+        return "GPT-2"
+    raise UserError(f"it holds {listed(sorted(state))}: none of the known layouts")
+
+
+def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
+    """The averaged weights by name: a list in the order of the module's parameters()."""
+    values = average.get("shadow_params") if isinstance(average, dict) else None
+    if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
+        raise UserError("its ema_model lacks shadow_params, a list of tensors")
+    ordered = [name for name in names if name in state]
+    if len(values) != len(ordered):
+        raise UserError(f"ema_model holds {len(values)} tensors for {len(ordered)} parameters")
+    return dict(zip(ordered, values, strict=True))
+
+
+def listed(names: list[str], limit: int = 4) -> str:
+    """The first few names, and how many there are."""
+    shown = ", ".join(names[:limit]) or "nothing"
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown
+
+
+# Modules there -> ours, in the order of parameters(), which is that of the averaged weights; within
+# a module the weight comes before the bias.
+GPT_BLOCK = (
+    "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
+)
+DIFFUSION_BLOCK = (
+    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc mlp.2:mlp.proj "
+    "adaLN_modulation:adaln"
+)
+
+
+def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
+    """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last norm."""
+    tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
+    last = {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
+    blocks = _blocks("transformer.h", GPT_BLOCK, n_layer)
+    return _with_kinds(tables) | {"transformer.wnonee.weight": "start"} | _with_kinds(blocks | last)
+
+
+def diffusion_names(n_layer: int) -> dict[str, str]:
+    """Names in RADD and SEDD -> ours."""
+    modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
+    modules |= _blocks("blocks", DIFFUSION_BLOCK, n_layer)
+    modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
+    modules |= {"output_layer.adaLN_modulation": "adaln_f"}
+    return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
+
+
+def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
+    pairs = [pair.split(":") for pair in names.split()]
+    return {f"{prefix}.{i}.{m}": f"blocks.{i}.{our}" for i in range(n_layer) for m, our in pairs}
+
+
+def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
+    return {f"{m}.{k}": f"{our}.{k}" for m, our in modules.items() for k in ("weight", "bias")}
+
+
+PLAIN = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+
+
+def _ao_gpt(state: dict, settings: dict):
+    config = _gpt_config(settings, cond_dim=_width(state, "transformer.wtpe.weight"))
+    return config, state, gpt_names(config.n_layer, "transformer.final_layer.")
+
+
+def _sigma_gpt(state: dict, settings: dict):
+    config = _gpt_config(settings, target="input", norm_bias=settings.get("bias", True), **PLAIN)
+    return config, _without_tied_head(state), gpt_names(config.n_layer)
+
+
+def _gpt2(state: dict, settings: dict):
+    """Linear layers are stored transposed (Conv1D), causal masks as buffers."""
+    settings = settings | {"block_size": _size(settings, "n_positions")}
+    config = _gpt_config(settings, target="none", gelu="tanh", start="hidden", **PLAIN)
+    translated = {"transformer.wnonee.weight": torch.zeros(config.n_embd)}
+    for name, tensor in state.items():
+        name = re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name)
+        if re.fullmatch(r".*\.c_\w+\.weight", name) and tensor.dim() == 2:
+            tensor = tensor.T
+        if name == "transformer.wpe.weight":  # our input position p + 1 is GPT-2's p
+            tensor = F.pad(tensor, (0, 0, 1, 0))
+        if not re.fullmatch(r".*\.attn\.(masked_)?bias", name):
+            translated[name] = tensor
+    return config, _without_tied_head(translated), gpt_names(config.n_layer)
+
+
+def _diffusion(state: dict, settings: dict):
+    """Rotary positions; the mask is the last row of the token table."""
+    tokens = _size(settings, "tokens")
+    length = settings.get("length", 1024)
+    sizes = {"n_layer": "n_blocks", "n_head": "n_heads", "n_embd": "hidden_size"}
+    model = {our: _size(settings, theirs) for our, theirs in sizes.items()}
+    model |= {"vocab_size": tokens + 1, "mask_token": tokens, "block_size": length}
+    model |= {"attention": "full", "target": "none", "position": "rotary", "norm": "layernorm"}
+    model |= {"qk_norm": False, "gelu": "tanh", "attn_bias": False}
+    if layout(state) == "SEDD":
+        cond_dim = _width(state, "sigma_map.mlp.2.weight")
+        model |= {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
+    config = ModelConfig(**model)
+    check_config(config)
+    state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
+    return config, state, diffusion_names(config.n_layer)
+
+
+# (state, settings) -> (ModelConfig, state, names)
+LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2}
+LAYOUTS |= dict.fromkeys(("RADD", "SEDD"), _diffusion)
+
+
+def _gpt_config(settings: dict, **model) -> ModelConfig:
+    names = "vocab_size block_size n_layer n_head n_embd".split()
+    bias = settings.get("bias", True)
+    sizes = {name: _size(settings, name) for name in names}
+    config = ModelConfig(attn_bias=bias, mlp_bias=bias, **sizes, **model)
+    check_config(config)
+    return config
+
+
+def _size(settings: dict, name: str) -> int:
+    if name not in settings:
+        raise UserError(f"its settings (model_args, or config.json beside it): it lacks {name}")
+    check_value(settings[name], Count, name)
+    return settings[name]
+
+
+def _without_tied_head(state: dict) -> dict[str, Tensor]:
+    """Without lm_head.weight, which is the token table again."""
+    head = state.get("lm_head.weight")
+    table = state.get("transformer.wte.weight")
+    if head is not None and table is not None and not torch.equal(head, table):
+        raise UserError("lm_head.weight and transformer.wte.weight differ: they must be the same")
+    return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+
+
+def _width(state: dict, name: str) -> int:
+    if name not in state or state[name].dim() != 2:
+        raise UserError(f"it lacks {name}, a matrix")
+    return state[name].shape[1]

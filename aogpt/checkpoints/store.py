@@ -1,0 +1,323 @@
+"""The checkpoints of a run: written whole or not at all, and verified when they are read.
+
+    best                    the name of the checkpoint with the lowest validation loss, on one line
+    checkpoints/
+        step_00001000/      the newest few, and the best one
+            *.safetensors   tensors model.NAME, ema.NAME, optimizer.NAME.KEY: a file for each kind,
+                            or under fsdp for each process
+            state.json      everything else, and the sha256 of each file and of itself
+
+The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
+whole checkpoint or none. No format here holds code."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NotRequired
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
+from ..runtime.command_line import show, visible
+from ..runtime.errors import UserError, reason_of
+from ..runtime.files import sha256_file, sync, write_text
+from ..runtime.processes import Processes
+from ..runtime.validation import Count, NonNegative, from_values, read_json, schema
+
+FORMAT = "aogpt-checkpoint-3"
+STATE = "state.json"
+NONE_YET = ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
+ADVICE = "use another checkpoint of the run"
+TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
+
+SPLITS = NotRequired[dict[str, dict[str, Any]]]
+Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
+Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
+Data = schema(TypedDict("Data", {"tokenizer": str, "vocab_size": Count, "splits": SPLITS}))
+
+
+class CheckpointError(UserError):
+    """A checkpoint or file of weights that cannot be written, read or used."""
+
+
+@schema
+class State(TypedDict):
+    """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
+
+    step: NonNegative
+    model_config: dict[str, Any]
+    ema: Average
+    config: dict[str, Any]
+    data: Data  # meta.json of the dataset
+    best: Best | None
+    skipped: NonNegative
+    skipped_in_a_row: NonNegative
+    sequences: NotRequired[NonNegative]  # trained on so far
+    tokens: NotRequired[NonNegative]
+    tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
+    parts: dict[str, str]  # sha256 by file
+
+
+def path_of(run_folder: Path, step: int) -> Path:
+    return Path(run_folder) / "checkpoints" / f"step_{step:08d}"
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a checkpoint is while it is being written or removed."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None for other names."""
+    found = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(found[1]) if found else None
+
+
+def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
+    """The checkpoints of a run, oldest first; up_to: the last step."""
+    paths = {step_of(p): p for p in (Path(run_folder) / "checkpoints").glob("step_*") if p.is_dir()}
+    paths.pop(None, None)
+    return [paths[step] for step in sorted(paths) if up_to is None or step <= up_to]
+
+
+def best_of(run_folder: Path) -> Path | None:
+    """The checkpoint that the run's file `best` names; None without such a file."""
+    pointer = Path(run_folder) / "best"
+    if not pointer.is_file():
+        return None
+    name = pointer.read_bytes()[:100].decode(errors="replace").strip()
+    if "/" in name or step_of(Path(name)) is None:
+        raise CheckpointError(f"{pointer} does not hold the name of a checkpoint (step_N)")
+    return Path(run_folder) / "checkpoints" / name
+
+
+def candidates(run_folder: Path, which: str) -> list[Path]:
+    """The checkpoint that "best" or a step means; for "last" all, as some may be damaged."""
+    found = find(run_folder)
+    best = None if which == "last" else best_of(run_folder)
+    choices = {"best": best} | {str(step_of(path)): path for path in found}
+    if which != "last" and not choices.get(which):
+        there = ", ".join(name for name, path in choices.items() if path)
+        raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has last, {there}")
+    return found if which == "last" else [choices[which]]
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
+    """Write a checkpoint from this process alone, a file for each kind of tensor. values: of State.
+    keep: how many of the newest to keep, besides the best. Raises OSError or SafetensorError."""
+    path = path_of(run_folder, values["step"])
+    folder = temporary_of(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for kind in sorted({name.partition(".")[0] for name in tensors}):
+        file = folder / f"{kind}.safetensors"
+        file.touch()
+        permissions = file.stat().st_mode  # save_file makes files that only their owner can read
+        of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
+        safetensors.torch.save_file(of_kind, file)
+        file.chmod(permissions)
+        sync(file)
+    finish(run_folder, values, tensors, keep)
+    return path
+
+
+def start_writing_shards(
+    folder: Path, tensors: dict[str, Tensor], then: Callable[[], None], group: ProcessGroup
+) -> Future:
+    """Copy the shards of this process to CPU memory and write them in the background. All processes
+    must call. then: called on process 0 when all have written. group: of gloo, its own."""
+    import torch.distributed.checkpoint as dcp  # takes a second
+
+    # otherwise it logs the duration of every step
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.finish = lambda metadata, results: then()
+    return dcp.async_save(tensors, storage_writer=writer, process_group=group)
+
+
+def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> None:
+    """Turn a folder of written tensors into the newest checkpoint of a run."""
+    path = path_of(run_folder, values["step"])
+    contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
+    contents["tensors"] = {name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()}
+    contents["parts"] = {file.name: sha256_file(file) for file in parts(temporary_of(path))}
+    contents["sha256"] = digest(contents)
+    write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
+    shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
+    os.rename(temporary_of(path), path)
+    sync(path.parent)
+    shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
+    settle(run_folder, values, keep)
+
+
+def settle(run_folder: Path, values: dict, keep: int) -> None:
+    """Update `best` and drop old checkpoints; a run that resumes does it again, after a kill."""
+    best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
+    with only_warned(f"write {run_folder}/best"):
+        # first, so that it never names a checkpoint that was dropped
+        if best and best.is_dir() and best_of(run_folder) != best:
+            write_text(Path(run_folder) / "best", best.name + "\n")
+    for old in find(run_folder, up_to=values["step"])[:-keep]:
+        if old not in (best, best_of(run_folder)):
+            # Renamed first: a folder that is half removed must not look like a checkpoint.
+            shutil.rmtree(temporary_of(old), ignore_errors=True)
+            with only_warned(f"remove the old checkpoint {old}"):
+                os.rename(old, temporary_of(old))
+            shutil.rmtree(temporary_of(old), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """Turn an OSError into a warning: the newest checkpoint is complete without the block."""
+    try:
+        yield
+    except OSError as error:
+        show(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
+
+
+def remove_partial(run_folder: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
+    for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
+        if step_of(Path(path.name[1:-4])) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in Path(run_folder).glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", path.name):  # see runtime.files
+            path.unlink()
+
+
+def digest(contents: dict) -> str:
+    """sha256 of a JSON object without its key "sha256"."""
+    rest = {key: value for key, value in contents.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def is_finite(tensor: Tensor) -> Tensor | bool:
+    """Whether all numbers of a tensor are finite, without another tensor of its size."""
+    return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
+
+
+def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
+    """The contents of state.json, after its checksum and those of the files have been verified.
+    share: of the files, where several processes divide them. prefix: of the tensors that will be
+    read; files of other kinds are not verified. Raises CheckpointError."""
+    file = path / STATE
+    if not file.is_file():
+        raise CheckpointError(f"{path} lacks {STATE}: it is not a checkpoint, or not a whole one")
+    try:
+        contents = read_json(file, dict[str, Any], ADVICE)
+        if contents.get("sha256") != digest(contents):
+            raise CheckpointError(f"{file} is damaged (checksum); {ADVICE}")
+        if (found := contents.get("format")) != FORMAT:
+            raise CheckpointError(f"{path} is of format {found}; this version reads {FORMAT}")
+        contents = from_values(contents, State, str(file), ADVICE)
+        sums = contents["parts"]
+        if odd := sorted({part.name for part in parts(path)} ^ sums.keys()):
+            raise CheckpointError(f"{path} is damaged: {odd[0]} is missing or not part of it")
+        # Files written under fsdp are not named by kind and may hold shards of every tensor.
+        names = [name for name in sorted(sums) if name.startswith(prefix)] or sorted(sums)
+        for name in names[share]:
+            if sha256_file(path / name) != sums[name]:
+                raise CheckpointError(f"{path} is damaged (checksum of {name})")
+    except (UserError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    return contents
+
+
+def read_newest(
+    run_folder: Path,
+    read: Callable[[Path], Any] = read_values,
+    procs: Processes | None = None,
+    which: str = "last",
+) -> tuple[Path, Any] | None:
+    """The newest checkpoint that can be read, and read(path); None if the run has none. Skips
+    damaged ones with a warning. procs: the processes of the job that owns the run, which all must
+    call and get the same one; without, looks again if a running job has replaced a checkpoint.
+    which: see `candidates`. Raises CheckpointError if all are damaged."""
+    main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
+    for attempt in range(1 if procs else TRIES):
+        paths = candidates(run_folder, which)
+        if any(others != paths for others in gather(paths)):
+            what = f"the processes see different checkpoints in {run_folder}"
+            raise UserError(f"{what}; put --out on a shared disk")
+        for path in reversed(paths):
+            try:
+                found = read(path)
+                problem = None
+            except CheckpointError as error:
+                problem = str(error)
+            problems = [text for text in gather(problem) if text]  # of any process
+            if not problems:
+                return path, found
+            if not procs and attempt < TRIES - 1 and not path.is_dir():
+                break
+            if main and which == "last":
+                told = f"warning: {problems[0]}; trying the one before it"
+                show(visible(told, one_line=True), file=sys.stderr)
+        else:  # an empty list can be one that was made while the only checkpoint was replaced
+            if paths or not (Path(run_folder) / "checkpoints").is_dir():
+                break
+    if paths:
+        advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
+        what = f"none of the {len(paths)} checkpoints in {run_folder} can be read"
+        raise CheckpointError(what + advice)
+    return None
+
+
+def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint, by name; of a DTensor this process's shard. Raises
+    CheckpointError for a missing name, another shape or dtype, or an unreadable file."""
+    import torch.distributed.checkpoint as dcp
+
+    for name, tensor in targets.items():
+        found = values["tensors"].get(name)
+        expected = [str(tensor.dtype)[6:], *tensor.shape]
+        if found is None:
+            raise CheckpointError(f"{path} lacks {name}")
+        if found != expected:
+            raise CheckpointError(f"{name} is {found} in {path}, but {expected} in the model")
+    with reading(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        dcp.load(targets, storage_reader=reader, no_dist=True)
+
+
+def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, whole, by the rest of their names."""
+    import torch.distributed.checkpoint as dcp
+
+    with reading(path):
+        found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in found.items()
+        if name.startswith(prefix)
+    }
+    read_tensors(path, values, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if a file in the block is missing or damaged."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: of torch.load
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error

@@ -1,0 +1,56 @@
+"""The English books behind the results, published up to 1927, in the splits of books.tsv: from a
+public repository of a Markdown file a book, as a .zip."""
+
+import csv
+import unicodedata
+import zipfile
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from ..runtime.errors import UserError, reason_of
+from .sources import Corpus, Reading, read_whole
+
+COMMIT = "f9edc0ac68ef4d4bc6b16cbc1a3d68d5783a7e28"
+URL = f"https://github.com/mlschmitt/classic-books-markdown/archive/{COMMIT}.zip"
+LIST = Path(__file__).with_name("books.tsv")  # split, year, author, title, bytes
+CHANGED = "books have other lengths than those behind the results (data/books.tsv)"
+
+
+def books() -> list[dict[str, str]]:
+    with LIST.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """The books of books.tsv, in its order. Raises UserError if one is missing."""
+    try:
+        archive = zipfile.ZipFile(stream)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{name}: no .zip file ({reason_of(error)}); get it again") from None
+    with archive:
+        files = {}
+        for file in archive.namelist():
+            folder, title = PurePosixPath(file).parts[-2:] if file.count("/") > 1 else ("", file)
+            title = title.removesuffix(".md").strip()
+            files[unicodedata.normalize("NFC", f"{folder}/{title}")] = file
+        for book in books():
+            key = unicodedata.normalize("NFC", f"{book['author']}/{book['title']}")
+            if key not in files:
+                raise UserError(f"{name}: {key}.md is missing; the books are those of {URL}")
+            with archive.open(files[key]) as file:
+                text = "".join(read_whole(file, f"{name}: {key}.md", reading)).strip()
+            reading.counts[CHANGED] += len(text.encode()) != int(book["bytes"])
+            yield text
+
+
+def book_splits(corpus: Corpus, splits: Collection[str], _: Collection[str]) -> dict[str, Corpus]:
+    """Those of books.tsv. corpus: all books, in its order."""
+
+    texts = cache(lambda: [*zip(books(), corpus.documents, strict=True)])
+
+    def part(split: str) -> Iterator[str]:
+        return (text for book, text in texts() if book["split"] == split)
+
+    return {split: Corpus(part(split), corpus.description) for split in splits}

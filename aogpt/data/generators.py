@@ -1,0 +1,92 @@
+"""Texts with a known entropy. A document and its end-of-text fill a block if model.block_size is
+its length plus 1.
+
+polya       63 draws from an urn of 16 letters, each put back with another one like it: the
+            probability does not depend on the order of the draws, so no order is better
+latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
+shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from .sources import Corpus
+
+LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
+POLYA_WEIGHT = 0.1
+POLYA_LENGTH = 63
+LATIN_SIZE = 5
+SHUFFLED = 63  # characters of a chunk
+
+
+def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
+    """What `make` makes of random numbers."""
+    rng = np.random.default_rng(seed)
+    facts = {"generated": make.__name__, "seed": seed, "documents": documents}
+    return Corpus((make(rng) for _ in range(documents)), [facts])
+
+
+def shuffled(corpus: Corpus, seed: int) -> Corpus:
+    """The ASCII characters of each document, in chunks in random order; the rest is dropped."""
+
+    def documents() -> Iterator[str]:
+        rng = np.random.default_rng(seed)
+        for text in corpus.documents:
+            text = "".join(character for character in text if character.isascii())
+            for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
+                yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
+
+    return Corpus(documents(), [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
+
+
+def polya(rng: np.random.Generator) -> str:
+    """A sequence of draws. The urn holds POLYA_WEIGHT of each letter before them."""
+    counts = np.full(len(LETTERS), POLYA_WEIGHT)
+    drawn = []
+    for uniform in rng.random(POLYA_LENGTH):
+        cumulative = counts.cumsum()
+        letter = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        counts[letter] += 1
+        drawn.append(LETTERS[letter])
+    return "".join(drawn)
+
+
+def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
+    """-log probability of a sequence of draws. With n_v draws of letter v of V and weight a, the
+    probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma = log G."""
+    G = math.lgamma
+    total = len(LETTERS) * weight
+    of_letters = sum(G(text.count(v) + weight) - G(weight) for v in LETTERS)
+    return G(total + len(text)) - G(total) - of_letters
+
+
+@functools.cache
+def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
+    """All Latin squares whose first row and first column are in order: 56 of size 5."""
+    squares = [[tuple(range(size))]]
+    for first in range(1, size):
+        rows = [row for row in itertools.permutations(range(size)) if row[0] == first]
+        squares = [
+            [*above, row]
+            for above, row in itertools.product(squares, rows)
+            if all(a != b for other in above for a, b in zip(other, row, strict=True))
+        ]
+    return [np.array(square) for square in squares]
+
+
+def latin5(rng: np.random.Generator) -> str:
+    """A random Latin square: a reduced one, columns and then rows but the first shuffled."""
+    squares = reduced_squares()
+    square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
+    rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]
+    return "".join(LETTERS[cell] for cell in square[rows].flatten())
+
+
+# -log probability of a document, without its end-of-text: the least expected loss on it.
+NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
+    "polya": polya_nats,
+    "latin5": lambda square: math.log(56 * math.factorial(5) * math.factorial(4)),  # all are alike
+}

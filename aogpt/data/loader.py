@@ -1,0 +1,353 @@
+"""Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
+A dataset is a folder with `meta.json` and a flat file of token ids for each split (prepare.py). A
+split is divided into blocks of `block_size` tokens; the rest after the last one is in no batch.
+Each epoch visits every block once, in an order that depends on (seed, epoch) alone: resuming needs
+no loader state, and any number of processes reads the same. Shapes: B sequences, T block_size."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+
+import numpy as np
+from annotated_types import Interval
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
+from ..runtime import randomness
+from ..runtime.errors import UserError
+from ..runtime.files import sha256_file
+from ..runtime.paths import DATA
+from ..runtime.randomness import philox_bits, to_uniform
+from ..runtime.validation import Count, FileName, NonNegative, expand_home, read_json, schema
+from .tokenizers import RECORDED
+
+if TYPE_CHECKING:  # prepare.py starts without torch
+    import torch
+
+FORMAT = 2  # the newest that is read; of prompts, where text has 1
+LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
+LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
+IDS_AT_ONCE = 1 << 24
+PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
+ADVICE = "prepare the dataset again"
+
+
+@schema
+class Split(TypedDict):
+    file: FileName
+    tokens: Annotated[int, Interval(ge=1, lt=2**63)]
+    sha256: str
+    roles: NotRequired[dict[str, FileName]]  # file and sha256 of the prompt mask, a byte a token
+
+
+@schema
+class Meta(TypedDict):
+    """The contents of meta.json; folders of earlier versions lack some keys."""
+
+    format: NonNegative
+    tokenizer: str
+    tokenizer_sha256: NotRequired[str]  # of its vocabulary
+    vocab_size: Count
+    eot: NonNegative
+    dtype: Literal["uint16", "uint32"]
+    splits: dict[str, Split]
+    protocol: NotRequired[str]
+    block_size: NotRequired[Count | None]
+    split: NotRequired[str | None]
+    notes: NotRequired[list[str]]
+    settings: NotRequired[dict[str, Any]]
+
+
+def find_dataset(name) -> Path:
+    """The prepared folder that `name` means: a path, or a name under the project's data/."""
+    for folder in (expand_home(name), DATA / name):
+        if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
+            return folder
+    prepared = ", ".join(sorted(path.parent.name for path in DATA.glob("*/meta.json"))) or "none"
+    what = f"{name} is not a prepared dataset, neither a folder nor in {DATA} ({prepared})"
+    raise FileNotFoundError(f"{what}; make it with: python data/prepare.py {name} (see --help)")
+
+
+def evaluation_split(meta: dict) -> str:
+    """The split to evaluate on by default: the only one, that of an evaluation set, or "val"."""
+    if len(meta["splits"]) == 1:
+        return next(iter(meta["splits"]))
+    return meta["split"] if meta.get("split") in meta["splits"] else "val"
+
+
+def load_meta(folder) -> Meta:
+    """The contents of meta.json; made up for nanoGPT's token files. Raises FileNotFoundError."""
+    path = Path(folder) / "meta.json"
+    if not path.is_file():
+        if path.with_name("train.bin").is_file():
+            return nanogpt_meta(Path(folder))
+        advice = f"make one with: python data/prepare.py NAME --out {folder}"
+        raise FileNotFoundError(f"{folder} is not a data set (no meta.json); {advice}")
+    meta = read_json(path, Meta, ADVICE)
+    if meta["format"] > FORMAT:
+        raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
+    return meta
+
+
+def nanogpt_meta(folder: Path) -> Meta:
+    """The meta.json of nanoGPT's train.bin and val.bin. Raises UserError for a meta.pkl."""
+    if (folder / "meta.pkl").exists():
+        raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
+    splits = {}
+    for path in (folder / "train.bin", folder / "val.bin"):
+        if path.is_file() and (tokens := path.stat().st_size // 2):
+            splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
+    note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
+    facts = {"format": 1, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16"}
+    return {**facts, "splits": splits, "notes": [note]}
+
+
+def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
+    """All ids of a split (n,), memory-mapped, after a check of sizes and the first ids, or with
+    `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
+    meta = load_meta(folder)
+    if split not in meta["splits"]:
+        raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
+    entry = meta["splits"][split]
+    count = entry["tokens"]
+    token_file = Path(folder) / entry["file"]
+    dtype = token_dtype(meta["dtype"])
+    files = [(token_file, entry["sha256"], count * dtype.itemsize)]
+    if roles := entry.get("roles"):
+        files.append((token_file.with_name(roles["file"]), roles["sha256"], count))
+    for path, sha256, size in files:
+        if path.stat().st_size != size:
+            found = f"{path.stat().st_size:,} bytes, but {count:,} tokens need {size:,}"
+            raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
+        if verify and sha256 and sha256_file(path) != sha256:
+            raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
+    ids = np.memmap(token_file, dtype, mode="r")
+    for start in range(0, count if verify else 1, IDS_AT_ONCE):
+        if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
+            known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
+            raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
+    return ids
+
+
+def token_dtype(name: str) -> np.dtype:
+    """The type of a token file, little-endian on every machine."""
+    return np.dtype(name).newbyteorder("<")
+
+
+def spread(count: int, total: int) -> np.ndarray:
+    """`count` numbers, evenly spread over range(total), int64; at most `total`."""
+    count = min(count, total)
+    return np.arange(count, dtype=np.int64) * total // max(1, count)
+
+
+class TokenDataset:
+    """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
+    examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
+    num_blocks, of_records. verify: see `read_tokens`. max_tokens: take only blocks of this many
+    tokens, spread over the split; 0: all. Raises FileNotFoundError or UserError."""
+
+    def __init__(
+        self, folder, split: str, block_size: int, verify: bool = False, max_tokens: int = 0
+    ):
+        self.meta = load_meta(folder)
+        self.tokens = read_tokens(folder, split, verify)
+        protocol = self.meta.get("protocol")
+        packed = self.meta.get("block_size") or block_size
+        if protocol == "records" and packed < block_size:
+            block_size = packed  # a model may take longer sequences
+        if packed != block_size:
+            what = f"prepare it again with --block-size {block_size}, or with --protocol full"
+            if protocol == "records":
+                what = f"set the model's block_size to {packed} or more"
+            blocks = f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
+            raise UserError(f"{folder} is packed into {blocks}: {what}")
+        if (count := self.tokens.size) < block_size:
+            few = f"{split} of {folder} has {count:,} tokens, fewer than a block of {block_size:,}"
+            raise UserError(f"{few}: lower block_size to at most {count:,}, or prepare more text")
+        self.block_size = block_size
+        self.num_blocks = count // block_size
+        self.shift = 0  # not 0 where a run had batches of another size before
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        entry = self.meta["splits"][split]
+        paths = [Path(folder) / entry["file"]]
+        self.of_records = "roles" in entry
+        if self.of_records:  # a block is an example with a prompt
+            paths.append(Path(folder) / entry["roles"]["file"])
+            self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(-1, block_size)
+        if max_tokens:  # a copy in memory
+            chosen = spread(max(1, max_tokens // block_size), self.num_blocks)
+            self._blocks = self._blocks[chosen]
+            self.num_blocks = len(chosen)
+            if self.of_records:
+                self._roles = self._roles[chosen]
+        self._opened = {path: _stamp(path) for path in paths}
+
+    def check_unchanged(self) -> None:
+        """Raise UserError or OSError if a file has another size or time than when it was opened."""
+        for path, stamp in self._opened.items():
+            if _stamp(path) != stamp:  # reading beyond a shorter one raises SIGBUS
+                advice = "see that it is whole (--data.verify) and start again"
+                raise UserError(f"{path} has changed since it was opened: {advice}")
+
+    def roles(self, indices) -> torch.Tensor:
+        """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B, T)."""
+        import torch
+
+        return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
+
+    def predicted(self, seed: int, step: int, global_batch: int) -> int:
+        """Number of predicted tokens in a global batch of examples with prompts."""
+        indices = self.indices(seed, step, range(global_batch), global_batch)
+        return int((self._roles[indices] == 0).sum())
+
+    def blocks(self, indices) -> torch.LongTensor:
+        """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B, T)."""
+        import torch
+
+        self.check_unchanged()
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
+        assert not len(indices) or 0 <= indices.min() <= indices.max() < self.num_blocks, indices
+        return torch.from_numpy(self._blocks[indices].astype(np.int64))
+
+    def tail(self) -> torch.LongTensor:
+        """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T."""
+        import torch
+
+        rest = self.tokens[self.num_blocks * self.block_size :]
+        return torch.from_numpy(rest.astype(np.int64))[None]
+
+    def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
+        """Sequences `rows` of the global batch of `step` -> LongTensor (B, T)."""
+        return self.blocks(self.indices(seed, step, rows, global_batch))
+
+    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch + row + shift
+        is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
+        assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
+        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
+        return in_epochs(seed, sequence, self.num_blocks)
+
+
+class Mixture(TokenDataset):
+    """Text data sets with one tokenizer, each with a share of the sequences: a fixed number of
+    every PATTERN consecutive ones, in random order. Each has its own epochs, as if it were read
+    alone; an epoch of the mixture is one of the first data set."""
+
+    def __init__(self, parts: list[TokenDataset], shares: list[float]):
+        self.parts = parts
+        self.meta = parts[0].meta
+        ends = np.rint(np.cumsum(shares) * PATTERN).astype(np.int64)
+        self.counts = np.diff(ends, prepend=0)
+        sizes = [part.num_blocks for part in parts]
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes  # numbers of the first blocks
+        self.block_size = parts[0].block_size
+        self.of_records = False
+        self.shift = 0
+        self.num_blocks = max(1, round(parts[0].num_blocks / shares[0]))
+
+    def check_unchanged(self) -> None:
+        for part in self.parts:
+            part.check_unchanged()
+
+    def blocks(self, indices) -> torch.LongTensor:
+        """Blocks by their number among those of all parts."""
+        import torch
+
+        part = np.searchsorted(self.ends, indices, side="right")
+        found = torch.empty(len(indices), self.block_size, dtype=torch.int64)
+        for n in np.unique(part):
+            here = part == n
+            found[here] = self.parts[n].blocks(indices[here] - self.starts[n])
+        return found
+
+    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
+        indices = np.empty_like(sequence)
+        parts = np.repeat(np.arange(len(self.parts)), self.counts)
+        for pattern in np.unique(sequence // PATTERN):
+            here = sequence // PATTERN == pattern
+            bits = philox_bits(seed, int(pattern), range(1), PATTERN, randomness.MIXTURE)[0]
+            drawn = parts[np.argsort(bits, kind="stable")]
+            for n, part in enumerate(self.parts):
+                of_part = here & (drawn[sequence % PATTERN] == n)
+                before = np.cumsum(drawn == n)[sequence[of_part] % PATTERN] - 1
+                number = pattern * self.counts[n] + before
+                # Another shuffle for each part; that of the first is the one it has alone.
+                numbers = in_epochs(seed, number, part.num_blocks, n << 40)
+                indices[of_part] = self.starts[n] + numbers
+        return indices
+
+
+def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
+    """The blocks that consecutive sequences read: number n is block shuffle_e[n % count] of epoch
+    e = n // count. first: added to the epoch's number for the shuffle."""
+    epochs, places = np.divmod(numbers, count)
+    indices = np.empty_like(places)
+    # Two epochs where a batch straddles them, more if it is larger than the dataset.
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = shuffled(seed, first + int(epoch), count)[places[here]]
+    return indices
+
+
+def open_training_data(
+    folder: Path, block_size: int, verify: bool, max_tokens: int, mix: tuple[str, ...]
+) -> TokenDataset:
+    """The training split of a data set, and with `mix`, FOLDER=SHARE each, a Mixture of it with
+    others. Raises FileNotFoundError or UserError."""
+    data = TokenDataset(folder, "train", block_size, verify, max_tokens)
+    parts = [data]
+    shares = [1.0]
+    for text in mix:
+        name, _, share = text.rpartition("=")
+        try:
+            shares.append(float(share))
+        except ValueError:
+            raise UserError(f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1") from None
+        parts.append(TokenDataset(find_dataset(name), "train", data.block_size, verify))
+        theirs = parts[-1].meta
+        ours = data.meta
+        if any(theirs.get(key) != ours.get(key) for key in RECORDED):
+            what = f"data.mix {name} has another tokenizer than {folder}"
+            raise UserError(f"{what}; prepare it again")
+        shares[0] -= shares[-1]
+    if min(shares) <= 0:
+        raise UserError("data.mix: give shares above 0, below 1 in all; data.folder has the rest")
+    if mix and any(part.of_records for part in parts):
+        raise UserError("data.mix is for texts, and one of these has prompts; leave it out")
+    return Mixture(parts, shares) if mix else data
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
+def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of the blocks in an epoch, int64 (count,)."""
+    # A sort of raw bits: Generator.permutation may change with numpy's version.
+    bits = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)[0]
+    return np.argsort(bits, kind="stable")
+
+
+def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
+    """Length of the sequences in the global batch of each step, int64 (len(steps),): block_size, or
+    with probability `random_prob` uniform in 1 .. block_size and rounded up to an eighth of it. A
+    shortened batch keeps the first tokens of its blocks."""
+    lengths = np.full(len(steps), block_size, dtype=np.int64)
+    if random_prob == 0 or not len(steps):
+        return lengths
+    # Two numbers a step, of the chunks that these steps are in.
+    first = steps.start // LENGTHS_AT_ONCE
+    last = (steps.stop - 1) // LENGTHS_AT_ONCE
+    of_chunk = range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS
+    bits = [philox_bits(seed, chunk, *of_chunk) for chunk in range(first, last + 1)]
+    start = steps.start - first * LENGTHS_AT_ONCE
+    uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[start : start + len(steps)]
+    drawn = 1 + (uniform[:, 1] * block_size).astype(np.int64)
+    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
+    rounded = eighths[np.searchsorted(eighths, drawn)]
+    return np.where(uniform[:, 0] < random_prob, rounded, lengths)

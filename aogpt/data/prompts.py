@@ -1,0 +1,83 @@
+"""Examples: short texts of which a part, the prompt, is given, each in a block of its own. The
+prompt stands between marks, anywhere in the text, in one part or several:
+
+    [GIVEN]12+34=[/GIVEN]046
+    The [GIVEN]old horse[/GIVEN] was tired
+
+Beside the token file lies the prompt mask, a byte for each token, its *role*:
+
+    PREDICTED   the model learns it, and is scored on it
+    PROMPT      the model sees it before all others, without a loss
+    PADDING     after the end of the example: not seen, not predicted"""
+
+import re
+
+import numpy as np
+
+from ..runtime.errors import UserError
+from .sources import Reading, text_of
+from .tokenizers import Tokenizer
+
+PREDICTED, PROMPT, PADDING = range(3)
+BEGIN = "[GIVEN]"
+END = "[/GIVEN]"
+MARKS = re.compile(r"(\[/?GIVEN\])")
+
+
+def as_prompt(text: str) -> str:
+    return f"{BEGIN}{text}{END}" if text else ""
+
+
+def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
+    """The parts of an example and their roles. Raises UserError that begins with `place`."""
+    parts = MARKS.split(example)  # every other one is a mark
+    if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
+        raise UserError(f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}")
+    result = [(part, i // 2 % 2) for i, part in enumerate(parts) if i % 2 == 0 and part]
+    if all(role == PROMPT for _, role in result):
+        raise UserError(f"{place}: all of it is given, and nothing left to predict")
+    return result
+
+
+def encode_example(
+    tokenizer: Tokenizer, block_size: int, end: bool, example: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and roles, padded with end-of-text to (block_size,) each; longer examples stay longer.
+    end: whether a predicted end-of-text follows."""
+    ids = []
+    roles = []
+    for text, role in spans(example):
+        # by itself: a prompt's tokens do not depend on the rest
+        part = tokenizer.encode_after(text) if ids else tokenizer.encode(text)
+        ids += part
+        roles += [role] * len(part)
+    missing = max(0, block_size - len(ids) - end)
+    ids += [tokenizer.eot] * (end + missing)
+    roles += [PREDICTED] * end + [PADDING] * missing
+    return np.array(ids, tokenizer.dtype), np.array(roles, np.uint8)
+
+
+class Example(str):
+    """The text of an example that was read from a file."""
+
+    place: str  # the file and the line
+
+
+class Examples(Reading):
+    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}."""
+
+    @property
+    def fields(self):
+        return {self.field, self.prompt_field or "prompt"}
+
+    def document(self, row, place):
+        text = super().document(row, place)
+        prompt = self.prompt_field or "prompt"
+        if prompt in row or self.prompt_field:
+            if MARKS.search(text + text_of(row, prompt, place, "--prompt-field")):
+                raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
+            text = as_prompt(row[prompt]) + text
+        spans(text, place)  # raises UserError here, where the place is known
+        example = Example(text)
+        example.place = place
+        return example

@@ -1,0 +1,378 @@
+"""Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
+length, a block, and no end-of-text. An example is made from a *key*, such as a solved Sudoku.
+Splits are assigned by a hash of its canonical form: no puzzle or trivial variant is in two."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from .prompts import as_prompt
+from .sources import Corpus
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Task:
+    """A puzzle: how its examples are made, and which answers are right. Subclasses have draw(rng),
+    which returns a random key, and answer(key, rng), for the key as prompt."""
+
+    name: str
+    length: int  # characters (bytes) of an example
+    start = 0  # of the answer, where only the answer is compared
+    documents = 100_000  # of the training split
+    keys: int | None = None  # of val and of test, where they are few and each is drawn once
+    board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
+    # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
+    # with exact conditionals
+    limit: Callable[[Sequence[int]], float] | None = None
+    # of answers: 1 where the limit is that of samples, else 0
+    temperature = property(lambda self: 1.0 if self.limit else 0.0)
+
+    def example(self, key: str, rng: np.random.Generator) -> str:
+        """The text made from a key, its prompt marked (prompts.py)."""
+        return as_prompt(key) + self.answer(key, rng)
+
+    def canonical(self, key: str) -> str:
+        """Equal for keys that are variants of each other."""
+        return key.removesuffix("=")
+
+    def split_of(self, key: str) -> str:
+        sixteenth = hashlib.sha256(self.canonical(key).encode()).digest()[7] >> 4
+        return {0: "test", 1: "val"}.get(sixteenth, "train")
+
+    def is_right(self, filled: str, made: str) -> bool:
+        """Whether `filled`, an example completed by a model, is right; made: the original."""
+        key = made[: self.start]
+        answer = made[self.start :]
+        return filled.startswith(key) and self.fits(filled[self.start :], key, answer)
+
+    def fits(self, answer: str, key: str, made: str) -> bool:
+        return answer == made
+
+
+def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Corpus:
+    """The examples of one split."""
+
+    def examples() -> Iterator[str]:
+        rng = np.random.default_rng(seed)
+        drawn = set()
+        for _ in range(documents):
+            key = task.draw(rng)
+            while task.split_of(key) != split or key in drawn:
+                key = task.draw(rng)
+            if task.keys and split != "train":
+                drawn.add(key)
+            yield task.example(key, rng)
+
+    return Corpus(examples(), [{"task": task.name, "seed": seed, "documents": documents}])
+
+
+def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
+    """Different ones of the first `of` letters, in random order."""
+    return "".join(LETTERS[i] for i in rng.permutation(of)[:count])
+
+
+def pairs(text: str, count: int) -> list[str]:
+    """The first pairs of letters, each an edge of a graph."""
+    return [text[i : i + 2] for i in range(0, 2 * count, 2)]
+
+
+SIDE = 6  # of a Sudoku
+UNITS = [(r, 6 + c, 12 + r // 2 * 2 + c // 3) for r in range(6) for c in range(6)]  # of each cell
+PEERS = [[i for i in range(36) if i != c and set(UNITS[c]) & set(UNITS[i])] for c in range(36)]
+
+
+def solutions(cells: str) -> Iterator[str]:
+    """All ways to fill the empty cells (0) of a board of 36 whose digits do not clash."""
+    empty = []  # (number of digits that fit, cell, these digits)
+    for cell, digit in enumerate(cells):
+        if digit == "0":
+            fit = set("123456").difference([cells[peer] for peer in PEERS[cell]])
+            empty.append((len(fit), cell, fit))
+    if not empty:
+        yield cells
+        return
+    _, cell, fit = min(empty)
+    for digit in sorted(fit):
+        yield from solutions(cells[:cell] + digit + cells[cell + 1 :])
+
+
+@functools.cache
+def first_row_in_order() -> list[str]:
+    """All 39,168 boards whose first row is 1 to 6; every board is one of them, digits renamed."""
+    return list(solutions("123456" + "0" * 30))
+
+
+class Sudoku(Task):  # a 6x6 Sudoku with boxes of 2 rows and 3 columns, and its only solution
+    name = "sudoku6"
+    length = 2 * SIDE**2
+    documents = 200_000
+    board = (SIDE, SIDE, 2, 3)
+
+    def draw(self, rng):
+        """A uniformly random solved board, row by row."""
+        names = "".join(map(str, 1 + rng.permutation(SIDE)))
+        board = first_row_in_order()[rng.integers(len(first_row_in_order()))]
+        return board.translate(str.maketrans("123456", names))
+
+    def canonical(self, key):
+        """Digits renamed so that the first row is 1 to 6."""
+        return key.translate(str.maketrans(key[:SIDE], "123456"))
+
+    def example(self, key, rng):
+        order = rng.permutation(SIDE**2)
+        cells = ["0"] * SIDE**2
+        for cell in order[: int(rng.integers(12, 21))]:
+            cells[cell] = key[cell]
+        # Another solution differs from the key somewhere: show that cell, until there is none.
+        while other := next((board for board in solutions("".join(cells)) if board != key), None):
+            cell = next(cell for cell in order if other[cell] != key[cell])
+            cells[cell] = key[cell]
+        return as_prompt("".join(cells)) + key
+
+
+# arms of a star, edges of an arm
+ARMS = 3
+ARM = 3
+EDGES = ARMS * ARM
+COUNTRIES = 8
+BORDERS = 12
+COLOURS = "RGB"
+
+
+class Star(Task):
+    """A path in a star of 3 arms, from its centre to the end of one: left to right the first step
+    is a guess, from the end all steps are forced (Bachmann & Nagarajan, arXiv 2403.06963)."""
+
+    name = "star"
+    length = 2 * EDGES + 4 + ARM + 1
+    documents = 200_000
+
+    def draw(self, rng):
+        """The edges, two letters each, in random order; the centre and the end of an arm."""
+        names = letters(rng, EDGES + 1, of=EDGES + 1)  # with more, edges are looked up late
+        arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
+        edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
+        shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
+        return f"{shuffled}/{names[0]}{arms[0][-1]}="
+
+    def canonical(self, key):
+        return "".join(sorted(pairs(key, EDGES)))
+
+    def answer(self, key, rng):
+        before = {edge[1]: edge[0] for edge in pairs(key, EDGES)}
+        centre = key[-3]
+        path = key[-2]
+        while path[0] != centre:
+            path = before[path[0]] + path
+        return path
+
+
+class Colouring(Task):
+    """A map of 8 countries, and one of 3 colours for each; any that fit are right."""
+
+    name = "colouring"
+    length = 2 * BORDERS + 1 + COUNTRIES
+    start = 2 * BORDERS + 1
+
+    def draw(self, rng):
+        """The borders of a map that has a colouring, two letters each, in random order."""
+        edges = []
+        while len(edges) < BORDERS:
+            colour = rng.integers(len(COLOURS), size=COUNTRIES)
+            edges = [(i, j) for i in range(COUNTRIES) for j in range(i) if colour[i] != colour[j]]
+        chosen = [edges[k] for k in rng.permutation(len(edges))[:BORDERS]]
+        turned = zip(chosen, rng.integers(2, size=BORDERS), strict=True)
+        return "".join(LETTERS[edge[turn]] + LETTERS[edge[1 - turn]] for edge, turn in turned) + "="
+
+    def canonical(self, key):
+        return "".join(sorted("".join(sorted(pair)) for pair in pairs(key, BORDERS)))
+
+    def answer(self, key, rng):
+        """The first colouring that fits, tried in random order: not all are equally likely."""
+        order = letters(rng, COUNTRIES, of=COUNTRIES)
+
+        def search(colours: dict[str, str]) -> dict[str, str] | None:
+            if len(colours) == COUNTRIES:
+                return colours
+            for k in rng.permutation(len(COLOURS)):
+                more = colours | {order[len(colours)]: COLOURS[k]}
+                if not self.clashes(key, more) and (found := search(more)):
+                    return found
+            return None
+
+        colours = search({})
+        return "".join(colours[country] for country in LETTERS[:COUNTRIES])
+
+    def fits(self, answer, key, made):
+        is_whole = len(answer) == COUNTRIES and set(answer) <= set(COLOURS)
+        return is_whole and not self.clashes(key, dict(zip(LETTERS, answer, strict=False)))
+
+    def clashes(self, key: str, colours: dict[str, str]) -> bool:
+        """Whether two neighbours have one colour; some countries may have none yet."""
+        return any(a in colours and colours[a] == colours.get(b) for a, b in pairs(key, BORDERS))
+
+
+DIGITS = 5
+# number of facts, letters of a name
+FACTS = 400
+NAME = 4
+
+
+class Addition(Task):
+    """Two numbers and their sum, most significant digit first: carries come from the other end."""
+
+    name = "addition"
+    length = 3 * DIGITS + 3
+    documents = 200_000
+
+    def draw(self, rng):
+        a, b = rng.integers(10**DIGITS, size=2)
+        return f"{a:0{DIGITS}}+{b:0{DIGITS}}="
+
+    def canonical(self, key):
+        return "+".join(sorted(key[:-1].split("+")))
+
+    def answer(self, key, rng):
+        return f"{sum(map(int, key[:-1].split('+'))):0{DIGITS + 1}}"
+
+
+@functools.cache
+def facts() -> list[tuple[str, str]]:
+    """(A, B) of all facts: different names, the same for every seed."""
+    rng = np.random.default_rng(20230921)
+    names = {}
+    while len(names) < 2 * FACTS:
+        names["".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=NAME))] = None
+    names = list(names)
+    return list(zip(names[:FACTS], names[FACTS:], strict=True))
+
+
+class Reversal(Task):
+    """Facts A:B, asked for A given B (Berglund et al., arXiv 2309.12288). Even facts are trained on
+    in both directions, odd ones, which are asked, forward only."""
+
+    name = "reversal"
+    length = 2 * NAME + 1
+    documents = 20_000
+    keys = FACTS // 4
+
+    def draw(self, rng):
+        return f"{rng.integers(FACTS)} {rng.choice(['forward', 'backward'])}"
+
+    def split_of(self, key):
+        number, direction = key.split()
+        if direction == "forward" or int(number) % 2 == 0:
+            return "train"
+        return "val" if int(number) % 4 == 1 else "test"
+
+    def example(self, key, rng):
+        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right models."""
+        number, direction = key.split()
+        name, other = facts()[int(number)]
+        if direction == "forward":
+            return f"{name}:{other}"
+        return f":{other}{name}" if self.split_of(key) == "train" else name + as_prompt(f":{other}")
+
+
+class Exchanged(Reversal):
+    """The same facts, of which the odd ones are asked in a record of the other form, B:A. In the
+    backward records above A and B keep the places that they have in training, so that any-order
+    training answers the question itself (arXiv 2602.02133)."""
+
+    name = "exchanged"
+
+    def example(self, key, rng):
+        number, direction = key.split()
+        name, other = facts()[int(number)]
+        if direction == "forward":
+            return f"{name}:{other}"
+        start = f"{other}:"
+        return (start if self.split_of(key) == "train" else as_prompt(start)) + name
+
+
+class Parity(Task):  # bits, and the parity of each and all before it: left to right, a step a bit
+    name = "parity"
+    length = 2 * 20 + 1
+
+    def draw(self, rng):
+        return "".join(map(str, rng.integers(2, size=20))) + "="
+
+    def answer(self, key, rng):
+        return "".join(str(key[: i + 1].count("1") % 2) for i in range(20))
+
+
+class Letters(Task):  # and what is made of them
+    def __init__(self, name, size, change, fits=None, limit=None):
+        self.name = name
+        self.size = size
+        self.change = change
+        self.limit = limit
+        self.length = 2 * size + 1
+        self.start = size + 1
+        self.fits = fits or self.fits
+
+    def draw(self, rng):
+        return letters(rng, self.size) + "="
+
+    def answer(self, key, rng):
+        return self.change(key[:-1], rng)
+
+
+def one_replaced(word: str, rng: np.random.Generator) -> str:
+    place = rng.integers(len(word))
+    return word[:place] + "?" + word[place + 1 :]
+
+
+def is_one_replaced(answer: str, key: str, made: str) -> bool:
+    new = [a for a, b in zip(answer, key, strict=False) if a != b]
+    return len(answer) == len(made) and new == ["?"]
+
+
+def replace_limit(groups: Sequence[int]) -> float:
+    """With r positions left and none replaced yet, each is replaced with probability 1 / r,
+    independently within a group; once one is, the others are certain."""
+    left = sum(groups)
+    none_yet = 1.0
+    right = 0.0
+    for size in groups:
+        right += none_yet * (size / left * (1 - 1 / left) ** (size - 1))
+        none_yet *= (1 - 1 / left) ** size
+        left -= size
+    return right
+
+
+def shuffle_limit(groups: Sequence[int]) -> float:
+    """With r letters left each position of a group draws one of them; all must differ."""
+    left = sum(groups)
+    right = 1.0
+    for size in groups:
+        right *= math.perm(left, size) / left**size
+        left -= size
+    return right
+
+
+# The accuracy that parallel decoding can reach on the last three is known (arXiv 2510.04767).
+ALL = (
+    Sudoku(),
+    Star(),
+    Addition(),
+    Reversal(),
+    Exchanged(),
+    Letters("mirror", 12, lambda word, rng: word[::-1]),  # every order is as good
+    Parity(),
+    Colouring(),
+    Letters("copy", 8, lambda word, rng: word, limit=lambda groups: 1.0),
+    Letters("replace", 8, one_replaced, is_one_replaced, replace_limit),
+    Letters(
+        "shuffle",
+        8,
+        lambda word, rng: "".join(word[i] for i in rng.permutation(8)),
+        lambda answer, key, made: sorted(answer) == sorted(made),
+        shuffle_limit,
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in ALL}

@@ -1,0 +1,139 @@
+"""Prompts of a prepared data set answered by a model, and how many answers are right: exact match.
+
+N rows of T tokens."""
+
+import functools
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..checkpoints import Loaded
+from ..data.puzzles import TASKS, Task
+from ..orders import Roles
+from ..runtime.errors import UserError
+from ..runtime.processes import Processes
+from ..sampling import modes
+from ..sampling.engine import Generation
+from ..sampling.modes import DecodingOptions
+from ..sampling.page import PageSample, render
+from ..sampling.plans import Plan, group_sizes
+from .eval_sets import open_eval_set
+from .text_measures import mean_and_error
+
+ON_PAGE = 16  # rows
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Rows of which a part is a prompt, as a model reads them."""
+
+    name: str
+    tokens: Tensor  # LongTensor (N, T)
+    roles: Roles
+    task: Task | None  # says which answers are right; None: only the row's own is
+
+    def first(self, count: int) -> "Questions":
+        roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
+        return replace(self, tokens=self.tokens[:count], roles=roles)
+
+    def given_first(self) -> "Questions":
+        """With the prompt at the beginning, for a model that can only continue a text."""
+        order = self.roles.first_given(torch.arange(self.tokens.shape[1]).expand_as(self.tokens))
+        rows = self.tokens, self.roles.predicted, self.roles.given
+        tokens, *roles = (values.gather(1, order) for values in rows)
+        return replace(self, tokens=tokens, roles=Roles(*roles))
+
+
+def open_questions(
+    name: str, split: str | None, loaded: Loaded, limit: int | None = None
+) -> Questions:
+    """The rows of a prepared data set, or `limit` of them, spread over the split. split: by default
+    test, where there is one. Raises UserError for a set without prompts."""
+    eval_set = open_eval_set(name, split, loaded, limit, preferred_split="test", verify=False)
+    rows = range(eval_set.count)
+    roles = eval_set.roles(rows)
+    if roles is None:
+        advice = "make some with: python data/prepare.py records --source FILE.jsonl"
+        raise UserError(f"{eval_set.folder} holds text without prompts; {advice}")
+    task = TASKS.get(eval_set.dataset.meta.get("settings", {}).get("dataset"))
+    return Questions(eval_set.name, eval_set.tokens(rows), roles, task)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model has answered."""
+
+    records: list[dict]  # of each row: text, answer (the text as filled in), right, step, nfe
+    samples: Generation
+    seconds: float
+    limit: float | None  # share of right answers that is possible with these groups: `Task.limit`
+
+    def summary(self) -> dict:
+        share, error = mean_and_error([float(record["right"]) for record in self.records])
+        return {
+            "records": len(self.records),
+            "exact_match": share,
+            "standard_error": error,
+            "nfe": float(self.samples.nfe.double().mean()),
+            "token_forwards": self.samples.token_forwards / len(self.records),
+            "seconds": self.seconds,
+            "limit": self.limit,
+        }
+
+
+def answer(
+    loaded: Loaded, questions: Questions, options: DecodingOptions, seed: int, procs: Processes
+) -> Answers:
+    """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
+    if loaded.model.config.l2r_only:
+        questions = questions.given_first()
+    roles = questions.roles
+    contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
+    planned = modes.plan_samples(options, contexts, seed)
+    started = time.perf_counter()
+    how = options, loaded.vocab_size, procs, questions.name
+    samples = modes.generate_distributed(loaded.model, planned, *how)
+    seconds = time.perf_counter() - started
+    limit = limit_of(questions.task, planned.plan, options)
+    return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
+
+
+def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
+    """Every row as it is and as it was filled in, up to its end-of-text."""
+    text = functools.partial(modes.text_until, loaded.get_tokenizer())
+    records = []
+    is_right = questions.task.is_right if questions.task else str.__eq__
+    rows = zip(questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True)
+    for true, (filled, step, _), nfe in rows:
+        record = {"text": text(true[: len(filled)]), "answer": text(filled)}
+        record["right"] = is_right(record["answer"], record["text"])
+        records.append(record | {"step": step, "nfe": nfe})
+    return records
+
+
+def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
+    """The mean of the task's limit over the rows of a plan; None where there is none, where the
+    model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
+    exact = options.choice.is_exact and not options.refine
+    if task is None or task.limit is None or plan.pace or not exact:
+        return None
+    sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
+    if plan.draft:  # as one position a step
+        sizes = [[1] * int(n) for n in plan.generated().sum(dim=1)]
+    return math.fsum(map(task.limit, sizes)) / len(sizes)
+
+
+def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
+    """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
+    tokenizer = loaded.get_tokenizer()
+    shown = []
+    board = questions.task.board if questions.task else None
+    rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
+    for (tokens, step, log_probs), record in rows:
+        caption = "right" if record["right"] else "wrong"
+        roll = None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)  # in its order
+        shown.append(PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll))
+    return render(shown, told)

@@ -1,0 +1,104 @@
+"""How certain a mean over sequences is: standard errors and 95% intervals.
+
+Standard error over sequences: the uncertainty from which texts and which random orders were
+sampled, if sequences were independent. Blocks of one document are not: the error by document takes
+documents as clusters. Monte Carlo error: the part from which orders, masks or contexts were sampled
+for *these texts*, which falls with their number. N sequences, D Monte Carlo samples."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over sequences, in nats per token, and its errors."""
+
+    nll: float
+    standard_error: float  # over sequences; NaN for one sequence
+    sequences: int
+    monte_carlo_error: float = 0.0  # given the texts; NaN for a single sample
+    documents: int = 1  # that the sequences come from
+    document_error: float = math.nan  # standard error by document; NaN for a single one
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.nll))
+
+    @property
+    def half_width(self) -> float:
+        """Half the width of the 95% interval of the mean, over texts and samples: by sequence or,
+        where that is wider and there are several documents, by document."""
+        half = t_quantile(self.sequences - 1) * self.standard_error
+        if self.documents > 1:
+            half = max(half, t_quantile(self.documents - 1) * self.document_error)
+        return half
+
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the perplexity."""
+        half = self.half_width
+        return float(np.exp(self.nll - half)), float(np.exp(self.nll + half))
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of a t test of a mean of 0: by document where there are several, else over
+        sequences. NaN for one sequence."""
+        error = self.standard_error
+        count = self.sequences
+        if self.documents > 1:
+            error = self.document_error
+            count = self.documents
+        if count > 1 and (self.nll == 0 or error == 0):  # all are the same
+            return float(self.nll == 0)
+        from scipy import stats  # takes two thirds of a second
+
+        return float(2 * stats.t.sf(abs(self.nll) / error, count - 1))
+
+
+def estimate(
+    *parts: Tensor, joint=False, weights: Tensor | None = None, documents: Tensor | None = None
+) -> Estimate:
+    """The mean over N sequences of a sum of parts, and its standard errors. A part is (N,), known
+    exactly, or (N, D), D samples of an estimate of it; D may differ. weights: (N,) of mean 1, where
+    sequences count by their tokens. joint: the N numbers of a sample depend on one another, as
+    stratified masks do, which makes standard_error rather too large. documents: (N,), the number of
+    the document of each sequence; by default one for all."""
+    # The spread of the N independent means holds that of the texts and that of the samples.
+    means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
+    n = len(means)
+    weights = torch.ones_like(means) if weights is None else weights
+    nll = float((weights * means).mean())
+    # A mean by tokens is a ratio of two sums; this is the linear approximation of its error.
+    deviations = weights * (means - nll)
+    error = float(deviations.std()) / n**0.5 if n > 1 else math.nan
+    document_error = math.nan
+    clusters = 1
+    if documents is not None:
+        _, cluster = documents.unique(return_inverse=True)
+        clusters = int(cluster.max()) + 1
+        sums = deviations.new_zeros(clusters).index_add_(0, cluster, deviations)
+        document_error = float(sums.std()) * clusters**0.5 / n if clusters > 1 else math.nan
+
+    sampled = [weights[:, None] * part.double() for part in parts if part.dim() == 2]
+    variance = sum(_monte_carlo(part, joint) for part in sampled)
+    return Estimate(nll, error, n, variance**0.5, clusters, document_error)
+
+
+def _monte_carlo(samples: Tensor, joint: bool) -> float:
+    """Variance of the mean of (N, D) samples given the data."""
+    n, count = samples.shape
+    if count == 1:
+        return math.nan
+    if joint:
+        return float(samples.mean(dim=0).var() / count)
+    return float(samples.var(dim=1).mean() / (n * count))
+
+
+def t_quantile(degrees: float, probability: float = 0.975) -> float:
+    """Quantile of Student's t, by default for a 95% interval; NaN for no degrees of freedom."""
+    from scipy import stats
+
+    return float(stats.t.ppf(probability, degrees))

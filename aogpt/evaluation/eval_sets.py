@@ -1,0 +1,168 @@
+"""Texts to score: N rows of a set, B in a batch, T tokens in a block."""
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checkpoints import Loaded
+from ..data import loader
+from ..data.loader import TokenDataset
+from ..data.tokenizers import get_tokenizer, other_tokenizer
+from ..orders import Roles
+from ..runtime.errors import UserError
+from ..runtime.files import sha256_file
+from ..runtime.validation import expand_home
+
+
+class TextDataset(TokenDataset):
+    """A text in memory, one document, also shorter than a block; without end-of-text."""
+
+    def __init__(self, text: str, loaded: Loaded, block_size: int):
+        tokenizer = loaded.get_tokenizer()
+        self.tokens = tokenizer.encode_array(text)
+        self.of_records = False
+        self._opened = {}
+        self.block_size, self.num_blocks = block_size, len(self.tokens) // block_size
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
+        self.meta = {"tokenizer": loaded.tokenizer, "eot": tokenizer.eot}
+        self.meta["splits"] = {"text": {"tokens": len(self.tokens), "sha256": sha256}}
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A split of a data set as rows to score: its blocks, or some spread over the split, and after
+    all blocks, where nothing may be dropped, a shorter row of the tokens that are left."""
+
+    name: str
+    folder: Path  # of the data, or of the model's file: where the tokenizer's is looked for
+    split: str
+    dataset: TokenDataset
+    count: int  # N, the rows
+
+    def tokens(self, rows: range) -> Tensor:  # (B, T)
+        if rows.start == self.dataset.num_blocks:  # the last row, which goes alone
+            return self.dataset.tail()
+        return self.dataset.blocks(self._chosen[rows])
+
+    def roles(self, rows: range) -> Roles | None:  # None for text without prompts
+        of = self.dataset
+        return Roles.of(of.roles(self._chosen[rows])) if of.of_records else None
+
+    @cached_property
+    def _chosen(self) -> np.ndarray:  # the numbers of the blocks
+        return loader.spread(self.count, self.dataset.num_blocks)
+
+    @cached_property
+    def lengths(self) -> Tensor:  # (N,) tokens of every row
+        if roles := self.roles(range(self.count)):
+            return roles.lengths
+        lengths = torch.full((self.count,), self.dataset.block_size)
+        if self.count > self.dataset.num_blocks:
+            lengths[-1] = self.dataset.tail().shape[1]
+        return lengths
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """(N,) number of the document that the middle of every row is in."""
+        if self.dataset.meta.get("protocol") == "records":
+            return torch.arange(self.count)
+        rows = np.append(self._chosen, self.dataset.num_blocks)[: self.count]  # or the tail's
+        middles = rows * self.dataset.block_size + self.lengths.numpy() // 2
+        ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
+        return torch.from_numpy(np.searchsorted(ends, middles))
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Mean UTF-8 bytes of text per token that is predicted; end-of-text has none. NaN where the
+        tokenizer's file is missing, which scoring does not need."""
+        try:
+            tokenizer = get_tokenizer(self.dataset.meta["tokenizer"], folder=self.folder)
+        except ValueError:
+            return math.nan
+        tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
+        lengths = tokenizer.byte_lengths()
+        rows = range(self.count)
+        if roles := self.roles(rows):
+            tokens = self.tokens(rows)[roles.predicted].numpy()
+        elif self.count < self.dataset.num_blocks:
+            tokens = self.tokens(rows).numpy()
+        else:
+            tokens = self.dataset.tokens[: int(self.lengths.sum())]
+        return float(lengths[tokens].mean())
+
+    def description(self) -> dict:
+        """What a result names so that it can be reproduced: above all the file's checksum."""
+        meta = self.dataset.meta
+        known = {k: meta[k] for k in ("tokenizer", "protocol", "packing", "notes") if k in meta}
+        place = {"split": self.split, "block_size": self.dataset.block_size}
+        entry = meta["splits"][self.split]
+        sha256 = entry["sha256"] or sha256_file(self.folder / entry["file"])  # nanoGPT has none
+        return known | place | entry | {"sha256": sha256}
+
+
+def comparable(models: list[Loaded]) -> list[Loaded]:
+    """The models, set to score the same tokens. Raises UserError for other tokenizers."""
+    if other_tokenizer(vars(models[0]), vars(models[-1])):
+        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
+        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
+    return [replace(m, scored_from=max(m.scored_from for m in models)) for m in models]
+
+
+def open_eval_set(
+    name: str,
+    split: str | None,
+    loaded: Loaded,
+    max_sequences: int | None = None,
+    preferred_split: str | None = None,
+    verify: bool = True,
+    block_size: int | None = None,
+) -> EvalSet:
+    """The prepared data set of this name, in blocks of the model, or of `block_size`. verify:
+    compare the checksum, which results name. Raises UserError or OSError where it is missing,
+    damaged or not for this model."""
+    folder = loader.find_dataset(name)
+    meta = loader.load_meta(folder)
+    if other_tokenizer(vars(loaded), meta):
+        other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
+        ours = f"but the model was trained on {loaded.tokenizer} tokens{other}"
+        advice = "prepare the text with the model's --tokenizer"
+        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")
+    preferred = preferred_split if preferred_split in meta["splits"] else None
+    split = split or preferred or loader.evaluation_split(meta)
+    block_size = block_size or loaded.model.config.block_size
+    dataset = TokenDataset(folder, split, block_size, verify=verify)
+    return _eval_set(Path(name).name, folder, split, dataset, loaded, max_sequences)
+
+
+def open_text(
+    name: str, text: str, loaded: Loaded, max_sequences: int | None, block_size: int
+) -> EvalSet:
+    """A text that is not prepared. Raises UserError where no token of it can be scored."""
+    dataset = TextDataset(text, loaded, block_size)
+    if len(dataset.tokens) <= loaded.scored_from:
+        found = f"{len(dataset.tokens)} tokens, of which none can be scored"
+        raise UserError(f"{name} has {found}: give a longer text")
+    return _eval_set(name, Path(loaded.path), "text", dataset, loaded, max_sequences)
+
+
+def _eval_set(name, folder, split, dataset, loaded, max_sequences) -> EvalSet:
+    rows = dataset.num_blocks
+    # The protocol sedd drops what is left over, as published evaluations do.
+    whole = dataset.meta.get("protocol", "full") == "full"
+    rows += whole and dataset.tail().shape[1] > loaded.scored_from
+    return EvalSet(name, folder, split, dataset, min(rows, max_sequences or rows))
+
+
+def read_text(path: str) -> str:
+    """A text file or standard input, with line ends of Unix."""
+    try:
+        return expand_home(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None

@@ -1,0 +1,360 @@
+"""Any checkpoint as a model of lm-evaluation-harness: likelihoods in any order, and generation.
+
+Importing this module registers the model under the name "aogpt"; eval_tasks.py is the script:
+
+    import lm_eval, evaluation.harness
+    lm_eval.simple_evaluate(model="aogpt", model_args="run=out/NAME,order=random", tasks=["piqa"])
+
+The harness is the package lm_eval: pip install -r requirements-harness.txt.
+
+Shapes: B rows of a batch, T positions, D width, N scored tokens."""
+
+import copy
+import functools
+import hashlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ..checkpoints import Loaded, load
+from ..data.tokenizers import without_lone_surrogates
+from ..orders import OrderConfig, orders_at
+from ..runtime.command_line import ModelOptions
+from ..runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
+from ..runtime.errors import UserError
+from ..runtime.processes import Processes
+from ..runtime.randomness import REQUESTS, philox_bits, to_uniform
+from ..runtime.validation import Count, check_value, check_values
+from ..sampling import modes
+from ..sampling.engine import generate
+from ..sampling.modes import BATCH_SIZE, DecodingOptions
+from ..sampling.token_choice import TokenChoice
+from ..systems import log_linear_noise
+
+try:
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError:  # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do
+    lm_eval = None
+    TemplateLM = object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelOptions):
+    """Options of the model besides those of decoding."""
+
+    num_orders: Count = 8
+    """Random orders, or an encoder's masks, sampled per request."""
+
+
+class ScoringPass(NamedTuple):
+    """One pass over a request. A decoder predicts along the order; an encoder sees what comes
+    before step `first` and predicts the rest."""
+
+    tokens: list[int]
+    order: Tensor  # LongTensor (T,) of positions
+    first: int  # the step from which on tokens are scored
+    weight: float  # of the sum of their log-probabilities
+
+
+class HarnessModel(TemplateLM):
+    """A checkpoint as a model of lm-evaluation-harness.
+
+    The log-likelihood, in nats, of a continuation of n tokens x_c..x_{T-1} given its context
+    x_0..x_{c-1} is
+
+    order l2r, decoders     sum_{i >= c} log p(x_i | x_<i), exact.
+    order random, decoders  mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i]); s is the
+                            context in ascending order, then the continuation in uniformly random
+                            order.
+    order random, encoders  mean over M masks S of n / |S| sum_{i in S} log p(x_i | x outside S); S
+                            is k uniformly random positions of the continuation (k-DCE, RADD), k
+                            uniform on 1..n and stratified over the masks.
+
+    The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
+    depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
+    probable one, in all passes. An empty context is end-of-text; one that is too long loses its
+    beginning; a token that spans the two belongs to the continuation. Generation is a function of
+    (seed, context, repetition): max_gen_toks positions cut at the first end-of-text or stop string.
+
+    run: what `load` takes or returns. options: fields of `Settings` and `DecodingOptions`; `order`
+    is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
+
+    def __init__(
+        self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options
+    ):
+        require_lm_eval()
+        super().__init__()
+        names = {field.name for field in fields(Settings)}
+        self.settings = a = Settings(**{k: v for k, v in options.items() if k in names})
+        check_values(a, name=str)
+        decoding = DecodingOptions(**{k: v for k, v in options.items() if k not in names})
+        self.procs = processes or Processes(0, 1, pick_device(a.device))
+        # The harness reads `rank`, `world_size` and `device`, its properties of these.
+        self._rank = self.procs.rank
+        self._world_size = self.procs.world_size
+        self._device = self.procs.device
+        if not isinstance(run, Loaded):
+            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
+        self.loaded, self.model = run, run.model.to(self.device)
+        self.tokenizer, self.dtype = run.get_tokenizer(), pick_dtype(a.dtype, self.device)
+        config = self.model.config
+        self.block_size = config.block_size
+        self.is_encoder = config.is_encoder
+        order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
+        self.order = decoding.order or order
+        mode = decoding.mode or mode
+        order = decoding.order if mode in ("order", "speculative") else None
+        decoding = replace(decoding, mode=mode, order=order)
+        self.decoding = modes.with_mode_defaults(decoding)
+        self.batch_size = decoding.batch_size or BATCH_SIZE
+        self.counts = Counter()  # of requests: all, with a token across, with a context cut short
+        self._check()
+
+    def _check(self) -> None:
+        check_value(self.order, Literal["l2r", "random"], "order")
+        if self.is_encoder and self.order == "l2r":
+            raise UserError("an encoder has no left-to-right likelihood; take order random")
+        if self.model.config.l2r_only and (self.order, self.decoding.mode) != ("l2r", "l2r"):
+            raise UserError("this model is a plain GPT; take order l2r and mode l2r")
+        if not self.decoding.choice.is_exact:
+            raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
+        if self.decoding.refine:
+            raise UserError("--refine is not for tasks of the harness: leave it out")
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eot
+
+    def tok_encode(self, string: str, **options) -> list[int]:
+        return self.tokenizer.encode(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of both together, divided at the last boundary of tokens within the context,
+        whose trailing spaces belong to the continuation."""
+        text = context + continuation
+        size = len(without_lone_surrogates(context.rstrip()).encode())
+        size += self.tokenizer.adds_space  # before the text, in its first token
+        tokens = self.tok_encode(text)
+        ends = self._byte_lengths[tokens].cumsum()
+        split = int(np.searchsorted(ends, size, side="right"))
+        boundary = ends[split - 1] if split else 0
+        self.counts["spanning"] += int(boundary < size)
+        return tokens[:split], tokens[split:]
+
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return self.tokenizer.byte_lengths()
+
+    def request_counts(self) -> dict[str, int]:
+        """Requests of all processes; `spanning`: with a token across context and continuation,
+        `truncated`: whose context lost its beginning."""
+        found = self.procs.gather(self.counts)
+        return {name: sum(c[name] for c in found) for name in ("all", "spanning", "truncated")}
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.tensor(self.procs.gather(tensor.item()))
+
+    def gather_object(self, obj, dst: int = 0) -> list | None:
+        gathered = self.procs.gather(obj)
+        return gathered if self.rank == dst else None
+
+    def barrier(self) -> None:
+        self.procs.gather(None)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each text."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            sizes = self.prefix_token_id, self.block_size - 1, 1
+            found = list(get_rolling_token_windows(self.tok_encode(text), *sizes))
+            windows += [(None, *make_disjoint_window(window)) for window in found]
+            counts.append(len(found))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The same for (anything, context, continuation), tokens."""
+        draws = 1 if self.order == "l2r" else self.settings.num_orders
+        pairs = []
+        passes = []
+        for i, (_, context, continuation) in enumerate(requests):
+            if len(continuation) >= self.block_size:
+                long = f"a continuation of {len(continuation)} tokens does not fit in the model's"
+                raise UserError(f"{long} {self.block_size}: leave out its task or row")
+            context = context or [self.prefix_token_id]
+            pairs.append((self._fitting(context, len(continuation)), continuation))
+            if continuation:  # one of no tokens has no pass: its log-likelihood is 0
+                passes += [(-len(pairs[i][0]) - len(continuation), i, d) for d in range(draws)]
+        # Long ones first: little padding, and if memory does not suffice, it shows at once.
+        passes.sort()
+        values = [[] for _ in pairs]
+        greedy = [True] * len(pairs)
+        quiet = True if disable_tqdm or self.rank else None  # None: quiet without a terminal
+        starts = range(0, len(passes), self.batch_size)
+        for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
+            batch = passes[start : start + self.batch_size]
+            scores = self.score([self.scoring_pass(*pairs[i], draw) for _, i, draw in batch])
+            for (_, i, _), (value, is_greedy) in zip(batch, scores, strict=True):
+                values[i].append(value)
+                greedy[i] &= is_greedy
+        return [(math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """The text after each context; gen_kwargs: see `generation_settings`."""
+        groups = defaultdict(list)
+        copies = Counter()
+        for number, request in enumerate(requests):
+            context, gen_kwargs = request.args
+            settings = self.generation_settings(gen_kwargs)
+            tokens = self.tok_encode(context) or [self.eot_token_id]
+            copies[id(request)] += 1  # a request that is repeated is answered anew
+            tokens = self._fitting(tokens, settings[1])
+            groups[settings].append((tokens, copies[id(request)], number))
+        texts = [""] * len(requests)
+        quiet = True if disable_tqdm or self.rank else None
+        with tqdm(desc=self.decoding.mode, unit="token", disable=quiet, leave=False) as bar:
+            for settings, group in groups.items():
+                contexts, repeats, numbers = zip(*sorted(group, key=lambda r: -len(r[0])))  # noqa: B905
+                answers = self.complete(contexts, repeats, settings, bar.update)
+                for number, text in zip(numbers, answers, strict=True):
+                    texts[number] = text
+        return texts
+
+    def _fitting(self, context: list[int], new: int) -> list[int]:
+        """The end of a context that leaves room for new tokens; counts the request."""
+        self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
+        return context[new - self.block_size :]
+
+    def scoring_pass(self, context: list[int], continuation: list[int], draw: int) -> ScoringPass:
+        """Pass `draw` over a request, by the definitions above."""
+        a = self.settings
+        c = len(context)
+        n = len(continuation)
+        tokens = context + continuation
+        positions = torch.arange(c + n)
+        if self.order == "l2r":
+            return ScoringPass(tokens, positions, first=c, weight=1.0)
+        # The request itself is the key of its random numbers, whatever its place and process.
+        key = digest(context, continuation)
+        row = range(draw, draw + 1)
+        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
+        order = torch.cat([positions[:c], c + order])
+        if not self.is_encoder:
+            return ScoringPass(tokens, order, first=c, weight=1.0)
+        # A uniform order leaves the first of its n + 1 random numbers unused.
+        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
+        masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
+        return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
+
+    @torch.no_grad()
+    def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
+        """A pass: the weighted sum of log-probabilities, and whether all tokens are likeliest."""
+        length = torch.tensor([len(p.tokens) for p in passes])
+        first = torch.tensor([p.first for p in passes])
+        steps = torch.arange(int(length.max()))
+        tokens = pad_sequence([torch.tensor(p.tokens) for p in passes], batch_first=True)
+        # Padding comes last in the order of a decoder, so that nothing sees it.
+        order = torch.stack([torch.cat([p.order, steps[len(p.order) :]]) for p in passes])
+        scored = (steps >= first[:, None]) & (steps < length[:, None])
+        counts = scored.sum(dim=1).tolist()
+        tokens, order, scored, length = (v.to(self.device) for v in (tokens, order, scored, length))
+        with autocast(self.device, self.dtype), attention_of_many_shapes():
+            if self.is_encoder:
+                hidden = self._encoder_hidden(tokens, order, scored, length)
+            else:
+                hidden = self.model.hidden(tokens, order)
+            targets = tokens.gather(1, order)[scored]
+            results = self.model.in_chunks(self._score_tokens, hidden[scored][None], targets[None])
+        log_probs, hits = results.double().cpu().unbind(dim=1)
+        parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
+        return [(p.weight * float(values.sum()), bool(hit.all())) for p, values, hit in parts]
+
+    def _encoder_hidden(self, tokens, order, scored, length) -> Tensor:
+        """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
+        config = self.model.config
+        masked = torch.zeros_like(scored).scatter_(1, order, scored)
+        sigma = log_linear_noise(masked.sum(dim=1) / length.double()) if config.noise else None
+        lengths = length if int(length.min()) < tokens.shape[1] else None
+        hidden = self.model.hidden(tokens.where(~masked, config.mask_token), sigma, lengths)
+        return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
+
+    def _score_tokens(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of the
+        tokenizer is more probable. (Rows that pad the token table count in the probabilities.)"""
+        logits = self.model.head_logits(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
+        hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets
+        return torch.stack([log_probs, hits.to(log_probs.dtype)], dim=1)
+
+    def generation_settings(self, gen_kwargs: dict) -> tuple[TokenChoice, int, tuple[str, ...]]:
+        """How to draw, tokens at most, and strings that end the answer."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        default = min(256, self.block_size // 2)
+        given = dict(normalize_gen_kwargs(gen_kwargs, default_max_gen_toks=default))
+        do_sample = given.pop("do_sample")
+        max_tokens = given.pop("max_gen_toks")
+        until = tuple(stop for stop in given.pop("until") if stop)
+        temperature = float(given.pop("temperature", 1.0)) if do_sample else 0.0
+        top_p = given.pop("top_p", None)
+        top_k = given.pop("top_k", None)
+        given.pop("temperature", None)
+        if given:
+            known = "until, max_gen_toks, do_sample, temperature, top_p and top_k are"
+            raise UserError(f"generation setting {', '.join(given)} is not supported: {known}")
+        if not 1 <= max_tokens < self.block_size:
+            advice = f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
+        top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
+        choice = TokenChoice(temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k)
+        return choice, max_tokens, until
+
+    def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:
+        """The text after each context, a function of (seed, context, repeat) alone."""
+        choice, most, until = settings
+        keys = [digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)]
+        rows = [context + [None] * most for context in contexts]
+        seed = self.settings.seed
+        plan, tokens, uniforms = modes.plan_samples(self.decoding, rows, seed, keys=keys)
+        how = {"choice": choice, "uniforms": uniforms, "batch_size": self.batch_size}
+        how |= {"compile": self.decoding.compile, "kernels": self.decoding.kernels}
+        how |= {"vocab_size": self.loaded.vocab_size, "progress": progress}
+        answers = zip(contexts, generate(self._generator, plan, tokens, **how).rows(), strict=True)
+        new = (row[len(context) :] for context, (row, *_) in answers)
+        return [modes.text_until(self.tokenizer, row, until) for row in new]
+
+    @functools.cached_property
+    def _generator(self):
+        """The model in the precision of generation: likelihoods keep its float32 weights."""
+        return copy.deepcopy(self.model).bfloat16() if self.dtype == torch.bfloat16 else self.model
+
+
+if lm_eval is not None:
+    register_model("aogpt")(HarnessModel)
+
+
+def digest(*parts: Sequence[int]) -> int:
+    """64 bits that tell lists of integers apart."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest())
+
+
+def require_lm_eval() -> None:
+    if lm_eval is None:
+        raise UserError("this needs the package lm_eval: pip install -r requirements-harness.txt")

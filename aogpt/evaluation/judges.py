@@ -1,0 +1,190 @@
+"""Judges of generated text: language models that score its tokens left to right, in float32.
+
+A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this project. Samples
+of another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens but the
+first. Samples longer than its context are cut into windows, each scored like a sample."""
+
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ..checkpoints import load
+from ..data.tokenizers import END_OF_TEXT, get_tokenizer
+from ..runtime.errors import UserError
+from ..runtime.validation import expand_home, read_bounded
+from ..systems import parameter_counts
+
+MAX_LOGITS = 2**28  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
+
+
+class Judge:
+    """What judges share."""
+
+    name: str  # as the user gave it
+    source: str  # where its weights are
+    tokenizer: str
+    vocab_size: int  # rows of its token table
+    context: int | None  # tokens of a window; None: no limit
+    start: bool  # whether it has a start token
+    parameters: int
+    device: torch.device
+    libraries: dict[str, str] = {}  # versions, besides the project's own
+    encode: Callable[[str], list[int]]  # in the text "<|endoftext|>" ends a document
+    has_ids_of: Callable[[str], bool]  # whether the ids of this tokenizer mean the same to it
+    # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
+    # first column means nothing.
+    nll: Callable[[Tensor], Tensor]
+
+    def score(
+        self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
+    ) -> list[tuple[float, int]]:
+        """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
+        and their number. batch_size: windows in one pass, at most; quiet: no progress bar."""
+        width = self.context or max(map(len, samples), default=0) or 1
+        windows = [
+            (number, ids[start : start + width])
+            for number, ids in enumerate(samples)
+            for start in range(0, len(ids), width)
+        ]
+        # Long windows first: little padding, and what does not fit into memory shows at once.
+        windows.sort(key=lambda window: -len(window[1]))
+        longest = len(windows[0][1]) if windows else 1
+        size = min(batch_size, max(1, MAX_LOGITS // (self.vocab_size * longest)))
+        first = 0 if self.start else 1
+        totals = [0.0] * len(samples)
+        counts = [0] * len(samples)
+        starts = range(0, len(windows), size)
+        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
+            batch = windows[start : start + size]
+            tokens = pad_sequence([torch.tensor(ids) for _, ids in batch], batch_first=True)
+            nll = self.nll(tokens.to(self.device)).double().cpu()
+            for (sample, ids), row in zip(batch, nll, strict=True):
+                totals[sample] += float(row[first : len(ids)].sum())
+                counts[sample] += max(0, len(ids) - first)
+        return list(zip(totals, counts, strict=True))
+
+    def describe(self) -> dict:
+        """What a reported number depends on."""
+        names = "name", "source", "tokenizer", "parameters", "context"
+        scored = "every token" if self.start else "all tokens but the first (no start token)"
+        described = {"dtype": "float32", "start_token": self.start, "scored": scored}
+        return {name: getattr(self, name) for name in names} | described
+
+
+def load_judge(name: str, device: torch.device) -> Judge:
+    """The judge of that name: a run folder, checkpoint, export or released weights, as `load` takes
+    them; a folder with a causal language model of transformers; else a Hugging Face id."""
+    path = expand_home(name)
+    name = str(path) if path.exists() else name
+    try:
+        of_transformers = "model_type" in json.loads(read_bounded(path / "config.json"))
+    except (OSError, ValueError, RecursionError, TypeError):
+        of_transformers = not path.exists()
+    return (TransformersJudge if of_transformers else DecoderJudge)(name, device)
+
+
+class DecoderJudge(Judge):
+    """A decoder of this project."""
+
+    def __init__(self, name: str, device: torch.device):
+        loaded = load(name, "ema", device)
+        config = loaded.model.config
+        if config.is_encoder:
+            raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
+        self.name = name
+        self.source = loaded.describe()
+        self.device = device
+        self.model = loaded.model.to(device, torch.float32)
+        self.tokenizer = loaded.tokenizer
+        self.vocab_size = config.vocab_size
+        self.get_tokenizer = loaded.get_tokenizer
+        self.context = config.block_size
+        self.start = loaded.scored_from == 0
+        self.parameters = sum(parameter_counts(loaded.model).values())
+
+    def encode(self, text):
+        tokenizer = self.get_tokenizer()
+        ids, *documents = [tokenizer.encode(document) for document in text.split(END_OF_TEXT)]
+        for document in documents:
+            ids += [tokenizer.eot, *document]
+        return ids
+
+    def has_ids_of(self, tokenizer):
+        # The samples' tokenizer is in memory already: the judge's must not be another of that name.
+        return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
+
+    def nll(self, tokens):
+        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return -self.model.token_log_probs(tokens, left_to_right)
+
+
+class TransformersJudge(Judge):
+    """A causal language model of transformers, read as safetensors, without code of its own."""
+
+    def __init__(self, name: str, device: torch.device):
+        try:
+            import transformers
+
+            transformers.logging.set_verbosity_error()
+            transformers.logging.disable_progress_bar()
+            # The small file first: it shows what is wrong before anything large is fetched.
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            what = f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
+            model = "a causal language model's folder or Hugging Face id (needs the network once)"
+            advice = f"Give a run of this project; or, with pip install transformers, {model}"
+            raise UserError(f"{what}. {advice}") from error
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(
+                f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}"
+            )
+        # Without files transformers makes an empty tokenizer.
+        if not self._tokenizer("The cat.").input_ids or len(self._tokenizer) > self.vocab_size:
+            found = f"its tokenizer is missing or has more than {self.vocab_size} tokens"
+            raise UserError(f"--judge {name}: {found}")
+        self.name = name
+        self.device = device
+        self.model = model.to(device).eval()
+        commit = getattr(model.config, "_commit_hash", None)
+        self.source = f"{name} at {commit}" if commit else name
+        self.tokenizer = f"{type(self._tokenizer).__name__} of {name}"
+        self.libraries = {"transformers": transformers.__version__}
+        self.parameters = sum(p.numel() for p in model.parameters())
+        # Models were trained as their tokenizers write text: with a start token in front or not.
+        self._bos = self._tokenizer.bos_token_id
+        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.context = limit and limit - self.start  # the start token takes a place
+
+    def encode(self, text):
+        text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def has_ids_of(self, tokenizer):
+        ours = get_tokenizer(tokenizer)
+        if ours.vocab_size > len(self._tokenizer):
+            return False
+        ids = [[i] for i in range(ours.vocab_size)]
+        theirs = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+        return theirs == [*map(ours.decode, ids)]
+
+    @torch.inference_mode()
+    def nll(self, tokens):
+        if self.start:
+            tokens = F.pad(tokens, (1, 0), value=self._bos)
+        mask = torch.ones_like(tokens)  # padding is at the end: a causal model does not see it
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        # One row at a time: cross_entropy of all would take several times the memory of the logits.
+        pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
+        nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
+        return nll if self.start else F.pad(nll, (1, 0))

@@ -1,0 +1,231 @@
+"""Prediction orders of training, scoring and `sample.py --mode order`: which position is predicted
+at which step. For other modes see sampling/plans.py; in adaptive ones the model chooses.
+
+An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
+predicts at step i. The distribution over orders is the *formulation*: left to right gives an
+autoregressive model, uniform over all T! orders a masked diffusion model (the paper, section 3).
+An order is a function of (seed, optimizer step, row of the global batch): see randomness.py."""
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .model import inverse_permutation
+from .runtime.errors import UserError
+from .runtime.randomness import ORDERS, philox_bits, to_uniform
+from .runtime.validation import Count, Probability, Seed, Table, check_values
+
+ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
+    "l2r": (),
+    "r2l": (),
+    "random": (),
+    "mixture": ("l2r_prob", "mixed", "block", "seed"),
+    "fixed_random": ("seed",),
+    "fixed_blockwise": ("block", "seed"),
+    "random_blockwise": ("block",),
+    "slots": ("block",),
+    "context_l2r": ("share",),
+    "random_l2r": ("share",),
+    "sliding": ("window",),
+    "file": ("file",),
+}
+OrderKind = Literal[*ORDER_SETTINGS]
+FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
+
+
+@dataclass(frozen=True)
+class OrderConfig(Table):
+    """A distribution over prediction orders."""
+
+    # l2r, r2l: left to right, right to left. random: uniform. mixture: with probability l2r_prob
+    # the kind `mixed`, else random. fixed_random: one permutation for the whole run.
+    # fixed_blockwise: blocks left to right, one permutation inside all of them. random_blockwise:
+    # blocks left to right, each in a random order (block diffusion, arXiv 2503.09573). slots:
+    # blocks in random order, left to right inside (ReFusion, arXiv 2512.13586). context_l2r: a
+    # random set of positions first, in ascending order, then the others left to right (after AC-
+    # GPT, arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM, arXiv
+    # 2506.01928). sliding: always one of the first "window" positions that are left (after Set
+    # Diffusion, arXiv 2607.01775). file: one of those in a file.
+    kind: OrderKind = "mixture"
+    l2r_prob: Probability = 0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
+    mixed: Literal["l2r", "r2l", "fixed_random", "slots"] = "l2r"  # in place of l2r (mixture)
+    block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
+    seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
+    share: Probability = 0.5  # probability to be in the first set (context_l2r, random_l2r)
+    window: Count = 8  # positions that the next one is among (sliding)
+    file: str = ""  # a .npy file of integers (M, T), an order per row, all equally probable (file)
+
+    def __post_init__(self):
+        check_values(self, lambda field: f"order.{field}")
+        if self.kind == "file" and not self.file:
+            raise UserError("order.kind is 'file': name a .npy file of orders with order.file")
+        if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
+            what = "order.block is 1, and blocks of one position are left to right"
+            raise UserError(f"{what}; give at least 2, or order.kind = 'l2r'")
+
+    @property
+    def is_fixed(self) -> bool:
+        """All sequences have one and the same order."""
+        return self.kind in FIXED
+
+    def check_length(self, length: int) -> None:
+        """Raise UserError for blocks that are longer than sequences of this length."""
+        kind = self.mixed if self.kind == "mixture" else self.kind
+        if "block" in ORDER_SETTINGS[kind] and self.block > length:
+            raise UserError(f"order.block {self.block} exceeds model.block_size {length}; lower it")
+
+
+def orders_at(
+    config: OrderConfig, seed: int, step: int, rows: range, length: int, stream: int = ORDERS
+) -> Tensor:
+    """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
+    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`."""
+    if length < 1:
+        raise UserError(f"an order needs at least one position, but length is {length}")
+    identity = torch.arange(length).expand(len(rows), length)
+    match config.kind:
+        case "l2r":
+            return identity.clone()
+        case "r2l":
+            return identity.flip(1)
+        case "fixed_random":
+            return _permutation(config.seed, length).expand(len(rows), length).clone()
+        case "fixed_blockwise":
+            return _fixed_blockwise(config, length).expand(len(rows), length).clone()
+    # Column 0 is the coin of a mixture, the others are keys of positions. Sorting random keys gives
+    # a uniform permutation; ties among 64 bits (probability below T^2 / 2^65) go by position.
+    bits = philox_bits(seed, step, rows, length + 1, stream)
+    keys = bits[:, 1:]
+    position = np.arange(length)
+    if config.kind not in ("random", "mixture"):  # which are sorted by the bits themselves
+        uniform = to_uniform(keys)
+    match config.kind:
+        case "file":
+            orders = read_orders(config.file, length)
+            return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
+        case "sliding":
+            return _sliding(uniform, config.window)
+        case "random_blockwise":
+            keys = position // config.block + uniform
+        case "slots":
+            keys = uniform[:, position - position % config.block]  # that of the block's first
+        case "context_l2r":
+            keys = (uniform >= config.share).astype(np.int8)
+        case "random_l2r":
+            keys = np.where(uniform < config.share, uniform, 1.0)
+        case _:
+            assert config.kind in ("random", "mixture"), config.kind
+    order = torch.from_numpy(keys.argsort(axis=1, kind="stable"))
+    if config.kind != "mixture":
+        return order
+    coin = torch.from_numpy(to_uniform(bits[:, :1]))
+    other = replace(config, kind=config.mixed)
+    return order.where(coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream))
+
+
+def _sliding(uniform: np.ndarray, window: int) -> Tensor:
+    """Step by step: one of the first positions left is drawn; the window stays sorted."""
+    B, T = uniform.shape
+    order = np.empty((B, T), np.int64)
+    rows = np.arange(B)
+    left = np.tile(np.arange(T), (B, 1))  # the positions left, ascending; then those taken
+    for step in range(T):
+        size = min(window, T - step)
+        drawn = (uniform[:, step] * size).astype(np.int64)
+        order[:, step] = left[rows, drawn]
+        # Move what stands before the one drawn one place on, and start after it.
+        moves = np.arange(1, size) <= drawn[:, None]
+        left[:, 1:size] = np.where(moves, left[:, : size - 1], left[:, 1:size])
+        left = left[:, 1:]
+    return torch.from_numpy(order)
+
+
+def _permutation(seed: int, length: int, draw: int = 0) -> Tensor:
+    return torch.from_numpy(philox_bits(seed, draw, range(1), length)[0].argsort(kind="stable"))
+
+
+def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
+    # The identity inside blocks would be left to right, which small blocks draw often.
+    draws = (_permutation(config.seed, config.block, draw) for draw in itertools.count())
+    inside = next(p for p in draws if p.diff().min() < 0)
+    order = (torch.arange(0, length, config.block)[:, None] + inside).flatten()
+    return order[order < length]  # the last block may be shorter
+
+
+@functools.lru_cache(maxsize=4)
+def read_orders(file: str, length: int) -> np.ndarray:
+    """The orders in a .npy file, int64 (M, length); of longer ones the first positions."""
+    try:
+        orders = np.load(file, allow_pickle=False)
+    except Exception as error:  # NumPy reads the header as Python's own parser does
+        raise UserError(f"order.file {file} cannot be read as a .npy file: {error}") from None
+    of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
+    if not of_integers or orders.ndim != 2 or not len(orders):
+        raise UserError(f"order.file {file} does not hold integers (M, T), an order a row")
+    count, longest = orders.shape
+    if longest < length:
+        raise UserError(f"order.file {file} holds orders of {longest}, not {length} positions")
+    if not (np.sort(orders, axis=1) == np.arange(longest)).all():
+        raise UserError(
+            f"order.file {file} has a row that is not a permutation of 0..{longest - 1}"
+        )
+    return orders[orders < length].reshape(count, length).astype(np.int64)
+
+
+def parse_order(text: str, option: str) -> OrderConfig:
+    """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
+    known = ORDER_SETTINGS.get(text.partition(":")[0], ())
+    types = {key: type(getattr(OrderConfig, key)) for key in known}
+    example = f"{known[0]}=1" if known else ""
+    kind, values = parse_settings(text, types, example, option)
+    try:
+        return OrderConfig(kind, **values)
+    except UserError as error:
+        raise UserError(f"{option} {text}: {error}") from None
+
+
+def parse_settings(text: str, types: dict[str, type], example: str, option: str) -> tuple:
+    """Name and settings, a dict, of `name:setting=value,...`. types: of the settings there are."""
+    name, _, written = text.partition(":")
+    values = {}
+    for setting in written.split(",") if written else ():
+        key, _, value = setting.partition("=")
+        if key not in types:
+            possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
+            raise UserError(f"{option} {text}: {key!r} is not a setting of {name}; {possible}")
+        try:
+            values[key] = types[key](value)
+        except ValueError:
+            needed = types[key].__name__
+            raise UserError(f"{option} {text}: {key} is {value!r}, not of type {needed}") from None
+    return name, values
+
+
+@dataclass
+class Roles:
+    """Which tokens of B sequences are predicted, and which a prompt; others are padding."""
+
+    predicted: Tensor  # BoolTensor (B, T)
+    given: Tensor  # the same
+
+    @classmethod
+    def of(cls, roles: Tensor) -> "Roles":
+        """From a dataset's roles, (B, T): 0 predicted, 1 prompt, 2 padding."""
+        return cls(roles == 0, roles == 1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """LongTensor (B,), tokens of each row without padding."""
+        return (self.predicted | self.given).sum(dim=1)
+
+    def first_given(self, order: Tensor) -> Tensor:
+        """The orders (B, T) with the prompt first, ascending; then `order`; then padding."""
+        T = order.shape[1]
+        place = inverse_permutation(order)
+        place = torch.where(self.given, torch.arange(T, device=order.device) - T, place)
+        return torch.where(self.predicted | self.given, place, place + T).argsort(dim=1)

@@ -1,0 +1,1 @@
+"""The page in the browser on which a model fills in gaps."""

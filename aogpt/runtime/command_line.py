@@ -1,0 +1,106 @@
+"""How a script runs: options that several scripts share, errors in one line, and printing."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import UserError
+from .validation import Count, Seed, expand_home
+
+# Control characters except newline and tab, line separators, and marks that reverse the direction.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of every script that loads a model."""
+
+    seed: Seed = 0
+    """Seed of everything random."""
+    weights: Literal["ema", "raw"] = "ema"
+    """ema: the averaged weights, if there are any; raw: those of the last step."""
+    checkpoint: str = "last"
+    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of a step."""
+    block_size: Count | None = None
+    """Longest sequence in tokens, if not that of training; only without position tables."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of PyTorch."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""
+
+
+def visible(text: Any, one_line: bool = False) -> str:
+    """Text in which control characters, and with `one_line` newlines, are escaped."""
+    text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+    return text.replace("\n", "\\n") if one_line else text
+
+
+def counted(count: int, what: str) -> str:
+    """A count and its noun, given in the plural: (1, "tokens are") -> "1 token is"."""
+    if count == 1:
+        what = re.sub(r"(?<!Window)s\b", "", what, count=1)
+        what = what.replace(" are ", " is ").replace(" have ", " has ")
+    return f"{count:,} {what}"
+
+
+def show(*values: Any, sep: str = " ", **options: Any) -> None:
+    """`print` with control characters escaped, as they may come from a file or a model."""
+    print(visible(sep.join(map(str, values))), **options)  # noqa: T201
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Run a script's main and exit. UserError, OSError and a lack of memory or processes print one
+    line and exit with status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    if hasattr(sys.stdout, "reconfigure"):  # for characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    try:
+        with _paths_with_home():
+            status = main() or 0
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    except KeyboardInterrupt:
+        show("\ninterrupted", file=sys.stderr)
+        status = 130
+    except Exception as error:
+        advice = ""
+        if not isinstance(error, UserError | OSError):
+            from .devices import out_of_memory  # imports torch, which takes seconds
+
+            if out_of_memory(error):
+                advice = "out of memory; use a smaller batch or fewer samples: "
+            elif "can't start new thread" in str(error):
+                advice = "too many processes; raise their limit (ulimit -u): "
+            else:
+                raise
+        if os.environ.get("AOGPT_TRACEBACK"):
+            traceback.print_exc()
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            advice = "the output cannot be written: "  # a full disk: names no file
+        show(visible(f"error{rank}: {advice}{error}", one_line=True), file=sys.stderr)
+        status = 2
+    sys.exit(status)
+
+
+def _paths_with_home():
+    """A registry of tyro in which "~" is the home directory in every option that is a path."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: expand_home(words[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+    registry = ConstructorRegistry()
+    registry.primitive_rule(lambda info: spec if info.type is Path else None)
+    return registry

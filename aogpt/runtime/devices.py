@@ -1,0 +1,119 @@
+"""The device of a process: which one, at what precision, and how much memory it has."""
+
+import contextlib
+import gc
+import os
+import shutil
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .errors import UserError
+
+
+def pick_device(device: str, local_rank: int = 0) -> torch.device:
+    """The device of this name, made current. local_rank: index of the GPU if the name has none."""
+    if device == "auto":
+        gpu = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else gpu
+    try:
+        chosen = torch.device(device)
+        module = torch.get_device_module(chosen)
+    except RuntimeError:
+        raise UserError(f"device {device!r} is not known; give auto, cpu, cuda:N or mps") from None
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    chosen = torch.device(chosen.type, local_rank if chosen.index is None else chosen.index)
+    count = module.device_count() if module.is_available() else 0
+    if chosen.index >= count:
+        what = f"device {device!r}: PyTorch sees {count} GPUs here"
+        raise UserError(f"{what}; use --device cpu or fewer processes")
+    if hasattr(module, "set_device"):  # mps has one device only
+        module.set_device(chosen)
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on a CUDA GPU that has it. bfloat16: if autocast supports it. Else float32."""
+    if dtype == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = dtype == "bfloat16" and device.type in ("cpu", "cuda", "xpu")
+    return torch.bfloat16 if fast else torch.float32
+
+
+def precision_note(dtype: str, device: torch.device) -> str:
+    """A note for the user if bfloat16 was expected but is not available; else ""."""
+    expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
+    missing = expected and pick_dtype(dtype, device) == torch.float32
+    return f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
+
+
+def supports_float64(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
+def current(device: torch.device):
+    """A context in which a CUDA GPU is the current one, on which Triton kernels run."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def attention_of_many_shapes():
+    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels)
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool):
+    """A context in which, if enabled, a GPU computes the same bits in every run, or an operation
+    raises RuntimeError. Enter it before the GPU is used."""
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(enabled)
+    torch.utils.deterministic.fill_uninitialized_memory = not enabled  # slow, for debugging
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@contextlib.contextmanager
+def tf32(device: torch.device, enabled: bool):
+    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in TF32."""
+    on = enabled and device.type == "cuda"
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def release_memory(device: torch.device) -> None:
+    """Free reference cycles and unused blocks of the allocator."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done everything that is queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory, of the device or the CPU, has run out."""
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return full or "can't allocate memory" in str(error)  # a plain RuntimeError on the CPU
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    return any(map(shutil.which, ("c++", "g++", "clang++")))

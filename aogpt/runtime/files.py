@@ -1,0 +1,170 @@
+"""Atomic file writes, locks, checksums, and rows of JSON."""
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .processes import Processes
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
+    Raises FileExistsError for devices and FIFOs."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is not a regular file; remove it, or name another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            if path.exists():  # keep its permissions
+                os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk
+            error.filename = str(path)
+        raise
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine is running."""
+    try:
+        os.kill(pid, 0)  # sends nothing, but says whether it could
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
+    return True
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or what was renamed or removed in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def staging(target: Path, replace: bool = True) -> Iterator[Path]:
+    """A new folder that becomes `target` at the end, or is removed after an error. Also removes
+    leftovers of killed processes. Raises OSError if `target` exists and not `replace`."""
+    prefix = f".{target.name}.partial-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            if (path / "old").exists() and not target.exists():  # killed between the two moves
+                (path / "old").rename(target)
+            shutil.rmtree(path, ignore_errors=True)
+    beside = target.with_name(f"{prefix}{os.getpid()}")
+    try:
+        (beside / "new").mkdir(parents=True)
+        yield beside / "new"
+        for path in (beside / "new").iterdir():
+            sync(path)
+        if replace and target.exists():
+            target.rename(beside / "old")
+        (beside / "new").rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
+    """Make a folder and hold its lock for the whole job. All processes must call. Raises UserError
+    if another job holds it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / "lock")
+    error = None
+    if procs.main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            error = f"another job trains in {folder}: wait until it ends, or choose another --name"
+        except OSError as failure:
+            error = str(failure)
+    if error := procs.gather(error)[0]:
+        raise UserError(error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    if not path.is_file():  # opening a FIFO would wait
+        raise FileNotFoundError(f"{path} is not a regular file")
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON of plain values; NaN and infinity become null, paths become strings."""
+    text = json.dumps(value, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=indent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, to_json(value, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    write_text(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not blank, each with its place, "FILE line N"."""
+    if not path.is_file() and str(path) != "/dev/stdin":
+        what = (
+            "it is not a regular file; copy it to one" if path.exists() else "there is no such file"
+        )
+        raise UserError(f"{option} {path}: {what}")
+    with open(path, "rb") as file:
+        yield from lines_of(file, str(path))
+
+
+def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
+    """`read_lines` of an open file, one line in memory at a time."""
+    # Lines of bytes: text would also be split at characters that JSON strings may hold.
+    for number, data in enumerate(stream, 1):
+        place = f"{name} line {number}"
+        try:
+            line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+        if line.strip():
+            yield place, line.removesuffix("\n").removesuffix("\r")
+
+
+def json_object(line: str, place: str) -> dict:
+    """The object on one line of JSON. Raises UserError that begins with the place of the line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep
+        raise UserError(f"{place}: this is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+    return row

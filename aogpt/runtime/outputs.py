@@ -1,0 +1,185 @@
+"""Result files that overwrite nothing without --overwrite, tables, figures, provenance."""
+
+import io
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .command_line import show, visible
+from .errors import UserError
+from .files import to_json, write_atomically
+from .paths import PROJECT
+from .validation import expand_home
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The option of scripts that write results."""
+
+    overwrite: bool = False
+    """Overwrite existing result files."""
+
+
+class Outputs:
+    """The result files of a script, checked before its work begins.
+
+    with Outputs({"--json": a.json}, [a.prompts], a.overwrite) as outputs:
+        outputs.write(a.json, text)"""
+
+    def __init__(
+        self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
+    ):
+        """files: path by option. inputs: files that are read and must not be overwritten; ignored
+        if they do not exist. Raises UserError for a file that cannot or must not be written."""
+        self.failed: dict[Path, str] = {}
+        inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
+        options: dict[str, str] = {}
+        for option, path in files.items():
+            if path is None:
+                continue
+            other = options.setdefault(os.path.realpath(path), option)
+            if other != option and not _is_device(path):
+                raise UserError(f"{other} and {option} name the same file; name different ones")
+            if path.is_dir():
+                raise UserError(f"{option} {path} is a folder; name a file")
+            if not path.parent.is_dir():
+                raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise UserError(f"{option} {path}: no permission to write it; name another file")
+            if path.exists() and any(path.samefile(source) for source in inputs):
+                raise UserError(f"{option} {path} is an input; name another file")
+            if not overwrite and path.is_file() and path.stat().st_size:
+                raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
+
+    @classmethod
+    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> "Outputs":
+        """For `write_report`: the file of --json, and beside it the table as Markdown (.md)."""
+        files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
+        return cls(files, inputs, overwrite)
+
+    def write(self, path: Path | None, content: str | bytes) -> None:
+        """Write a result atomically (None: do nothing). Prints text that cannot be written."""
+        if path is None:
+            return
+        # A prompt in JSON can hold a lone surrogate.
+        data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        try:
+            if _is_device(path):
+                path.write_bytes(data)
+            else:
+                write_atomically(path, lambda file: file.write(data))
+        except OSError as error:
+            self.failed[path] = f"could not write {path}: {error}"
+            if isinstance(content, str):
+                show(f"---- {path}, which could not be written ----\n{content}", flush=True)
+
+    def write_json(self, path: Path | None, value: Any) -> None:
+        self.write(path, to_json(value, indent=2) + "\n")
+
+    def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
+        """Write the files of `of_report`. lines: the table."""
+        self.write_json(json, value)
+        self.write(json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n")
+
+    def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
+        self.write(path, "".join(to_json(row) + "\n" for row in rows))
+
+    def __enter__(self) -> "Outputs":
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        """Raise OSError if a result could not be written, after the others were."""
+        if self.failed and kind is None:
+            raise OSError("; ".join(self.failed.values()))
+
+
+def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
+    return path.exists() and not path.is_file()
+
+
+def versions() -> dict[str, str]:
+    """Versions that a reported number depends on."""
+    packages = {name: metadata.version(name) for name in ("torch", "numpy")}
+    return {"python": platform.python_version()} | packages
+
+
+def commit() -> str:
+    """The commit of this code, with "-dirty" if files outside results/ have changed."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=PROJECT, capture_output=True, text=True).stdout
+
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
+    return (git("describe", "--always").strip() or "unknown") + "-dirty" * bool(changed)
+
+
+def command() -> str:
+    """This command, as it would be typed at the top of the repository."""
+    module = sys.modules["__main__"].__spec__  # of `python -m`
+    if sys.argv[0].startswith("aogpt "):  # a command of the package, as `aogpt score`
+        return shlex.join([*sys.argv[0].split(), *sys.argv[1:]])
+    script = ["-m", module.name] if module else [Path(sys.argv[0]).name]
+    return shlex.join(["python", *script, *sys.argv[1:]])
+
+
+def provenance(
+    arguments: Any, dtype: "torch.dtype", device: "torch.device", processes: int = 1, **more
+) -> dict:
+    """Everything that results depend on. arguments: the options. dtype: the one that was used."""
+    settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings.pop("overwrite", None)  # nothing depends on it
+    settings |= settings.pop("decoding", {})
+    origin = {"command": command(), "settings": settings, "device": str(device)}
+    return origin | {"processes": processes, "versions": versions()} | more
+
+
+def escaped(line: str) -> str:
+    """One line of Markdown, with HTML tags and control characters escaped."""
+    # An odd number of backslashes before "<" escapes it already.
+    return re.sub(r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True))
+
+
+def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+    """The lines of a Markdown table, padded: `left` columns left-aligned, then right-aligned."""
+    rows = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
+    widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
+    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    padded = ([p(c, w) for p, c, w in zip(aligned, cells, widths, strict=True)] for cells in rows)
+    return [f"| {' | '.join(cells)} |" for cells in padded]
+
+
+# Okabe and Ito's colors, which the color-blind can tell apart.
+COLORS = "#0072B2 #000000 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #8C8C00".split()
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
+    """A matplotlib figure that needs no screen, and its axes. size: in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+
+
+def png(figure, dpi: int = 150) -> bytes:
+    """A matplotlib figure as a PNG; closes it."""
+    import matplotlib.pyplot as plt
+
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format="png")
+    plt.close(figure)
+    return image.getvalue()

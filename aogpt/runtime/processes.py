@@ -1,0 +1,162 @@
+"""The processes of a job: how they find one another, communicate and agree to stop."""
+
+import contextlib
+import datetime
+import os
+import re
+import secrets
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .command_line import show
+from .devices import pick_device
+
+MEETING_SECONDS = 300.0  # for the processes of a job to start: some import PyTorch from a slow disk
+# What gloo, NCCL and the store say when another process has ended, or does not answer in time.
+CUT_OFF = r"Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|failed to recv"
+TOO_LATE = r"(?i)timed out (waiting|after)|timeout"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the job (one alone, or those that torchrun started)."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that prints, logs and writes results."""
+        return self.rank == 0
+
+    def print0(self, *values, **options) -> None:
+        if self.main:
+            show(*values, **options)
+
+    def share(self, total: int) -> range:
+        """This process's contiguous part of range(total); parts differ by at most one."""
+        first, end = (total * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return range(first, end)
+
+    def gather(self, value) -> list:
+        """Every process's `value`, in rank order, on every process; all must call."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of every process's tensor, in place, on every process; all must call."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
+
+@contextlib.contextmanager
+def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
+    """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of messages,
+    in seconds. group: make a process group even for one process (FSDP needs it). Raises
+    ConnectionError if another process hangs or has ended."""
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    rank, local_rank, world_size = (int(os.environ.get(name, n)) for name, n in names.items())
+    procs = Processes(rank, world_size, pick_device(device, local_rank))
+    if world_size == 1 and not group:
+        yield procs
+        return
+
+    kind = procs.device.type
+    backend = "gloo"
+    ended_well = False
+    if kind != "cpu":  # gloo for messages between CPUs, which wait for no GPU
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    try:
+        store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
+        place = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **place)
+        yield procs
+        dist.barrier()  # leave together: others can abort when the first connection breaks
+        ended_well = True
+    except RuntimeError as error:
+        if reason := lost_process(error, timeout):
+            raise ConnectionError(reason) from error
+        raise
+    finally:
+        # After an error, taking NCCL down would wait for messages that no process may ever answer.
+        if dist.is_initialized() and (ended_well or kind == "cpu"):
+            dist.destroy_process_group()
+
+
+def fresh_store(timeout: float) -> dist.Store:
+    """torchrun's store, under a prefix of this attempt: a restarted job gets the old store, whose
+    stale addresses make gloo fail (as of PyTorch 2.13). Each other rank leaves a random name in
+    the store, under which rank 0 answers with the prefix. timeout: seconds."""
+    deadline = time.monotonic() + timeout
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    name = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"name/{rank}", name)
+        prefix = store.get(f"prefix/{name}").decode()  # waits until it is there
+        store.set(f"{prefix}/joined/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing = range(1, world_size)
+    while missing := [r for r in missing if not store.check([f"{name}/joined/{r}"])]:
+        for other in missing:  # again and again, for the name may be that of a dead process
+            if store.check([f"name/{other}"]):
+                store.set(f"prefix/{store.get(f'name/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"the job's processes did not all start in {timeout:g} seconds")
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
+    """The message for an error that means that another process has ended or hangs; else None."""
+    # PyTorch has no class of its own for such errors.
+    text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
+    if re.search(CUT_OFF, text):
+        what = "the connection to another process was cut: it was killed, or ended with an error"
+    elif re.search(TOO_LATE, text):
+        within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
+        what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
+    else:
+        return None
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)[:120]  # without the line of gloo's source
+    return f"{what}; see the messages of the others. PyTorch says: {text}"
+
+
+class StopRequest:
+    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all processes stop
+    after the same step; otherwise the rest would wait for gradients of one that has stopped."""
+
+    def __init__(self, procs: Processes):
+        # signalled: this process
+        self.procs = procs
+        self.signalled = False
+        # True if true of any process at the last `agree`. due: time for a checkpoint.
+        self.requested = self.failed = self.due = False
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.signalled and number == signal.SIGINT:  # the second Ctrl-C does not wait
+            raise KeyboardInterrupt
+        self.signalled = True
+
+    def agree(self, failed: bool = False, due: bool = False) -> None:
+        """Set `requested`, `failed` and `due` if they are true of any process."""
+        if self.launcher and os.getppid() != self.launcher:  # another job may take its place
+            raise ChildProcessError("torchrun, which started this process, has ended")
+        flags = self.signalled, failed, due
+        if self.procs.world_size > 1:
+            counts = torch.tensor(flags, dtype=torch.float32)
+            dist.all_reduce(counts)  # between the CPUs: waits for no GPU
+            flags = (counts > 0).tolist()
+        self.requested, self.failed, self.due = flags

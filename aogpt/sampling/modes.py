@@ -1,0 +1,355 @@
+"""The modes of generation as scripts offer them: options, plans, and samples from a seed alone.
+
+Shapes: B samples, T positions of the longest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ..data.tokenizers import Tokenizer
+from ..model import AOGPT, ModelConfig
+from ..orders import inverse_permutation, orders_at, parse_order
+from ..runtime.command_line import visible
+from ..runtime.errors import UserError
+from ..runtime.processes import Processes
+from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
+from ..runtime.validation import LARGEST, Count, NonNegative, check_value, check_values, flag
+from ..systems.scoring import check_boolean
+from . import plans
+from .engine import Generation, generate
+from .plans import Plan, Schedule, Score
+from .refine import RefineBy, redrawn, refine
+from .token_choice import TokenChoice
+
+Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
+UnmaskFirst = Literal[Score, "random"]
+Context = list[int | None]  # the tokens of a sample, None where they are to be generated
+
+# The options that only some modes have: their default there, and these modes. Without `steps` a
+# sample takes one for each of its tokens to generate.
+MODE_OPTIONS = {
+    "steps": (None, ("mdm", "even")),
+    "schedule": ("linear", ("mdm", "even")),
+    "group_size": (1, ("l2r", "random", "order", "adaptive")),
+    "unmask_by": ("confidence", ("adaptive",)),
+    "threshold": (None, ("adaptive",)),
+    "entropy_bound": (None, ("adaptive",)),
+    "block": (None, ("adaptive",)),
+    "order": ("random", ("order", "speculative")),
+    "draft": (8, ("speculative",)),
+    "draft_by": ("model", ("speculative",)),
+}
+Bound = Annotated[float, Interval(ge=0)]
+TOKEN_CHOICE = [field.name for field in fields(TokenChoice)]
+REFINING = {"refine_share": 0.1, "refine_by": "drawn"}  # defaults of what goes with `refine`
+BATCH_SIZE = 16  # samples in flight, if the user does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(TokenChoice):
+    """How positions are filled in. Scripts nest it without a prefix:
+    `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
+
+    mode: Mode | None = None
+    """mdm (default; l2r for a plain GPT): masked diffusion, exact: every position unmasks at its
+    own random time, drawn from --seed.
+    even: a random order in groups of equal size.
+    l2r: left to right.
+    random: a random order, one group of --group-size after the other.
+    order: the same in orders drawn from --order; the default where that is given.
+    adaptive: the positions of which the model is most confident first.
+    confidence, entropy, margin: adaptive with that as --unmask-by.
+    speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
+    steps: Count | None = None  # Steps of mdm and even; by default one per token to generate.
+    schedule: Schedule | None = None
+    """Schedule of mdm and even. linear (default): about equally many tokens in every step.
+    cosine: few at first, many at the end."""
+    group_size: Count | None = None
+    """Tokens a step of l2r, random, order and adaptive; by default 1.
+    With --threshold or --entropy-bound the most of a step; by default any number."""
+    unmask_by: UnmaskFirst | None = None
+    """adaptive: first where the likeliest token is most probable (default), or the entropy least,
+    or the likeliest token furthest above the second, or at random."""
+    threshold: Bound | None = None
+    """adaptive: in a step all tokens whose confidence or margin is at least this, or entropy (nats)
+    at most; one at least."""
+    entropy_bound: Bound | None = None
+    """adaptive: in a step tokens whose entropies (nats), without the largest, add up to at most
+    this (EB-sampler); one at least."""
+    block: Count | None = None
+    """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive);
+    counted from the beginning of a sample, prompt and all."""
+    order: str | None = None
+    """A distribution over orders, KIND or KIND:setting=value, such as slots:block=8: the kinds of
+    order.kind in a training config. speculative: random (default) or l2r."""
+    draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
+    """speculative: tokens drafted at once; by default 8."""
+    draft_by: Literal["model", "ngram"] | None = None
+    """speculative: drafted by the model in parallel (default), or without it, as what most often
+    follows the token on the left in the sample so far."""
+    refine: NonNegative = 0
+    """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
+    refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
+    """The share of the generated tokens that a round redraws, at least one; by default 0.1."""
+    refine_by: RefineBy | None = None
+    """Which tokens. drawn (default): those that were least likely when they were drawn; no cost.
+    others: those that are least likely given all others; a model call a token and round.
+    random: at random (Gibbs sampling)."""
+    batch_size: Count | None = None
+    """Samples in flight at once, fewer where memory runs out; by default 16.
+    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
+    compile: bool = False
+    """torch.compile the model: minutes at the start, worth it for many samples."""
+    kernels: bool = False
+    """On a GPU: draw tokens with a Triton kernel, and with --compile record CUDA graphs."""
+
+    def __post_init__(self):
+        check_values(self)
+
+    @property
+    def choice(self) -> TokenChoice:
+        return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
+
+
+def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
+    """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
+    options without meaning in it, and for values that exclude each other."""
+    if options.mode is None:
+        mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
+        options = replace(options, mode=mode)
+    if options.mode in get_args(Score):
+        if options.unmask_by not in (None, options.mode):
+            raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
+        options = replace(options, mode="adaptive", unmask_by=options.mode)
+    defaults = {}
+    for name, (default, modes) in MODE_OPTIONS.items():
+        value = getattr(options, name)
+        if options.mode in modes:
+            defaults[name] = default if value is None else value
+        elif value is not None:
+            also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
+            advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
+            raise UserError(f"{flag(name)} has no meaning with --mode {options.mode}: {advice}")
+    for name, default in REFINING.items():
+        if options.refine:
+            defaults[name] = default if getattr(options, name) is None else getattr(options, name)
+        elif getattr(options, name) is not None:
+            raise UserError(f"{flag(name)} has no meaning without --refine: give it, such as 4")
+    if (options.threshold, options.entropy_bound) != (None, None):
+        defaults["group_size"] = options.group_size  # the model chooses how many
+    o = replace(options, **defaults)
+    if o.mode == "speculative":
+        if o.noise != "float64":
+            raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
+        if o.choice.avoids_repeats:
+            refused = "leave out --repetition-penalty and --no-repeat-ngram"
+            raise UserError(f"--mode speculative draws exactly: {refused}")
+        check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
+    elif o.mode == "order":
+        parse_order(o.order, "--order")
+    if o.unmask_by == "random":
+        if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
+            limits = "--threshold, --entropy-bound and --block"
+            raise UserError(f"{limits} need a score to choose by: give another --unmask-by")
+    elif o.threshold is not None:
+        plans.check_threshold(o.unmask_by, o.threshold)
+    return o
+
+
+def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> DecodingOptions:
+    """The options with the steps that mdm and even take by default, one per token to generate, if
+    that is the same for all contexts."""
+    counts = {context.count(None) for context in contexts}
+    if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
+        return options
+    return replace(options, steps=counts.pop())
+
+
+def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
+    """Raise UserError if a model cannot generate so. options: with the mode's defaults."""
+    needs = "needs a model that is conditioned on the target position"
+    if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
+        what = f"--mode {options.mode}"
+        if options.mode == "adaptive":
+            what += f" (by {options.unmask_by})"
+        elif options.mode == "l2r":
+            what = f"--group-size {options.group_size}"
+        raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
+    if config.l2r_only and options.refine:
+        raise UserError(f"--refine {needs}; leave it out for this one")
+    if options.mode == "speculative" and config.is_encoder:
+        raise UserError("--mode speculative needs causal attention; take another mode")
+
+
+def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
+    """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
+    if scored_from and context[0] is None:
+        raise UserError("this model has no start token (GPT-2): begin with text")
+    if config.l2r_only and any(token is not None for token in context[context.index(None) :]):
+        raise UserError("this model can only continue a text: write one mask, at the end")
+
+
+class PlannedSamples(NamedTuple):
+    """All that is random about samples, drawn before the model runs: whatever the batches and
+    processes, the samples are the same."""
+
+    plan: Plan
+    tokens: Tensor  # LongTensor (B, T), by position: the given tokens
+    uniforms: Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
+
+
+def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
+    """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
+    check_boolean(given, "given")
+    rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
+    return [[t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)] for ts, gs, n in rows]
+
+
+def plan_samples(
+    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int = 1, keys=None
+) -> PlannedSamples:
+    """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
+    the context, number, length) alone. options: with the mode's defaults. keys: integers below
+    2**64, by default the place of each context."""
+    tokens = []
+    given = []
+    steps = []
+    sort_keys = []
+    uniforms = []
+    for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
+        which = seed, key, range(num_samples), len(context)
+        tokens += [torch.tensor([token or 0 for token in context])] * num_samples
+        given += [torch.tensor([token is not None for token in context])] * num_samples
+        steps += [options.steps or max(1, context.count(None))] * num_samples
+        sort_keys += _sort_keys(options, *which)
+        uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
+    length = torch.tensor([len(row) for row in tokens])
+    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, sort_keys, uniforms))
+    tokens, given, sort_keys, uniforms = rows
+    plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
+    return PlannedSamples(plan, tokens, uniforms)
+
+
+def _sort_keys(options: DecodingOptions, seed: int, key: int, rows: range, length: int) -> Tensor:
+    """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
+    if options.mode == "order":
+        orders = parse_order(options.order, "--order")
+        order = orders_at(orders, seed, key, rows, length, PLANS)
+        return inverse_permutation(order).double() / length
+    return torch.from_numpy(to_uniform(philox_bits(seed, key, rows, length, PLANS)))
+
+
+def _mode_plan(
+    options: DecodingOptions, length: Tensor, given: Tensor, steps: Tensor, keys: Tensor
+) -> Plan:
+    """The plan of a mode. length, steps (B,), given BoolTensor (B, T), keys (B, T)."""
+    o = options
+    B = len(length)
+    group = options.group_size
+    match o.mode:
+        case "mdm" | "even":
+            return plans.mdm_plan(B, length, steps, keys, given, o.mode == "even", o.schedule)
+        case "l2r":
+            return plans.l2r_plan(B, length, given, group)
+        case "random" | "order":
+            return plans.random_plan(B, length, keys, given, group)
+        case "adaptive":
+            limits = o.threshold, o.entropy_bound, o.block
+            return plans.adaptive_plan(B, length, o.unmask_by, keys, given, group, *limits)
+        case "speculative":
+            shuffled = keys if o.order == "random" else None
+            return plans.speculative_plan(B, length, o.draft, shuffled, given, o.draft_by)
+
+
+def generate_distributed(
+    model: AOGPT,
+    planned: PlannedSamples,
+    options: DecodingOptions,
+    vocab_size: int,
+    procs: Processes,
+    label: str = "",
+    end_token: int | None = None,
+) -> Generation:
+    """Generate what is planned, every process its share; all samples on every process. label:
+    before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
+    share = procs.share(len(planned.plan))
+    part = None
+    plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
+    settings = {"choice": options.choice, "vocab_size": vocab_size}
+    settings |= {"batch_size": options.batch_size or BATCH_SIZE}
+    settings |= {"compile": options.compile, "kernels": options.kernels}
+    total = int(plan.generated().sum())
+    quiet = None if procs.main else True
+    if options.refine:
+        end_token = None  # what follows it may change
+        total += options.refine * int(redrawn(plan.generated(), options.refine_share).sum())
+    shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
+    with tqdm(total=total, **shown) as bar:
+        if share:  # with more processes than samples, some have none
+            random = {"uniforms": uniforms, "progress": bar.update}
+            part = generate(model, plan, tokens, **random, **settings, end_token=end_token)
+            if options.refine:
+                how = options.refine, options.refine_share, options.refine_by
+                part = refine(model, part, uniforms, *how, bar.update, **settings)
+    return Generation.joined([part for part in procs.gather(part) if part is not None])
+
+
+def generate_rows(
+    model: AOGPT, contexts: list[Context], options: DecodingOptions, vocab_size: int, seed, count=1
+) -> list[list[int]]:
+    """The tokens of `count` samples in a row for each context, made by this process alone.
+    options: with the mode's defaults."""
+    planned = plan_samples(options, contexts, seed, count)
+    alone = Processes(0, 1, model.wte.weight.device)
+    samples = generate_distributed(model, planned, options, vocab_size, alone)
+    return [tokens for tokens, *_ in samples.rows()]
+
+
+def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()) -> str:
+    """The text of the tokens up to the first end-of-text or stop string."""
+    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None
+    text = tokenizer.decode(tokens[:end])
+    return text[: min((p for s in stop if (p := text.find(s)) >= 0), default=None)]
+
+
+def sample_records(
+    samples: Generation, tokenizer: Tokenizer, prompts=(("prompt", ""),), until_end=False, stop=()
+) -> list[dict]:
+    """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
+    step -1: given; log_probs: nats; order: the positions in the order in which they became known.
+
+    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
+    of a prompt one after the other. until_end: leave out what follows the first end-of-text that
+    was generated. stop: and the first of these texts, after what is given at the beginning."""
+    records = []
+    nfe = samples.nfe.tolist()
+    rows = zip(samples.rows(), samples.order.tolist(), strict=True)
+    for number, ((tokens, step, log_probs), order) in enumerate(rows):
+        end = len(tokens)
+        if until_end:
+            ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
+            end = next(ends, end)
+        text = tokenizer.decode(tokens[:end])
+        first = next((i for i, s in enumerate(step) if s >= 0), end)
+        after = len(tokenizer.decode(tokens[:first]))
+        if places := [place for s in stop if (place := text.find(s, after)) >= 0]:
+            text = text[: min(places)]
+            while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
+                end -= 1
+        tokens = tokens[:end]
+        step = step[:end]
+        log_probs = log_probs[:end]
+        prompt_index = number * len(prompts) // len(samples)
+        kind, prompt = prompts[prompt_index]
+        record = {"text": text, "prompt_index": prompt_index, kind: prompt}
+        record |= {"length": len(tokens), "tokens": tokens, "step": step}
+        record["order"] = [position for position in order if position < end]
+        record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
+        records.append(record)
+    return records

@@ -1,0 +1,294 @@
+"""Plans of generation: which position is unmasked at which step, drawn before the model runs. Times
+of masked diffusion do not depend on the model, so this is exact (the paper, Lemma 4.1). Every way
+of generating is a plan; with given positions it is prompting or infilling.
+
+Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
+Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
+(B, T) of positions that are context, or None; generator a CPU generator, or the numbers that it
+would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..runtime.errors import UserError
+from ..runtime.validation import check_value
+from ..systems.scoring import check_boolean
+
+Schedule = Literal["linear", "cosine"]
+Score = Literal["confidence", "entropy", "margin"]
+RuleScore = Literal[Score, "oracle"]  # the probability of the true token, which is forced
+UnmaskBy = Literal["order", RuleScore]
+Length = int | Tensor
+Given = Tensor | None
+Generator = torch.Generator | Tensor
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many positions a step unmasks where the model decides that: the best ones within these
+    limits, and always one at least."""
+
+    threshold: float | None = None  # confidence or margin at least, entropy (nats) at most this
+    # (Fast-dLLM, arXiv 2505.22618)
+    entropy_bound: float | None = None  # entropies (nats) of a step, without the largest, add up to
+    # at most this: it bounds what they tell of each other (EB-sampler, arXiv 2505.24857)
+    most: int | None = None  # positions a step; without the other two exactly this many
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = int(name == "most")
+            if value is not None and not value >= least:
+                raise UserError(f"{name} is {value}; give a number of at least {least}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a model chooses its own order: by a score, a fixed number of positions a step or at a
+    pace, in blocks that are filled in one after the other."""
+
+    score: RuleScore
+    pace: Pace | None = None
+    block: int | None = None
+
+    def __post_init__(self):
+        if self.pace and self.pace.threshold is not None:
+            check_threshold(self.score, self.pace.threshold)
+
+
+def check_threshold(score: Score, threshold: float) -> None:
+    if score != "entropy" and threshold > 1:
+        raise UserError(f"the threshold is {threshold:g}: for {score} give a number from 0 to 1")
+
+
+@dataclass
+class Plan:
+    """Which positions are unmasked at which step, for B samples of up to T positions."""
+
+    order: Tensor  # LongTensor (B, T), positions in the order in which they are unmasked, given
+    # ones first, last those that a shorter sample does not have
+    step: Tensor  # LongTensor (B, T), the step at which order[b, i] is unmasked, never falling; -1:
+    # given. Positions of equal step are predicted in parallel, from those of earlier steps.
+    length: Tensor | None = None  # LongTensor (B,), positions of each sample; None: all have T
+    unmask_by: UnmaskBy = "order"  # a score: only the number of positions of each step is fixed,
+    # and the model chooses which: of the likeliest token the highest probability, or the least
+    # entropy, or the widest margin to the second token (Kim et al., arXiv 2502.06768)
+    draft: int = 0  # positions that are drafted, then verified one after the other; the steps are
+    # then those of the groups at best
+    pace: Pace | None = None  # nor is that number fixed; steps only say what is given
+    draft_by: Literal["model", "ngram"] = "model"  # in parallel, or from pairs of known neighbours
+    block: int | None = None  # positions of blocks that are filled in one after the other (pace)
+
+    def __post_init__(self):
+        B, T = self.order.shape
+        self.length = torch.full((B,), T) if self.length is None else self.length
+        if self.length.shape != (B,) or ((self.length < 0) | (self.length > T)).any():
+            raise UserError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
+        positions = torch.arange(T, device=self.order.device)
+        if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
+            raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
+        if not torch.equal(self.order < self.length[:, None], self.valid()):
+            raise UserError("an order must have a sample's positions before those it does not")
+        falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
+        if (self.step < -1).any() or falls.any():
+            raise UserError("a plan's steps must be -1 (given) or more and must not fall")
+        check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
+
+    def __getitem__(self, rows: slice) -> "Plan":
+        of_rows = {name: getattr(self, name)[rows] for name in ("order", "step", "length")}
+        return replace(self, **of_rows)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def valid(self) -> Tensor:
+        """BoolTensor (B, T): the entries of `order` that name a position of their sample."""
+        return torch.arange(self.order.shape[1], device=self.order.device) < self.length[:, None]
+
+    def generated(self) -> Tensor:
+        """BoolTensor (B, T): the entries of `order` whose tokens are generated."""
+        return (self.step >= 0) & self.valid()
+
+    def given_positions(self) -> Tensor:
+        """BoolTensor (B, T), by position: those whose tokens come from the user."""
+        given = (self.step < 0) & self.valid()
+        return torch.empty_like(given).scatter_(1, self.order, given)
+
+
+def l2r_plan(batch_size: int, length: Length, given: Given = None, group: int = 1) -> Plan:
+    """Left to right, `group` positions a step."""
+    samples = _Samples(batch_size, length, given)
+    return samples.in_groups(samples.position, group)
+
+
+def random_plan(
+    batch_size: int, length: Length, generator: Generator, given: Given = None, group: int = 1
+) -> Plan:
+    """A uniformly random order, `group` positions a step: positions by rising random number."""
+    samples = _Samples(batch_size, length, given)
+    return samples.in_groups(samples.uniforms(generator), group)
+
+
+def mdm_plan(
+    batch_size: int,
+    length: Length,
+    steps: int | Tensor,
+    generator: Generator,
+    given: Given = None,
+    even: bool = False,
+    schedule: Schedule = "linear",
+) -> Plan:
+    """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1), or in a
+    number of its own for each row, LongTensor (B,).
+
+    Exact: every masked position unmasks at its own random time, so that the number of positions
+    differs from step to step. Even: a random order in groups of the expected sizes, rounded.
+    schedule: the share of masked positions at time t, which runs from 1 down to 0. linear: t.
+    cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT)."""
+    steps = torch.as_tensor(steps).cpu().expand(batch_size)[:, None]
+    check_value(schedule, Schedule, "the schedule")
+    samples = _Samples(batch_size, length, given)
+    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its number.
+    uniforms = samples.uniforms(generator)
+    order, index = samples.order_by(uniforms)
+    if not even:
+        step = (_elapsed(uniforms.gather(1, order), schedule) * steps).long()
+        return samples.plan(order, index, step.minimum(steps - 1))
+    # Entry `index` of n unmasks where the share of unmasked positions is expected to pass it. More
+    # steps than positions would leave some empty: a row takes n at most.
+    n = (samples.length - samples.given.sum(dim=1))[:, None]
+    row_steps = n.minimum(steps)
+    if schedule == "linear":  # in integers, so that groups differ by at most one
+        step = index * row_steps // n.clamp(min=1)
+    else:
+        middle = ((index + 0.5) / n.clamp(min=1)).clamp(0, 1)
+        step = (_elapsed(middle.double(), schedule) * row_steps).long()
+    return samples.plan(order, index, step.clamp(max=row_steps - 1))
+
+
+def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
+    """1 - t at the time t at which this share u of the positions is unmasked: u = 1 - t, or
+    u = 1 - sin(pi t / 2) (cosine)."""
+    return share if schedule == "linear" else (1 - share).acos() * (2 / math.pi)
+
+
+def adaptive_plan(
+    batch_size: int,
+    length: Length,
+    by: Score | Literal["random"],
+    generator: Generator,
+    given: Given = None,
+    group: int | None = 1,
+    threshold: float | None = None,
+    entropy_bound: float | None = None,
+    block: int | None = None,
+) -> Plan:
+    """`group` positions a step, chosen by the model as it goes (A3's dynamic resampling), or at
+    random. threshold, entropy_bound: see `Pace`; `group` is then the most of a step, None: any
+    number. block: positions of blocks that are filled in one after the other (semi-autoregressive,
+    as LLaDA, arXiv 2502.09992)."""
+    if threshold is None and entropy_bound is None and block is None:
+        plan = random_plan(batch_size, length, generator, given, group)
+        return plan if by == "random" else replace(plan, unmask_by=by)
+    if by == "random":
+        raise UserError("threshold, entropy_bound and block need a score to choose by")
+    samples = _Samples(batch_size, length, given)
+    # The order within a block is random, as above: it decides between equals.
+    number = samples.position // (block or max(samples.T, 1))
+    order, index = samples.order_by(number + samples.uniforms(generator))
+    plan = samples.plan(order, index, torch.zeros_like(order))
+    pace = Pace(threshold, entropy_bound, group)
+    return replace(plan, unmask_by=by, pace=pace, block=block)
+
+
+def speculative_plan(
+    batch_size: int,
+    length: Length,
+    draft: int,
+    generator: Generator | None = None,
+    given: Given = None,
+    draft_by: Literal["model", "ngram"] = "model",
+) -> Plan:
+    """Draft `draft` positions and verify them in one causal pass; left to right, or in a random
+    order if a generator is given. Samples follow the joint distribution of one position a step.
+    draft_by: the model, in parallel (self-speculation, Guo & Ermon 2025), or, without a pass, what
+    most often follows the token on the left so far (ASSD, arXiv 2504.20456)."""
+    if generator is None:
+        plan = l2r_plan(batch_size, length, given, draft)
+    else:
+        plan = random_plan(batch_size, length, generator, given, draft)
+    return replace(plan, draft=draft, draft_by=draft_by)
+
+
+def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
+    """One plan of the rows of several of one kind, whose rows may differ in length. length:
+    positions of the plan; by default those of the longest."""
+    T = length or max(plan.order.shape[1] for plan in plans)
+    orders = []
+    steps = []
+    for plan in plans:
+        extra = torch.arange(plan.order.shape[1], T).expand(len(plan), -1)
+        orders.append(torch.cat([plan.order, extra], dim=1))
+        steps.append(torch.cat([plan.step, torch.full_like(extra, -1)], dim=1))
+    lengths = torch.cat([plan.length for plan in plans])
+    stacked = {"order": torch.cat(orders), "step": torch.cat(steps), "length": lengths}
+    return replace(plans[0], **stacked)
+
+
+def group_sizes(plan: Plan) -> Tensor:
+    """Positions in each group of each row, LongTensor (B, G), empty groups at the end. Groups of a
+    row are its steps that unmask something, as in this row, whose first entry is given:
+
+        step     -1  0  0  3  5  5
+        starts       x     x  x
+        group     0  1  1  2  3  3     sizes 2, 1, 2"""
+    generated = plan.generated()
+    before = torch.full_like(plan.step[:, :1], -1)
+    starts = (plan.step.diff(dim=1, prepend=before) > 0) & generated
+    # Groups are counted from 1; what is given or absent falls into group 0, which is dropped.
+    group = starts.cumsum(dim=1) * generated
+    groups = int(group.max()) if group.numel() else 0
+    sizes = torch.zeros(len(plan), groups + 1, dtype=torch.long)
+    return sizes.scatter_add_(1, group, torch.ones_like(group))[:, 1:]
+
+
+class _Samples:
+    """What the samples of a plan have: their lengths and given positions."""
+
+    def __init__(self, batch_size: int, length: Length, given: Given):
+        length = torch.as_tensor(length).cpu()
+        B = batch_size
+        self.length = length.expand(B)
+        self.B = B
+        self.T = int(length.max()) if length.numel() else 0
+        given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given
+        check_boolean(given, "given")
+        self.position = torch.arange(self.T).expand(B, self.T)
+        self.valid = self.position < self.length[:, None]
+        self.given = given.cpu() & self.valid
+
+    def uniforms(self, generator: Generator) -> Tensor:
+        """A number in [0, 1) for each position, (B, T)."""
+        if torch.is_tensor(generator):
+            return generator
+        return torch.rand(self.B, self.T, generator=generator, dtype=torch.float64)
+
+    def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Order (B, T): given positions in ascending order, then the others by rising key (B, T),
+        numbers from 0 to below T, then those that a row does not have. And the index (B, T) of each
+        entry among the others, negative for given ones."""
+        key = torch.where(self.given, self.position.to(key.dtype) - self.T, key)
+        key = torch.where(self.valid, key, self.T)
+        order = key.argsort(dim=1, stable=True)
+        return order, self.position - self.given.sum(dim=1, keepdim=True)
+
+    def plan(self, order: Tensor, index: Tensor, step: Tensor) -> Plan:
+        return Plan(order, step.where(index >= 0, -1), self.length)
+
+    def in_groups(self, key: Tensor, group: int) -> Plan:
+        """The positions by rising key, `group` in a step."""
+        order, index = self.order_by(key)
+        return self.plan(order, index, index // group)

@@ -1,0 +1,264 @@
+"""metrics.jsonl of a run, and what it prints while it trains.
+
+Every row has step, grad_norm, tokens (since the run began), tokens_per_second, memory_bytes (the
+peak of the main process), skipped_steps. Tokens are those that are predicted: no prompts, no
+padding. A training row, at step 1 and every train.log_interval steps, also has loss (the objective,
+averaged over the steps since the last row; for SEDD this is not val_loss_random), lr, with Muon
+muon_lr, and mfu (null unless the GPU's peak is known). A validation row, every eval.interval steps:
+
+    val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
+                         fixed or own (the run's orders, in its groups)
+    val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
+    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ..data.loader import TokenDataset, batch_lengths
+from ..runtime.command_line import visible
+from ..runtime.devices import pick_dtype
+from ..runtime.errors import UserError
+from ..runtime.files import to_json, write_jsonl, write_text
+from ..runtime.processes import Processes
+from ..systems import flops_per_token
+from .config import Config
+from .optimizers import learning_rates
+from .validation import Losses
+
+ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's fixed order"}
+ORDERS["own"] = "the run's orders"
+Units = tuple[tuple[float, str], ...]  # largest first
+TIME: Units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+class GPU(NamedTuple):
+    """flops: dense bfloat16 peak, operations per second, from the maker's data sheet. memory_gib:
+    as drivers report it, rounded down."""
+
+    flops: float
+    memory_gib: float
+
+
+GPUS = {  # by the exact name that the driver gives
+    "NVIDIA B200": GPU(2250e12, 178),
+    "NVIDIA H200": GPU(989.4e12, 139),
+    "NVIDIA H100 80GB HBM3": GPU(989.4e12, 79),
+    "NVIDIA H100 NVL": GPU(835e12, 93),
+    "NVIDIA H100 PCIe": GPU(756e12, 79),
+    "NVIDIA A100-SXM4-40GB": GPU(312e12, 39),
+    "NVIDIA A100-SXM4-80GB": GPU(312e12, 79),
+    "NVIDIA A100-PCIE-40GB": GPU(312e12, 39),
+    "NVIDIA A100 80GB PCIe": GPU(312e12, 79),
+    "NVIDIA L40S": GPU(362e12, 44),
+    "NVIDIA L4": GPU(121e12, 22),
+    "NVIDIA A10G": GPU(70e12, 22),
+    "NVIDIA GeForce RTX 4090": GPU(165.2e12, 23),
+    "NVIDIA GeForce RTX 3090": GPU(71e12, 23),
+    "AMD Instinct MI300X": GPU(1307.4e12, 191),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak operations per second of a device at a precision; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    gpu = GPUS.get(torch.cuda.get_device_name(device))
+    return gpu and gpu.flops
+
+
+def in_units(value: float, units: Units, digits: int = 3) -> str:
+    """A number with `digits` significant digits, in the largest unit that leaves at least 1."""
+    size, unit = next((pair for pair in units if value >= pair[0]), units[-1])
+    amount = value / size
+    decimals = max(0, digits - 1 - math.floor(math.log10(amount))) if amount else 0
+    return f"{amount:,.{decimals}f} {unit}"
+
+
+class Log:
+    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
+
+    def __init__(self, config: Config, procs: Processes, progress, data: TokenDataset):
+        """progress: state.Progress, read as it changes."""
+        self.config = config
+        self.procs = procs
+        self.progress = progress
+        self.data = data
+        self.path = config.run_folder / "metrics.jsonl"
+        self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
+        if progress.step and not progress.tokens:  # in a checkpoint of an older version
+            size = progress.sequences / progress.step / config.train.batch_size
+            progress.tokens = round(self.count_tokens(range(progress.step)) * size)
+        self.norm = self.tokens_per_second = self.wandb = None
+        self.losses: list[float] = []  # since the last row
+        # measured from the end of that step
+        self.first_step = progress.step + 1
+        self.started = 0.0
+        self.restart_clock()
+        if procs.main:
+            drop_later_rows(self.path, progress.step)
+            self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
+        steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
+        # Some terminals have no rows, and show no bar.
+        has_bar = procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        self.bar = tqdm(**steps, disable=not has_bar)
+
+    def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
+        """Log finished steps, from 1: (step, loss, gradient norm); counts skipped ones."""
+        t = self.config.train
+        for step, loss, norm in losses:
+            finite = math.isfinite(loss + norm)
+            tokens = self.count_tokens(range(step - 1, step))
+            self.progress.skipped += not finite
+            self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
+            self.progress.sequences += t.batch_size
+            self.progress.tokens += tokens
+            self.norm = norm
+            self.clock_tokens += tokens
+            self.clock_steps += 1
+            self.losses.append(loss)
+            self.bar.update()
+            if step == self.first_step:  # includes compilation
+                self.started = time.perf_counter()
+            if step % t.log_interval and step not in (1, t.steps) and finite:
+                continue
+            loss = sum(self.losses) / len(self.losses)
+            self.losses = []
+            seconds = time.perf_counter() - self.clock
+            self.tokens_per_second = self.clock_tokens / seconds
+            mfu = None
+            rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+            text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
+            if self.peak_flops:
+                size = self.data.block_size
+                computed = self.clock_tokens
+                if self.data.of_records:  # with prompts and padding
+                    computed = t.batch_size * size * self.clock_steps
+                flops = computed / seconds * flops_per_token(self.config.model, size)
+                mfu = flops / (self.peak_flops * self.procs.world_size)
+                text += f"  MFU {mfu:.1%}"
+            text += f"  gradient norm {norm:#.3g}"
+            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
+            self.bar.set_postfix_str(text)
+            if self.bar.disable:
+                self._print(f"step {step}/{t.steps}  {text}{self.time_left(step)}")
+            self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
+            self.restart_clock()
+
+    def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
+        """Log the result of `evaluate`. num_blocks: of the whole split."""
+        averaged = losses[""].items()
+        step = self.progress.step
+        text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
+        part = f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
+        what = f"validation loss of the averaged weights on {part}, nats per token"
+        self._print(f"step {step}/{self.config.train.steps}  {what}: {text}")
+        row = {"step": step}
+        for weights, of_kinds in losses.items():
+            row |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds.items()}
+        errors = {kind: loss.error for kind, loss in averaged if loss.error is not None}
+        self._write(row | {f"val_error_{kind}": error for kind, error in errors.items()})
+        self.restart_clock()
+
+    def warn(self, message: str) -> None:
+        self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
+
+    def restart_clock(self) -> None:
+        """Measure the speed from here on, so that it excludes validations and checkpoints."""
+        self.clock = time.perf_counter()
+        self.clock_tokens = 0
+        self.clock_steps = 0
+
+    def count_tokens(self, steps: range) -> int:
+        """Tokens that are predicted in these steps, from 0."""
+        c = self.config
+        size = self.config.train.batch_size
+        if self.data.of_records:
+            return sum(self.data.predicted(c.seed, step, size) for step in steps)
+        lengths = batch_lengths(c.seed, steps, self.data.block_size, c.data.random_length_prob)
+        return size * int(lengths.sum())
+
+    def time_left(self, step: int) -> str:
+        """Time left in the run, with validations; "" if unknown or none."""
+        steps = step - self.first_step
+        left = self.config.train.steps - step
+        seconds = left * (time.perf_counter() - self.started) / max(1, steps)
+        return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    def _print(self, text: str, file=None) -> None:
+        if self.procs.main:
+            with contextlib.suppress(OSError):  # training outlives its terminal
+                tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
+                sys.stdout.flush()
+
+    def _write(self, row: dict) -> None:
+        if not self.procs.main:
+            return
+        row |= {"grad_norm": self.norm, "tokens": self.progress.tokens}
+        row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
+        if self.procs.device.type == "cuda":
+            row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
+        else:  # Linux counts in KiB
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            row["memory_bytes"] = peak if sys.platform == "darwin" else 1024 * peak
+        try:
+            with open(self.path, "a") as file:
+                file.write(to_json(row) + "\n")
+        except OSError as error:  # a full disk must not end the run
+            self.warn(f"a row of {self.path} is lost: {error}")
+        if self.wandb:
+            self.wandb.log({key: v for key, v in row.items() if isinstance(v, int | float)})
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of metrics.jsonl; lines that a kill or a full disk has cut short are skipped."""
+    rows = []
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else ()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Keep the rows up to `step`: later steps will run again."""
+    if path.exists():
+        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
+
+
+def start_wandb(config: Config):
+    """Start or resume the Weights & Biases run of this run folder."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb.mode is set but wandb is not installed: pip install wandb") from None
+    id_file = config.run_folder / "wandb_id"
+    if not id_file.exists():
+        write_text(id_file, secrets.token_hex(4))
+    run_id = id_file.read_text(errors="replace").strip()
+    where = {"project": config.wandb.project, "mode": config.wandb.mode, "name": config.name}
+    where |= {"id": run_id, "resume": "allow", "dir": str(config.run_folder)}
+    try:
+        run = wandb.init(**where, config=asdict(config))
+    except wandb.errors.Error as error:
+        raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error
+    # As a plain value: W&B drops rows whose step is not above its own count, as after a kill.
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,146 @@
+"""One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing
+and compilation, all from outside the model."""
+
+import contextlib
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
+
+from ..data.loader import LENGTHS
+from ..model import AOGPT
+from ..runtime.devices import has_compiler, pick_dtype
+from ..runtime.errors import UserError
+from ..runtime.processes import Processes
+from ..systems import build_model, init_weight
+from .config import Config
+
+# What selective activation checkpointing saves: matrix products, and attention, which has an
+# operation of its own on every device.
+SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
+
+
+def build(
+    config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
+) -> AOGPT:
+    """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
+    than one block in full. weights: initial values by name; None: random, or with `empty` zeros to
+    load a checkpoint into."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    shard = sharding(config, procs) if config.train.parallel == "fsdp" else lambda module: None
+
+    @torch.no_grad()
+    def materialize(prefix: str) -> None:
+        for name, p in list(model.named_parameters()):
+            if p.is_meta and name.startswith(prefix):
+                value = torch.zeros(p.shape) if weights is None else weights[name].to(p.dtype)
+                if weights is None and not empty:
+                    # From a generator per weight, on the CPU: the same on any device.
+                    seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
+                    generator = torch.Generator().manual_seed(int.from_bytes(seed))
+                    init_weight(config.model, name, value, generator)
+                parent, _, leaf = name.rpartition(".")
+                parameter = nn.Parameter(value.to(procs.device, copy=weights is not None))
+                setattr(model.get_submodule(parent), leaf, parameter)
+
+    for i, block in enumerate(model.blocks):
+        materialize(f"blocks.{i}.")
+        if config.train.activation_checkpointing != "none":
+            checkpoint_activations(block, config)
+        shard(block)
+    materialize("")
+    model.make_angles(procs.device)
+    if config.model.tied_head:  # each has a tensor of its own by now
+        model.head.weight = model.wte.weight
+    shard(model)
+    return model
+
+
+def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
+    """A function that shards the weights of a module. Blocks are gathered in the precision of
+    matrix products, everything else and all gradients in float32."""
+    # FSDP2 warns of in-place writes to views of outputs; the model has none.
+    warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
+    mesh = init_device_mesh(procs.device.type, (procs.world_size,))
+    dtype = pick_dtype(config.train.dtype, procs.device)
+
+    def shard(module: nn.Module) -> None:
+        cast = dtype != torch.float32 and not isinstance(module, AOGPT)
+        precision = {"param_dtype": dtype if cast else None, "reduce_dtype": torch.float32}
+        policy = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    return shard
+
+
+def checkpoint_activations(block: nn.Module, config: Config) -> None:
+    """Let the backward pass recompute the parts that train.activation_checkpointing names."""
+    kind = config.train.activation_checkpointing
+    dropout = config.model.dropout > 0
+    options = {"use_reentrant": False, "preserve_rng_state": dropout}
+    if kind == "selective":
+        # Attention with dropout is recomputed: if saved, it would not consume its random numbers.
+        saved = SAVED[:2] if dropout else SAVED
+
+        def policy(context, operation, *arguments, **keywords) -> checkpoint.CheckpointPolicy:
+            save = operation.__name__.startswith(saved)
+            return checkpoint.CheckpointPolicy["MUST_SAVE" if save else "PREFER_RECOMPUTE"]
+
+        contexts = checkpoint.create_selective_checkpoint_contexts
+        options["context_fn"] = functools.partial(contexts, policy)
+    block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
+
+
+@contextlib.contextmanager
+def compiled(model: AOGPT, procs: Processes):
+    """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
+    whole and last batches in validation. Raises UserError without a compiler."""
+    if procs.device.type == "cpu" and not has_compiler():
+        raise UserError("train.compile needs a C++ compiler on a CPU: pass --train.no-compile")
+    if isinstance(model, FSDPModule):
+        # FSDP gathers the weights of a block right before it, outside of compiled code.
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.head_loss = torch.compile(model.head_loss, dynamic=False)
+    else:
+        model.compile(dynamic=False)
+    # Beyond torch.compile's default limit of 8 shapes the model would silently run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
+        yield
+
+
+def replicate(model: AOGPT, procs: Processes) -> nn.Module:
+    """What a training step calls: the model, in DDP if processes hold replicas of it."""
+    if procs.world_size == 1 or isinstance(model, FSDPModule):
+        return model
+    with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractContextManager:
+    """A context for a micro-batch, after which processes exchange or accumulate gradients."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(exchange)
+    elif isinstance(model, DistributedDataParallel) and not exchange:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def reshard(model: nn.Module) -> None:
+    """Under fsdp, free weights that a pass without a backward has gathered: they may change."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

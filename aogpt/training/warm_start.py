@@ -1,0 +1,61 @@
+"""Start from the weights of another model: a run, an export or a pretrained decoder."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ..checkpoints import CheckpointError
+from ..model import AOGPT, ModelConfig
+from ..systems import length_is_fixed
+
+# Keys that may differ from those of the source: in any way; from this value of the source.
+FREE = ("dropout", "position_init", "block_size")
+GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
+
+
+def with_shape_of(source: ModelConfig, config: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """`config`, with the source's value of every key that is not in `given` and that changes what
+    the weights mean."""
+    theirs = {name: before for name, before, _ in differences(source, config) if name not in given}
+    return replace(config, **theirs)
+
+
+def differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(key, theirs, ours) of the keys that prevent a start from these weights."""
+    unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
+    unread["query_at"] = theirs.target == "none"
+    for name, before in asdict(theirs).items():
+        now = getattr(ours, name)
+        free = name in FREE or unread.get(name)
+        if before != now and not free and GAINED.get(name, now) != before:
+            yield name, before, now
+
+
+@torch.no_grad()
+def warm_start(model: AOGPT, source: AOGPT) -> None:
+    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
+    starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
+    first the model computes what the source does, except with two streams, or for a plain GPT with
+    rotary positions without query_at = "before_target". Longer position tables are cropped. Raises
+    CheckpointError if the weights would mean something else in the model."""
+    theirs = source.config
+    ours = model.config
+    refused = "cannot start from these weights"
+    for name, before, now in differences(theirs, ours):
+        raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
+    if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
+        size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
+        raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
+    weights = dict(source.named_parameters())
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
+        own[name].copy_(weight[: len(own[name])] if table else weight)
+    for name in own.keys() - weights.keys():
+        if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
+            own[name].zero_()
+        if name.endswith("adaln.bias"):
+            width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
+            own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
