@@ -47,25 +47,37 @@ def convert(
     if push and not hub:
         raise UserError("--push uploads the folder of --hub: add --hub")
     if os.path.lexists(destination):
-        raise CheckpointError(f"{destination} exists already; give a new folder, or remove it")
+        raise CheckpointError(
+            f"{destination} exists already; give a new folder, or remove it"
+        )
     loaded = load(source, weights, checkpoint=checkpoint)
     settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
     settings |= {name: getattr(loaded, name) for name in EXPORTED} | {"source": source}
     parameters = loaded.model.named_parameters()
     prefix = "model." if hub else ""
-    tensors = {prefix + name: p.detach().to(getattr(torch, dtype)) for name, p in parameters}
-    if wrong := next((name for name, tensor in tensors.items() if not is_finite(tensor)), None):
-        raise CheckpointError(f"{wrong} is not finite as {dtype}: choose another --dtype")
+    tensors = {
+        prefix + name: p.detach().to(getattr(torch, dtype)) for name, p in parameters
+    }
+    if wrong := next(
+        (name for name, tensor in tensors.items() if not is_finite(tensor)), None
+    ):
+        raise CheckpointError(
+            f"{wrong} is not finite as {dtype}: choose another --dtype"
+        )
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
     try:
         with staging(destination, replace=False) as folder:
             (folder / "model.safetensors").write_bytes(data)
             # no checksum: transformers may rewrite the weights and would keep it
-            sums = {} if hub else {"model.safetensors": hashlib.sha256(data).hexdigest()}
+            sums = (
+                {} if hub else {"model.safetensors": hashlib.sha256(data).hexdigest()}
+            )
             settings["files"] = sums
             settings["sha256"] = digest(settings)
             if hub:
-                from aogpt.training.metrics import read_metrics  # imports all of training
+                from aogpt.training.metrics import (
+                    read_metrics,  # imports all of training
+                )
 
                 rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
                 write_hub_files(folder, loaded, settings, dtype, rows)
@@ -78,7 +90,9 @@ def convert(
             os.path.lexists(destination)
             and "another process has made it; remove it, or give a new folder"
         )
-        raise CheckpointError(f"could not write {destination}: {made or error}") from error
+        raise CheckpointError(
+            f"could not write {destination}: {made or error}"
+        ) from error
     show(f"read {loaded.describe()}")
     count = sum(parameter_counts(loaded.model).values())
     others = "what transformers needs" if hub else "config.json"

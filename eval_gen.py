@@ -18,11 +18,23 @@ from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation.judges import load_judge
-from aogpt.evaluation.scoring import NGRAMS, Reference, SampleSet, read_sample_sets, score_samples
+from aogpt.evaluation.scoring import (
+    NGRAMS,
+    Reference,
+    SampleSet,
+    read_sample_sets,
+    score_samples,
+)
 from aogpt.runtime.command_line import ModelOptions, run_script, show
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance, versions
+from aogpt.runtime.outputs import (
+    OutputOptions,
+    Outputs,
+    markdown_table,
+    provenance,
+    versions,
+)
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import LARGEST, Count, check_values
 from aogpt.sampling import modes
@@ -76,7 +88,9 @@ class Sweep(DecodingOptions):
     def rows(self) -> list[DecodingOptions]:
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
         if self.settings and (self.temperature, self.top_p) != (1, 1):
-            raise UserError("--settings holds temperature and top-p: leave out the options")
+            raise UserError(
+                "--settings holds temperature and top-p: leave out the options"
+            )
         # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
         sizes = itertools.product(*(shared[key] or [None] for key in SIZES))
         pairs = self.settings or [f"{self.temperature},{self.top_p}"]
@@ -95,7 +109,9 @@ class Sweep(DecodingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")
+    ] = ()
     """Run folders (out/NAME) or checkpoints to sample from, compared in one table."""
     judge: str = "gpt2-large"
     """Hugging Face id or folder of a causal language model (it needs transformers), or a run,
@@ -125,33 +141,56 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
     check_values(a)
     if not a.runs and not a.samples:
-        raise UserError("nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl")
+        raise UserError(
+            "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"
+        )
     outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
     reference = a.reference and Reference(a.reference)
     judge = load_judge(a.judge, procs.device)
-    models = {run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs}
-    samplers = [(run, fitted(run, models[run], options, a)) for run in a.runs for options in sweep]
+    models = {
+        run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs
+    }
+    samplers = [
+        (run, fitted(run, models[run], options, a))
+        for run in a.runs
+        for options in sweep
+    ]
     dtype = pick_dtype(a.dtype, procs.device)
-    result = provenance(a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[])
+    result = provenance(
+        a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
+    )
     result["versions"] |= judge.libraries
     rows = result["rows"]
-    for samples in itertools.chain(make_samples(samplers, models, a, dtype, procs), read):
+    for samples in itertools.chain(
+        make_samples(samplers, models, a, dtype, procs), read
+    ):
         batch_size = a.decoding.batch_size or BATCH_SIZE
         row = score_samples(samples, judge, batch_size, procs, reference)
         rows.append(row)
         if not procs.main:
             continue
-        show(f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}", flush=True)
+        show(
+            f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}",
+            flush=True,
+        )
         # After every row, so that a long sweep that is cut short leaves its rows.
-        lines = ["# Generation quality", "", f"    {result['command']}", "", *lines_of(result)]
+        lines = [
+            "# Generation quality",
+            "",
+            f"    {result['command']}",
+            "",
+            *lines_of(result),
+        ]
         outputs.write_report(a.json, result, lines)
     with outputs:
         procs.print0("", *lines_of(result), sep="\n")
 
 
-def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> DecodingOptions:
+def fitted(
+    run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
+) -> DecodingOptions:
     """The options with defaults of the model. Raises UserError if it cannot generate with them."""
     if loaded.scored_from:
         advice = "make samples with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
@@ -159,19 +198,29 @@ def fitted(run: str, loaded: Loaded, options: DecodingOptions, a: Arguments) -> 
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:
-        raise UserError(f"{run}: --length is {a.length}; give at most its block size, {limit}")
+        raise UserError(
+            f"{run}: --length is {a.length}; give at most its block size, {limit}"
+        )
     return modes.with_default_steps(options, [[None] * (a.length or limit)])
 
 
 def make_samples(
-    rows: list[tuple[str, DecodingOptions]], models: dict[str, Loaded], a: Arguments, dtype, procs
+    rows: list[tuple[str, DecodingOptions]],
+    models: dict[str, Loaded],
+    a: Arguments,
+    dtype,
+    procs,
 ) -> Iterator[SampleSet]:
     """The samples of every row, all of them on every process."""
     for run, options in rows:
         loaded = models[run]
         loaded.model.to(procs.device, dtype)
         length = a.length or loaded.model.config.block_size
-        settings = vars(options) | {"run": run, "length": length, "num_samples": a.num_samples}
+        settings = vars(options) | {
+            "run": run,
+            "length": length,
+            "num_samples": a.num_samples,
+        }
         settings |= {"seed": a.seed, "dtype": str(dtype).removeprefix("torch.")}
         settings |= {"weights": loaded.weights, "checkpoint": loaded.describe()}
         settings |= {"versions": versions()}
@@ -213,7 +262,9 @@ def lines_of(result: dict) -> list[str]:
         f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; it "
         f"scores {judge['scored']}; samples longer than its context, {judge['context']}, are cut.",
         "",
-        *markdown_table(["run", "sampler", *(title for title, *_ in columns)], cells, left=2),
+        *markdown_table(
+            ["run", "sampler", *(title for title, *_ in columns)], cells, left=2
+        ),
         "",
         LEGEND,
         *(f"- {note}" for note in notes(rows)),
@@ -234,10 +285,14 @@ def notes(rows: list[dict]) -> list[str]:
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
         if "js_1" in row:
             near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
-            lines.append(f"JS of {row['tokens']:,} tokens of other held-out text: {near}.")
+            lines.append(
+                f"JS of {row['tokens']:,} tokens of other held-out text: {near}."
+            )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
     if given := sum(row["given_tokens"] for row in rows):
-        lines.append(f"{given} tokens were given, not generated; they are scored like the rest.")
+        lines.append(
+            f"{given} tokens were given, not generated; they are scored like the rest."
+        )
     return lines
 
 

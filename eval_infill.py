@@ -18,7 +18,13 @@ import tyro
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import spread
 from aogpt.evaluation.eval_sets import open_eval_set
-from aogpt.evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
+from aogpt.evaluation.infilling import (
+    Passages,
+    find_last_words,
+    find_passages,
+    middle_nll,
+    rouge,
+)
 from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.command_line import ModelOptions, run_script, show
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
@@ -28,13 +34,24 @@ from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
 
-HEAD = ["run", "given", "filled in", "nats/token", "95%", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
+HEAD = [
+    "run",
+    "given",
+    "filled in",
+    "nats/token",
+    "95%",
+    "ROUGE-1",
+    "ROUGE-2",
+    "ROUGE-L",
+]
 WORD = "passage"  # "given" of a last word, which has no other side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions, OutputOptions):
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")
+    ]
     """Run folders (out/NAME), checkpoints, exported or released weights."""
     data: str
     """Prepared data set: a name under data/, or a folder that data/prepare.py wrote."""
@@ -48,7 +65,9 @@ class Arguments(ModelOptions, OutputOptions):
     """Least number of tokens in the sentence."""
     longest: Count = 40
     """Greatest number of tokens in the sentence."""
-    decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(temperature=0)
+    decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
+        temperature=0
+    )
     """Without --mode: l2r; given both sides also random and adaptive."""
     json: Path | None = None
     """Write the results of every passage to this file, and the table beside it (.md)."""
@@ -96,7 +115,13 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
     model = loaded.model
     rows = []
     size = a.decoding.batch_size or modes.BATCH_SIZE
-    sides = [WORD] if a.last_word else ["left"] if model.config.l2r_only else ["left", "both"]
+    sides = (
+        [WORD]
+        if a.last_word
+        else ["left"]
+        if model.config.l2r_only
+        else ["left", "both"]
+    )
     parts = [passages[start : start + size] for start in range(0, len(passages), size)]
     for side in sides:
         both = side == "both"
@@ -119,7 +144,9 @@ def fill_in(
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
     rows = modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
     decode = loaded.get_tokenizer().decode
-    pairs = zip(passages.middle(rows), passages.middle(passages.tokens.tolist()), strict=True)
+    pairs = zip(
+        passages.middle(rows), passages.middle(passages.tokens.tolist()), strict=True
+    )
     return [(decode(sample), decode(true)) for sample, true in pairs]
 
 
@@ -127,7 +154,10 @@ def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
         mean, half = mean_and_half_width(row["nll"])
-        scores = [f"{statistics.mean(row[key]):.3f}" for key in ("rouge_1", "rouge_2", "rouge_l")]
+        scores = [
+            f"{statistics.mean(row[key]):.3f}"
+            for key in ("rouge_1", "rouge_2", "rouge_l")
+        ]
         what = [row["run"], row["given"], row["mode"]]
         cells.append([*what, f"{mean:.4f}", f"± {half:.4f}", *scores])
     return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
@@ -141,10 +171,14 @@ def notes(rows: list[dict]) -> list[str]:
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:
-            gains = [left - both for left, both in zip(nll["left"], nll["both"], strict=True)]
+            gains = [
+                left - both for left, both in zip(nll["left"], nll["both"], strict=True)
+            ]
             mean, half = mean_and_half_width(gains)
             interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
-            lines.append(f"{run}: the right side is worth {mean:.4f} nats/token, {interval}")
+            lines.append(
+                f"{run}: the right side is worth {mean:.4f} nats/token, {interval}"
+            )
     return lines
 
 

@@ -19,9 +19,20 @@ from annotated_types import Interval
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from aogpt.evaluation.eval_sets import EvalSet, comparable, open_eval_set, open_text, read_text
+from aogpt.evaluation.eval_sets import (
+    EvalSet,
+    comparable,
+    open_eval_set,
+    open_text,
+    read_text,
+)
 from aogpt.evaluation.likelihood import Scorer, Task
-from aogpt.evaluation.perplexity_table import comparison, difference_row, markdown, result_rows
+from aogpt.evaluation.perplexity_table import (
+    comparison,
+    difference_row,
+    markdown,
+    result_rows,
+)
 from aogpt.model import ModelConfig
 from aogpt.orders import parse_order, parse_settings
 from aogpt.runtime.command_line import ModelOptions, run_script, show
@@ -32,7 +43,9 @@ from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.plans import Pace, Rule, RuleScore
 
-TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
+TEXT = tyro.conf.arg(
+    constructor=str, help_behavior_hint="(default: None)"
+)  # tyro: None
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
 
@@ -40,7 +53,9 @@ RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
-    other: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    other: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")
+    ] = None
     """A second model with the same tokenizer: also the difference of the two losses on the same
     text, with a 95% interval and a p value, in blocks of the smaller block size."""
     datasets: tuple[str, ...] = ()
@@ -86,17 +101,27 @@ def check_arguments(a: Arguments) -> Outputs:
     """The files to write. Raises UserError for impossible options, before the work begins."""
     check_values(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
-        raise UserError("ensembles do not combine with --group or --bound iw: leave out --ensemble")
+        raise UserError(
+            "ensembles do not combine with --group or --bound iw: leave out --ensemble"
+        )
     if a.other and (set(a.ensemble) != {1} or a.bound == "iw"):
-        raise UserError("two models are compared by mean losses: leave out --ensemble and --bound")
+        raise UserError(
+            "two models are compared by mean losses: leave out --ensemble and --bound"
+        )
     for option in ("orders", "ensemble"):
         if getattr(a, option) == ():
-            raise UserError(f"--{option} is empty; give RUN first, then --{option} and its values")
+            raise UserError(
+                f"--{option} is empty; give RUN first, then --{option} and its values"
+            )
     if not a.datasets and a.text is None:
-        raise UserError("nothing to score: give RUN first, then --datasets and names, or --text")
+        raise UserError(
+            "nothing to score: give RUN first, then --datasets and names, or --text"
+        )
     names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two texts are called {twice!r}: score one after the other, or rename")
+        raise UserError(
+            f"two texts are called {twice!r}: score one after the other, or rename"
+        )
     return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
@@ -105,18 +130,25 @@ def scorers_of(
 ) -> dict[str, list[Scorer]]:
     """What to score with each model, by name. Raises UserError where one has no such likelihood."""
     first, *others = map(default_orders, configs)
-    names = a.orders or [name for name in first if all(name in other for other in others)]
+    names = a.orders or [
+        name for name in first if all(name in other for other in others)
+    ]
     if not names:
-        raise UserError("the models share no order that both score in one pass: give --orders l2r")
+        raise UserError(
+            "the models share no order that both score in one pass: give --orders l2r"
+        )
     scorers = {
-        text: [scorer_of(text, a, config, block_size) for config in configs] for text in names
+        text: [scorer_of(text, a, config, block_size) for config in configs]
+        for text in names
     }
     found = sum(scorers.values(), [])
     if set(a.ensemble) != {1} and all(of.ensembles == (1,) for of in found):
         known = "ensembles are for any-order decoders, along random orders"
         raise UserError(f"{known}: leave out --ensemble, or give --orders random")
     if a.bound == "iw" and not any(of.weighted for of in found):
-        raise UserError("--bound iw needs several random orders of a decoder: give other --orders")
+        raise UserError(
+            "--bound iw needs several random orders of a decoder: give other --orders"
+        )
     return scorers
 
 
@@ -132,17 +164,27 @@ def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> 
         raise UserError("--group is for any-order models: leave it out")
     if text == "score_entropy":
         if not config.noise:
-            raise UserError("--orders score_entropy is the bound of SEDD; this is another model")
+            raise UserError(
+                "--orders score_entropy is the bound of SEDD; this is another model"
+            )
         return Scorer(joint=True)
-    rule = parse_rule(text, a.group) if text.partition(":")[0] in get_args(RuleScore) else None
+    rule = (
+        parse_rule(text, a.group)
+        if text.partition(":")[0] in get_args(RuleScore)
+        else None
+    )
     orders = None if rule else parse_order(text, "--orders")
     if config.l2r_only and (rule or orders.kind != "l2r"):
-        raise UserError(f"this model is a plain GPT and has no {text!r} order; give --orders l2r")
+        raise UserError(
+            f"this model is a plain GPT and has no {text!r} order; give --orders l2r"
+        )
     if rule:
         return Scorer(rule=rule, group=a.group)
     orders.check_length(block_size)
     uniform = orders.kind == "random"
-    sizes = tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
+    sizes = (
+        tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
+    )
     elbo = uniform and config.is_encoder and a.group == 1
     weighted = a.bound == "iw" and not orders.is_fixed and not elbo
     return Scorer(orders, None, a.group, sizes, weighted, joint=elbo)
@@ -153,13 +195,19 @@ def parse_rule(text: str, group: int) -> Rule:
     score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
     block = values.pop("block", None)
     if block is not None and block < 1:
-        raise UserError(f"--orders {text}: block is {block}; give a number of at least 1")
+        raise UserError(
+            f"--orders {text}: block is {block}; give a number of at least 1"
+        )
     if values and group > 1:
-        raise UserError(f"--orders {text}: leave out --group, or write most={group} here")
+        raise UserError(
+            f"--orders {text}: leave out --group, or write most={group} here"
+        )
     return Rule(score, Pace(**values) if values else None, block)
 
 
-def open_all(a: Arguments, loaded: Loaded, block_size: int, procs: Processes) -> list[EvalSet]:
+def open_all(
+    a: Arguments, loaded: Loaded, block_size: int, procs: Processes
+) -> list[EvalSet]:
     """The data sets and texts, in blocks of this size."""
     eval_sets = []
     limits = {"max_sequences": a.max_sequences, "block_size": block_size}
@@ -183,27 +231,44 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     block_size = min(loaded.model.config.block_size for loaded in models)
     scorers = scorers_of(a, [loaded.model.config for loaded in models], block_size)
     eval_sets = open_all(a, models[0], block_size, procs)
-    if "score_entropy" in scorers and any(each.dataset.of_records for each in eval_sets):
+    if "score_entropy" in scorers and any(
+        each.dataset.of_records for each in eval_sets
+    ):
         raise UserError("score_entropy takes no prompts; leave it out")
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
-    sources = [{k: getattr(m, k) for k in ("path", "step", "weights", "system")} for m in models]
+    sources = [
+        {k: getattr(m, k) for k in ("path", "step", "weights", "system")}
+        for m in models
+    ]
     source = dict(zip("AB", sources, strict=True)) if a.other else sources[0]
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
     results = []
     differences = []
     lines = []
     for eval_set, (name, of) in itertools.product(eval_sets, scorers.items()):
-        tasks = [Task(loaded, eval_set, name, s) for loaded, s in zip(models, of, strict=True)]
-        losses = [likelihood.losses_of(task, runner, a.seed, a.num_orders) for task in tasks]
-        scores = [likelihood.scores_of(*pair) for pair in zip(tasks, losses, strict=True)]
-        rows = [result_rows(*pair, a.num_orders) for pair in zip(tasks, scores, strict=True)]
+        tasks = [
+            Task(loaded, eval_set, name, s)
+            for loaded, s in zip(models, of, strict=True)
+        ]
+        losses = [
+            likelihood.losses_of(task, runner, a.seed, a.num_orders) for task in tasks
+        ]
+        scores = [
+            likelihood.scores_of(*pair) for pair in zip(tasks, losses, strict=True)
+        ]
+        rows = [
+            result_rows(*pair, a.num_orders) for pair in zip(tasks, scores, strict=True)
+        ]
         results += sum(rows, [])
         report = {"results": results}
         lines = [models[0].describe(), "", *markdown(results)]
         if a.other:
             gap = likelihood.difference(tasks, losses)
             differences.append(difference_row([row for (row,) in rows], gap))
-            report["differences"], (first, second) = differences, (m.describe() for m in models)
+            report["differences"], (first, second) = (
+                differences,
+                (m.describe() for m in models),
+            )
             lines = [f"A: {first}", "", f"B: {second}", "", *comparison(differences)]
         if procs.main:  # after every task, so that a job that is killed loses none
             outputs.write_report(a.json, report | origin, lines)

@@ -82,12 +82,16 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     if not a.tasks:
-        raise UserError("--tasks names no task; give at least one, such as --tasks sudoku6")
+        raise UserError(
+            "--tasks names no task; give at least one, such as --tasks sudoku6"
+        )
     of_data = is_prepared(a.tasks[0])
     for name in OF_HARNESS if of_data else OF_DATA:
         if getattr(a, name) != getattr(Arguments, name):
             kind = "tasks of the harness" if of_data else "prepared data"
-            raise UserError(f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out")
+            raise UserError(
+                f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out"
+            )
     if not of_data:
         harness.require_lm_eval()
     with processes(a.device) as procs:
@@ -129,7 +133,9 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        settings = {"task": questions.name} | vars(options) | {"mode": mode or options.mode}
+        settings = (
+            {"task": questions.name} | vars(options) | {"mode": mode or options.mode}
+        )
         results.append(settings | answers.summary())
         rows += [{"task": questions.name} | record for record in answers.records]
         known = {key: value for key, value in results[-1].items() if value is not None}
@@ -138,17 +144,28 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
         columns = COLUMNS.items()
         cells = []
         for r in results:
-            cells.append(["" if r[key] is None else format(r[key], form) for key, form in columns])
+            cells.append(
+                [
+                    "" if r[key] is None else format(r[key], form)
+                    for key, form in columns
+                ]
+            )
         head = [key.replace("_", " ") for key in COLUMNS]
         show(loaded.describe(), "", *markdown_table(head, cells, 2), sep="\n")
         with outputs:
             outputs.write_jsonl(a.samples, rows)
             outputs.write(a.html, page)
-            outputs.write_json(a.json, {"results": results} | origin_of(a, loaded, dtype, procs))
+            outputs.write_json(
+                a.json, {"results": results} | origin_of(a, loaded, dtype, procs)
+            )
 
 
-def origin_of(a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings) -> dict:
-    source = {key: getattr(loaded, key) for key in ("path", "step", "weights", "system")}
+def origin_of(
+    a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings
+) -> dict:
+    source = {
+        key: getattr(loaded, key) for key in ("path", "step", "weights", "system")
+    }
     origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
     origin["settings"] |= settings
     return origin
@@ -165,10 +182,16 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     temperature = 1.0 if a.decoding.temperature is None else a.decoding.temperature
     settings |= vars(a.decoding) | {"temperature": temperature}
     model = harness.HarnessModel(a.run, procs, **settings)
-    options = {"num_fewshot": a.num_fewshot, "limit": a.limit, "gen_kwargs": a.gen_kwargs}
+    options = {
+        "num_fewshot": a.num_fewshot,
+        "limit": a.limit,
+        "gen_kwargs": a.gen_kwargs,
+    }
     manager = TaskManager(include_path=a.include_path)
     options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
-    results = lm_eval.simple_evaluate(model, log_samples=a.samples is not None, **options)
+    results = lm_eval.simple_evaluate(
+        model, log_samples=a.samples is not None, **options
+    )
     requests = model.request_counts()
     if not procs.main:
         return
@@ -182,14 +205,18 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         cut = f"{requests['truncated']:,} contexts lost their beginning (the block size is"
         spanning = f"in {requests['spanning']:,} a token spans context and continuation"
         show(f"of {requests['all']:,} requests, {cut} {model.block_size}); {spanning}")
-    document = {"requests": requests} | origin_of(a, model.loaded, model.dtype, procs, **used)
+    document = {"requests": requests} | origin_of(
+        a, model.loaded, model.dtype, procs, **used
+    )
     document["versions"]["lm_eval"] = lm_eval.__version__
     document["task_versions"] = results["versions"]
     kept = {"results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"}
     document |= {name: value for name, value in results.items() if name in kept}
     rows = results.get("samples", {}).items()
     with outputs:
-        outputs.write_jsonl(a.samples, ({"task": t} | row for t, of in rows for row in of))
+        outputs.write_jsonl(
+            a.samples, ({"task": t} | row for t, of in rows for row in of)
+        )
         outputs.write_json(a.json, document)
 
 

@@ -33,7 +33,9 @@ from aogpt.sampling.midi import midi_file
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
-TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")  # tyro: None
+TEXT = tyro.conf.arg(
+    constructor=str, help_behavior_hint="(default: None)"
+)  # tyro: None
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,12 @@ class Arguments(ModelOptions, OutputOptions):
     """Text that every sample begins with."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
-    new_tokens: Count | None = None  # Instead of --length: tokens to generate after the prompt.
-    num_samples: Count | None = None  # Samples of each prompt: 4, or 1 with --interactive.
+    new_tokens: Count | None = (
+        None  # Instead of --length: tokens to generate after the prompt.
+    )
+    num_samples: Count | None = (
+        None  # Samples of each prompt: 4, or 1 with --interactive.
+    )
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
     tries every length from 2 to 12, --num-samples times each, and shows the best filling.
@@ -107,33 +113,47 @@ def sample(a: Arguments, procs: Processes) -> None:
     if a.decoding.mode:
         modes.with_mode_defaults(a.decoding)
     if a.length and a.new_tokens:
-        raise UserError("--length counts the prompt, --new-tokens does not: give one of them")
+        raise UserError(
+            "--length counts the prompt, --new-tokens does not: give one of them"
+        )
     if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
-        raise UserError("give one of --prompt, --infill and --prompts (whose .jsonl holds both)")
+        raise UserError(
+            "give one of --prompt, --infill and --prompts (whose .jsonl holds both)"
+        )
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
     names = ("prompt", "infill", "prompts", "jsonl", "html", "midi")
     given = [f"--{name}" for name in names if getattr(a, name) is not None]
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
-        raise UserError(f"--interactive reads lines and shows the samples: leave out {given[0]}")
+        raise UserError(
+            f"--interactive reads lines and shows the samples: leave out {given[0]}"
+        )
     usual = (a.candidates or 1) if a.interactive else 4
     a = replace(a, num_samples=a.num_samples or usual)
     files = {"--jsonl": a.jsonl, "--html": a.html, "--midi": a.midi}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
     requests = [] if of_data else read_requests(a)
-    no_gaps = not (a.interactive or of_data) and all(r.kind == "prompt" for r in requests)
+    no_gaps = not (a.interactive or of_data) and all(
+        r.kind == "prompt" for r in requests
+    )
     if a.candidates and no_gaps:
-        raise UserError("--candidates chooses among fillings: give --infill, or leave it out")
+        raise UserError(
+            "--candidates chooses among fillings: give --infill, or leave it out"
+        )
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
     tokenizer = loaded.get_tokenizer()
     if a.midi and tokenizer.pitches([]) is None:
-        raise UserError(f"--midi is for models of chorales, not of text as {a.run}: leave it out")
+        raise UserError(
+            f"--midi is for models of chorales, not of text as {a.run}: leave it out"
+        )
     if of_data:
         requests = read_dataset(a.prompts, loaded, tokenizer)
     if wrong := [row for row in a.rows if row > len(requests)]:
-        raise UserError(f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}")
+        raise UserError(
+            f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}"
+        )
     options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
     modes.check_mode(options, loaded.model.config)
     if not a.interactive:
@@ -148,7 +168,9 @@ def sample(a: Arguments, procs: Processes) -> None:
             new = None
             kind = "infill"
         elif not (length or new):
-            new = max(1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line))))
+            new = max(
+                1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line)))
+            )
         changed = replace(a, seed=seed, length=length, new_tokens=new)
         request = Request("this line", kind, line)
         fill(changed, [request], options, loaded, tokenizer, outputs, procs)
@@ -156,26 +178,41 @@ def sample(a: Arguments, procs: Processes) -> None:
     live.interact(fill_line, a.seed)
 
 
-def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs) -> None:
+def fill(
+    a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs
+) -> None:
     """Generate the samples of some requests; write and print them."""
     model = loaded.model
     dtype = loaded.model.wte.weight.dtype
     numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
     lengths = Counter(numbers)  # how many each request has
-    known = any(requests[n].kind == "infill" and count == 1 for n, count in lengths.items())
+    known = any(
+        requests[n].kind == "infill" and count == 1 for n, count in lengths.items()
+    )
     count = max(a.num_samples, a.candidates if known and a.candidates else 1)
-    ranks = a.candidates or len(lengths) < len(numbers)  # by whole texts, also after their end
+    ranks = a.candidates or len(lengths) < len(
+        numbers
+    )  # by whole texts, also after their end
     options = modes.with_default_steps(options, contexts)
     started = time.perf_counter()
     planned = modes.plan_samples(options, contexts, a.seed, count, numbers)
     end = {"end_token": tokenizer.eot if a.until_end and not ranks else None}
-    samples = modes.generate_distributed(model, planned, options, loaded.vocab_size, procs, **end)
+    samples = modes.generate_distributed(
+        model, planned, options, loaded.vocab_size, procs, **end
+    )
     if not procs.main:
         return
-    cost = {"model_calls": samples.model_calls, "token_forwards": samples.token_forwards}
+    cost = {
+        "model_calls": samples.model_calls,
+        "token_forwards": samples.token_forwards,
+    }
     cost["seconds"] = round(time.perf_counter() - started, 3)
-    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe())
-    settings = origin.pop("settings") | vars(options) | origin  # options: with their defaults
+    origin = provenance(
+        a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe()
+    )
+    settings = (
+        origin.pop("settings") | vars(options) | origin
+    )  # options: with their defaults
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
     if ranks:
@@ -186,9 +223,14 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
     rolls = [tokenizer.pitches(record["tokens"]) for record in records]
     with outputs:
         if a.jsonl:
-            outputs.write_jsonl(a.jsonl, [r | cost | {"settings": settings} for r in records])
+            outputs.write_jsonl(
+                a.jsonl, [r | cost | {"settings": settings} for r in records]
+            )
         if a.html:
-            parts = [(tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"]) for r in records]
+            parts = [
+                (tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"])
+                for r in records
+            ]
             told = map(caption, records)
             shown = zip(parts, told, rolls, strict=True)
             pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in shown]
@@ -200,23 +242,31 @@ def fill(a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, pr
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]
     tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-    calls = f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
+    calls = (
+        f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
+    )
     source = f"with seed {a.seed}" if a.interactive else f"from {loaded.describe()}"
     made = f"{counted(len(records), 'samples')} of {tokens} tokens {source}"
     show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
 
 
-def best_fillings(model, contexts, rows, records, numbers: list[int], a: Arguments) -> list[dict]:
+def best_fillings(
+    model, contexts, rows, records, numbers: list[int], a: Arguments
+) -> list[dict]:
     """The records, of which only the best fillings of each text with masks, best first, with
     scores. rows: all token ids of each sample; numbers: the index of each context's request."""
     kept = []
     lengths = Counter(numbers)
     count = len(rows) // len(contexts)
-    for number, places in itertools.groupby(range(len(rows)), lambda i: numbers[i // count]):
+    for number, places in itertools.groupby(
+        range(len(rows)), lambda i: numbers[i // count]
+    ):
         several = lengths[number] > 1
         group = list(places)
         is_infill = "infill" in records[group[0]]
-        if several or not is_infill:  # `count` is larger where --candidates asks for more
+        if (
+            several or not is_infill
+        ):  # `count` is larger where --candidates asks for more
             group = [i for i in group if i % count < a.num_samples]
         if not (is_infill and (several or a.candidates)):
             kept += [records[i] for i in group]
@@ -234,7 +284,9 @@ def caption(record: dict) -> str:
         return ""
     names = {"text to the right": "right", "filling": "filling"}
     values = {name: record["scores"][key] for name, key in names.items()}
-    told = [f"{name} {value:.3f}" for name, value in values.items() if value == value]  # no NaN
+    told = [
+        f"{name} {value:.3f}" for name, value in values.items() if value == value
+    ]  # no NaN
     blanks = sum(step >= 0 for step in record["step"])
     return f"{blanks} tokens; log p a token: {', '.join(told)}"
 
@@ -269,8 +321,12 @@ def read_request(place: str, line: str) -> Request:
         raise UserError(f"{place}: give {wanted}; found keys {found}")
     (kind,) = kinds
     for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
-        if key in row and type(row[key]) is not type_:  # `isinstance` would take true for 1
-            raise UserError(f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}')
+        if (
+            key in row and type(row[key]) is not type_
+        ):  # `isinstance` would take true for 1
+            raise UserError(
+                f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}'
+            )
     return Request(place, kind, row[kind], row.get("length"))
 
 
@@ -282,7 +338,9 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     roles = questions.roles
     requests = []
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
-    for number, (tokens, context) in enumerate(zip(questions.tokens, contexts, strict=True), 1):
+    for number, (tokens, context) in enumerate(
+        zip(questions.tokens, contexts, strict=True), 1
+    ):
         pairs = zip(tokenizer.pieces(tokens), context, strict=False)  # not the padding
         text = "".join("\0" if token is None else piece for piece, token in pairs)
         text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
@@ -290,7 +348,9 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     return requests
 
 
-def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tuple[list, list]:
+def encode_all(
+    requests, tokenizer, a: Arguments, loaded: Loaded, procs
+) -> tuple[list, list]:
     """The indices of the requests that fit, and their contexts; prints how many are too long.
     Raises UserError if none fits."""
     found = {}
@@ -308,19 +368,34 @@ def encode_all(requests, tokenizer, a: Arguments, loaded: Loaded, procs) -> tupl
         raise gaps.TooLong(too_long[0])
     if too_long and procs.main:
         told = f"skipped {len(too_long)} of {len(requests)} prompts, which are too long"
-        show(f"{told} (--truncate left cuts prompts); the first is {too_long[0]}", file=sys.stderr)
-    pairs = [(number, context) for number, several in found.items() for context in several]
+        show(
+            f"{told} (--truncate left cuts prompts); the first is {too_long[0]}",
+            file=sys.stderr,
+        )
+    pairs = [
+        (number, context) for number, several in found.items() for context in several
+    ]
     return tuple(map(list, zip(*pairs, strict=True)))
 
 
-def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded) -> list[Context]:
+def encode(
+    request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded
+) -> list[Context]:
     """The token ids of a sample, None where they are to be generated, for each length that the
     request allows. Raises UserError if the model cannot fill it in, TooLong if it is too long."""
     c = loaded.model.config
     if request.kind == "infill":
-        lengths = {"--length": a.length, "--new-tokens": a.new_tokens, '"length"': request.length}
-        if option := next((name for name, value in lengths.items() if value is not None), None):
-            raise UserError(f"the text and its masks set the length: leave out {option}")
+        lengths = {
+            "--length": a.length,
+            "--new-tokens": a.new_tokens,
+            '"length"': request.length,
+        }
+        if option := next(
+            (name for name, value in lengths.items() if value is not None), None
+        ):
+            raise UserError(
+                f"the text and its masks set the length: leave out {option}"
+            )
         known = [request.context] if request.context else None
         found = known or gaps.contexts(request.text, tokenizer, c.block_size)
     else:
@@ -346,7 +421,9 @@ def encode(request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded)
     return found
 
 
-def print_samples(records: list[dict], tokenizer: Tokenizer, replay: bool = False) -> None:
+def print_samples(
+    records: list[dict], tokenizer: Tokenizer, replay: bool = False
+) -> None:
     """Print the samples; on a terminal generated tokens are bold beside given ones, or replayed."""
     replay = replay and live.can_style()
     several = records[-1]["prompt_index"] > 0

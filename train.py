@@ -48,7 +48,13 @@ from aogpt.training.config import Config, refuse
 from aogpt.training.metrics import Log, in_units
 from aogpt.training.optimizers import learning_rates, optimizers
 from aogpt.training.parallel import compiled, gradient_exchange, replicate
-from aogpt.training.state import Saver, State, newest_and_best, not_finite_message, start
+from aogpt.training.state import (
+    Saver,
+    State,
+    newest_and_best,
+    not_finite_message,
+    start,
+)
 from aogpt.training.validation import best_by, evaluate
 
 
@@ -57,7 +63,10 @@ def main() -> int:
     # needs a group even of one process
     t = config.train
     sharded = config.train.parallel == "fsdp"
-    with deterministic(t.deterministic), processes(t.device, t.timeout, group=sharded) as procs:
+    with (
+        deterministic(t.deterministic),
+        processes(t.device, t.timeout, group=sharded) as procs,
+    ):
         return train(config, procs)
 
 
@@ -65,12 +74,16 @@ def train(config: Config, procs: Processes) -> int:
     """Start or resume a run; train to its last step or until a signal. Returns the exit status."""
     source = find_dataset(config.data.folder)
     d = config.data
-    data = open_training_data(source, config.model.block_size, d.verify, d.max_tokens, d.mix)
+    data = open_training_data(
+        source, config.model.block_size, d.verify, d.max_tokens, d.mix
+    )
     config = config.with_steps(data.num_blocks)
     folder = config.run_folder
     t = config.train
     validated = config.eval.interval > 0
-    val_data = TokenDataset(source, "val", data.block_size, d.verify) if validated else None
+    val_data = (
+        TokenDataset(source, "val", data.block_size, d.verify) if validated else None
+    )
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     with locked_for_all(folder, procs):
@@ -86,8 +99,12 @@ def train(config: Config, procs: Processes) -> int:
             parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
             procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
             amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
-            amount += f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
-            epochs = in_units(t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),))
+            amount += (
+                f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
+            )
+            epochs = in_units(
+                t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),)
+            )
             procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
             notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
@@ -106,7 +123,12 @@ def train(config: Config, procs: Processes) -> int:
 
 
 def training_loop(
-    config: Config, procs: Processes, state: State, data: TokenDataset, val_data, stop: StopRequest
+    config: Config,
+    procs: Processes,
+    state: State,
+    data: TokenDataset,
+    val_data,
+    stop: StopRequest,
 ) -> Path | None:
     """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
     could not be written. val_data: TokenDataset, or None without validation."""
@@ -125,7 +147,9 @@ def training_loop(
         saved_at = time.monotonic()
         while progress.step < t.steps and not stop.requested:
             # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
-            loss, norm = train_step(progress.step, model, state.optimizer, batches, config, procs)
+            loss, norm = train_step(
+                progress.step, model, state.optimizer, batches, config, procs
+            )
             update(state, loss, norm)  # adds 1 to progress.step
             try:
                 for files in filter(None, (data, val_data)):
@@ -145,7 +169,9 @@ def training_loop(
 
             last = progress.step == t.steps
             best = progress.best
-            validating = val_data and (last or progress.step % config.eval.interval == 0)
+            validating = val_data and (
+                last or progress.step % config.eval.interval == 0
+            )
             due |= last or stop.requested or stop.due
             due |= progress.step % config.checkpoint.interval == 0
             if validating or due:  # both wait for the device anyway
@@ -155,7 +181,9 @@ def training_loop(
             # The state before a skipped step may be the cause: save only after a step that counted.
             good = last or stop.requested or not progress.skipped_in_a_row
             if validating:
-                val_losses = evaluate(state.model, state.averages, val_data, config, procs)
+                val_losses = evaluate(
+                    state.model, state.averages, val_data, config, procs
+                )
                 log.validation(val_losses, val_data.num_blocks)
                 val_loss = val_losses[""][best_by(config)].mean
                 better = best is None or val_loss < best["loss"]
@@ -173,32 +201,49 @@ def training_loop(
 
 
 def train_step(
-    step: int, model, optimizer, batches: Iterator[Batch], config: Config, procs: Processes
+    step: int,
+    model,
+    optimizer,
+    batches: Iterator[Batch],
+    config: Config,
+    procs: Processes,
 ) -> tuple[Tensor, Tensor]:
     """Compute the clipped gradients of the global batch of `step` (from 0), without waiting for the
     device. Returns loss (nats) and gradient norm, 0-dimensional, the same on every process."""
     if config.model.dropout:  # the same after a resume, and different on every process
         one_row = range(procs.rank, procs.rank + 1)
-        torch.manual_seed(int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0]))
+        torch.manual_seed(
+            int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0])
+        )
     rates = learning_rates(step, config)
     for group in optimizer.param_groups:
-        group["lr"] = rates["muon_lr" if "sizes" in group else "lr"]  # AdamW's have no sizes
+        group["lr"] = rates[
+            "muon_lr" if "sizes" in group else "lr"
+        ]  # AdamW's have no sizes
 
     t = config.train
-    micro_steps = t.batch_size // (config.micro_batch_size(procs.world_size) * procs.world_size)
+    micro_steps = t.batch_size // (
+        config.micro_batch_size(procs.world_size) * procs.world_size
+    )
     dtype = pick_dtype(t.dtype, procs.device)
     total = torch.zeros((), device=procs.device)
     for index in range(micro_steps):
         batch = next(batches)
-        with gradient_exchange(model, t.reduce_every_micro_batch or index == micro_steps - 1):
+        with gradient_exchange(
+            model, t.reduce_every_micro_batch or index == micro_steps - 1
+        ):
             with autocast(procs.device, dtype):
                 loss = training_loss(model, batch, config, step) / micro_steps
             loss.backward()
         total += loss.detach()
 
     # The norm shows gradients that are not finite, also without clipping.
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip or math.inf)
-    return procs.mean(total), norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = torch.nn.utils.clip_grad_norm_(
+        model.parameters(), config.optim.grad_clip or math.inf
+    )
+    return procs.mean(total), norm.full_tensor() if hasattr(
+        norm, "full_tensor"
+    ) else norm
 
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
@@ -210,7 +255,9 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             settings = config.stage(step)[1], batch.weight, batch.given
             return groupwise_loss(model, batch.tokens, batch.order, *settings)
         case "score_entropy":
-            vocab_size = config.model.mask_token  # [MASK] is the first id after the tokens
+            vocab_size = (
+                config.model.mask_token
+            )  # [MASK] is the first id after the tokens
             losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
             return losses.mean(dim=1).mean()
         case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # one loss, other masks
@@ -235,7 +282,9 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     """Raise UserError if the data or the number of processes does not fit the configuration."""
     m = config.model
     folder = config.data.folder
-    config.micro_batch_size(procs.world_size)  # refuses processes that cannot share the batch
+    config.micro_batch_size(
+        procs.world_size
+    )  # refuses processes that cannot share the batch
     whole = f"{folder} has prompts, which stay whole: leave out data.random_length_prob"
     refuse(data.of_records and config.data.random_length_prob, whole)
     ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"

@@ -24,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Target = Literal["none", "input", "adaln", "shared", "per_block", "two_stream", "rotary"]
+Target = Literal[
+    "none", "input", "adaln", "shared", "per_block", "two_stream", "rotary"
+]
 
 
 @dataclass(frozen=True)
@@ -36,42 +38,66 @@ class ModelConfig:
     block; per_block: the same, a table per block; two_stream: a query stream that starts from it
     reads a content stream (XLNet, A3); rotary: nothing but queries that are rotated to it."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # unknown keys of a config file are refused
+    __pydantic_config__ = {
+        "extra": "forbid"
+    }  # unknown keys of a config file are refused
 
-    vocab_size: int = 50304  # rows of the token table: the vocabulary, up to a multiple of 64
+    vocab_size: int = (
+        50304  # rows of the token table: the vocabulary, up to a multiple of 64
+    )
     block_size: int = 1024  # longest sequence, in tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # width of the residual stream; a multiple of n_head
-    attention: Literal["causal", "full"] = "causal"  # full: an encoder, unknown tokens are [MASK]
+    attention: Literal["causal", "full"] = (
+        "causal"  # full: an encoder, unknown tokens are [MASK]
+    )
     target: Target = "adaln"  # how a decoder is conditioned on the target position
     group_attention: bool = True  # two_stream: inputs of one group see each other (A3)
     cond_dim: int = 128  # width of the vector that adaLN reads
     noise: bool = False  # encoder: adaLN on the noise level (SEDD)
-    mask_token: int | None = None  # encoder: id of [MASK], the first id after the tokenizer's
-    position: Literal["learned", "rotary", "both"] = "learned"  # a table, rotated q and k, or both
+    mask_token: int | None = (
+        None  # encoder: id of [MASK], the first id after the tokenizer's
+    )
+    position: Literal["learned", "rotary", "both"] = (
+        "learned"  # a table, rotated q and k, or both
+    )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True  # of LayerNorm
     qk_norm: bool = True  # RMSNorm on the queries and keys of each head
     gelu: Literal["erf", "tanh"] = "erf"
-    value_residual: bool = False  # mix values with the first block's (Zhou et al., 2410.17897)
+    value_residual: bool = (
+        False  # mix values with the first block's (Zhou et al., 2410.17897)
+    )
     attn_bias: bool = True
     mlp_bias: bool = True
-    start: Literal["attended", "hidden"] = "attended"  # hidden: later steps do not see [None]
+    start: Literal["attended", "hidden"] = (
+        "attended"  # hidden: later steps do not see [None]
+    )
     tied_head: bool = False  # the output head shares the token table
     head_bias: bool = True
     dropout: float = 0.0
-    position_init: Literal["normal", "sinusoidal"] = "normal"  # initial values of position tables
+    position_init: Literal["normal", "sinusoidal"] = (
+        "normal"  # initial values of position tables
+    )
     # What the Llama family has; the defaults leave it out.
-    n_kv_head: int | None = None  # heads of keys and values (grouped queries); None: n_head
+    n_kv_head: int | None = (
+        None  # heads of keys and values (grouped queries); None: n_head
+    )
     head_width: int | None = None  # of one head; None: n_embd / n_head
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: int | None = None  # None: 4 n_embd
-    attn_proj_bias: bool | None = None  # None: as attn_bias, which is then that of q, k and v
+    attn_proj_bias: bool | None = (
+        None  # None: as attn_bias, which is then that of q, k and v
+    )
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3: see `rotary_angles`
-    query_at: Literal["target", "before_target"] = "target"  # rotary: the position of queries.
+    rope_scaling: tuple[float, float, float, int] | None = (
+        None  # Llama 3: see `rotary_angles`
+    )
+    query_at: Literal["target", "before_target"] = (
+        "target"  # rotary: the position of queries.
+    )
     # before_target: from left to right it is the input's own, as in a plain GPT with RoPE
 
     @property
@@ -110,10 +136,14 @@ class Pass:
     def __init__(self, config: ModelConfig, targets: Tensor | None, condition=None):
         self.targets = targets  # (B, T) the position that each step predicts
         self.inverse = None if targets is None else inverse_permutation(targets)
-        self.condition = condition  # (block_size, cond_dim) silu(wtpe), all that adaLN reads
+        self.condition = (
+            condition  # (block_size, cond_dim) silu(wtpe), all that adaLN reads
+        )
         self.hide_start = config.start == "hidden"
         self.dropout = 0.0
-        self.query_angles = self.key_angles = None  # (cos, sin) of rotary positions, see `rotate`
+        self.query_angles = self.key_angles = (
+            None  # (cos, sin) of rotary positions, see `rotate`
+        )
 
     def enter(self, layer: int) -> None:
         """Called before block `layer`; n_layer is the final norm. A KV cache looks up its part."""
@@ -123,18 +153,26 @@ class Pass:
         if not self.hide_start:
             return attention(q, k, v, causal=True, dropout=self.dropout)
         # Input 0 sees itself alone, so its output is its value. A mask would rule out fast kernels.
-        rest = attention(q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout)
-        first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)  # to all heads
+        rest = attention(
+            q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout
+        )
+        first = v[:, :1].repeat_interleave(
+            q.shape[2] // v.shape[2], dim=2
+        )  # to all heads
         return torch.cat([first.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
-        table = linear(self.condition)  # (block_size, parts D): once per position, not per token
+        table = linear(
+            self.condition
+        )  # (block_size, parts D): once per position, not per token
         return tuple(self.lookup(part) for part in table.chunk(parts, dim=-1))
 
     def lookup(self, table: Tensor) -> Tensor:
         """Rows of a per-position table at the targets: (block_size, D) -> (B, T, D)."""
-        return PermutationGather.apply(table[: self.targets.shape[1]], self.targets, self.inverse)
+        return PermutationGather.apply(
+            table[: self.targets.shape[1]], self.targets, self.inverse
+        )
 
 
 def attention(q, k, v, mask=None, causal=False, dropout=0.0) -> Tensor:
@@ -142,7 +180,11 @@ def attention(q, k, v, mask=None, causal=False, dropout=0.0) -> Tensor:
     (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
     q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
-    how = {"dropout_p": dropout, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    how = {
+        "dropout_p": dropout,
+        "is_causal": causal,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
     y = F.scaled_dot_product_attention(q, k, v, mask, **how)
     return y.transpose(1, 2).flatten(2)  # (B, T, D)
 
@@ -160,7 +202,9 @@ class PermutationGather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
         batch = torch.arange(grad.shape[0], device=grad.device)[:, None]
-        accumulate = torch.promote_types(grad.dtype, torch.float32)  # bfloat16 is too coarse for it
+        accumulate = torch.promote_types(
+            grad.dtype, torch.float32
+        )  # bfloat16 is too coarse for it
         return grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype), None, None
 
 
@@ -175,7 +219,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.weight.dtype if x.is_cuda else x.dtype
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+        return F.rms_norm(
+            x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps
+        )
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
@@ -219,11 +265,17 @@ class Attention(nn.Module):
         self.head_dim = c.head_dim
         width = c.n_head * c.head_dim
         proj_bias = c.attn_bias if c.attn_proj_bias is None else c.attn_proj_bias
-        self.qkv = nn.Linear(c.n_embd, sum(self.heads_of) * c.head_dim, bias=c.attn_bias)
+        self.qkv = nn.Linear(
+            c.n_embd, sum(self.heads_of) * c.head_dim, bias=c.attn_bias
+        )
         self.proj = nn.Linear(width, c.n_embd, bias=proj_bias)
         self.mix = nn.Parameter(torch.full((2,), 0.5)) if c.value_residual else None
-        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm = (
+            RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        )
 
     def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
         """x (B, T, D) -> the output (B, T, D), and this block's values where blocks mix them."""
@@ -231,14 +283,18 @@ class Attention(nn.Module):
         return self.proj(p.attend(q, k, v)), values
 
     def heads(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H of all three, D/H)
+        heads = self.qkv(x).unflatten(
+            -1, (-1, self.head_dim)
+        )  # (B, T, H of all three, D/H)
         q, k, v = heads.split(self.heads_of, dim=-2)
         q = self.q_norm(q)
         k = self.k_norm(k)
         values = None
         if self.mix is not None:
             values = v
-            v = self.mix[0] * v + self.mix[1] * (v if first_values is None else first_values)
+            v = self.mix[0] * v + self.mix[1] * (
+                v if first_values is None else first_values
+            )
         if p.key_angles is not None:
             q = rotate(q, *p.query_angles)
             k = rotate(k, *p.key_angles)
@@ -251,7 +307,9 @@ class MLP(nn.Module):
         self.approximate = "tanh" if c.gelu == "tanh" else "none"
         width = c.mlp_width or 4 * c.n_embd
         self.fc = nn.Linear(c.n_embd, width, bias=c.mlp_bias)
-        self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias) if c.mlp == "swiglu" else None
+        self.gate = (
+            nn.Linear(c.n_embd, width, bias=c.mlp_bias) if c.mlp == "swiglu" else None
+        )
         self.proj = nn.Linear(width, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,7 +328,9 @@ class Block(nn.Module):
         self.attn = Attention(c)
         self.mlp = MLP(c)
         self.adaln = nn.Linear(c.cond_dim, 6 * c.n_embd) if c.has_adaln else None
-        self.wtpe = nn.Embedding(c.block_size, c.n_embd) if c.target == "per_block" else None
+        self.wtpe = (
+            nn.Embedding(c.block_size, c.n_embd) if c.target == "per_block" else None
+        )
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
@@ -312,8 +372,12 @@ class AOGPT(nn.Module):
 
     def make_inputs(self) -> None:
         c = self.config
-        width = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}.get(c.target)
-        self.wpe = nn.Embedding(c.block_size + 1, c.n_embd) if c.position != "rotary" else None
+        width = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}.get(
+            c.target
+        )
+        self.wpe = (
+            nn.Embedding(c.block_size + 1, c.n_embd) if c.position != "rotary" else None
+        )
         self.start = nn.Parameter(torch.empty(c.n_embd))
         self.wtpe = nn.Embedding(c.block_size, width) if width else None
 
@@ -323,18 +387,24 @@ class AOGPT(nn.Module):
 
     def _apply(self, *arguments, **keywords):  # .to() and its like
         super()._apply(*arguments, **keywords)
-        self.make_angles(self.head.weight.device)  # angles stay exact in a bfloat16 model
+        self.make_angles(
+            self.head.weight.device
+        )  # angles stay exact in a bfloat16 model
         return self
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
         """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order. tokens (B, T)
         in sequence order; order (B, T), every row a permutation of 0..T-1."""
         # tokens.gather(1, order), as a scatter that torch.compile does not repeat for every logit.
-        wanted = torch.empty_like(tokens).scatter_(1, inverse_permutation(order), tokens)
+        wanted = torch.empty_like(tokens).scatter_(
+            1, inverse_permutation(order), tokens
+        )
         return self.head_loss(self.hidden(tokens, order), wanted)
 
     def logits(self, tokens: Tensor, order: Tensor) -> Tensor:
-        return self.head_logits(self.hidden(tokens, order))  # (B, T, V), of positions order[:, i]
+        return self.head_logits(
+            self.hidden(tokens, order)
+        )  # (B, T, V), of positions order[:, i]
 
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Final hidden states (B, T, D); state i predicts position order[:, i]."""
@@ -375,7 +445,11 @@ class AOGPT(nn.Module):
     def final_norm(self, x: Tensor, p: Pass) -> Tensor:
         p.enter(len(self.blocks))
         x = self.norm_f(x)
-        return x if self.adaln_f is None else modulate(x, *p.modulation(self.adaln_f, parts=2))
+        return (
+            x
+            if self.adaln_f is None
+            else modulate(x, *p.modulation(self.adaln_f, parts=2))
+        )
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
@@ -392,4 +466,6 @@ class AOGPT(nn.Module):
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, (B, T, D), (B, T) -> (B, T), nats."""
         logits = self.head_logits(x.flatten(0, 1))
-        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(
+            targets.shape
+        )

@@ -15,12 +15,25 @@ from torch import Tensor
 
 from .orders import OrderConfig, Roles, orders_at
 from .runtime.errors import UserError
-from .runtime.randomness import ORDERS, SCORED_MASKS, SCORED_ORDERS, philox_bits, to_uniform
+from .runtime.randomness import (
+    ORDERS,
+    SCORED_MASKS,
+    SCORED_ORDERS,
+    philox_bits,
+    to_uniform,
+)
 from .runtime.validation import Count, Probability, Table, check_values
 from .systems import group_log_probs, group_starts, log_linear_noise
 
 Kind = Literal[
-    "ar", "ao_ar", "groupwise", "lambda_dce", "masked_ce", "k_dce", "t_dce", "score_entropy"
+    "ar",
+    "ao_ar",
+    "groupwise",
+    "lambda_dce",
+    "masked_ce",
+    "k_dce",
+    "t_dce",
+    "score_entropy",
 ]
 DECODER_OBJECTIVES = ("ar", "ao_ar", "groupwise")
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
@@ -51,7 +64,9 @@ class ObjectiveConfig(Table):
             raise UserError(f"{what}; set it to 0, and order.kind = 'mixture' instead")
 
 
-def ao_ar_loss(model, tokens: Tensor, order: Tensor, weight: Tensor | None = None) -> Tensor:
+def ao_ar_loss(
+    model, tokens: Tensor, order: Tensor, weight: Tensor | None = None
+) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
     section 3, equation 2); a differentiable scalar. Its mean over uniform orders is the masked
     diffusion objective / T. model: AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T);
@@ -61,7 +76,12 @@ def ao_ar_loss(model, tokens: Tensor, order: Tensor, weight: Tensor | None = Non
 
 
 def groupwise_loss(
-    model, tokens: Tensor, order: Tensor, group: int, weight: Tensor | None = None, given=None
+    model,
+    tokens: Tensor,
+    order: Tensor,
+    group: int,
+    weight: Tensor | None = None,
+    given=None,
 ) -> Tensor:
     """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for two-stream
     models. group: steps in a group; given: (B,) steps of the prompt, before the first group."""
@@ -80,11 +100,19 @@ class Masks:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
         lengths = None if self.lengths is None else function(self.lengths)
-        return Masks(function(self.masked), function(self.weight), function(self.sigma), lengths)
+        return Masks(
+            function(self.masked), function(self.weight), function(self.sigma), lengths
+        )
 
 
 def masks_at(
-    config: ObjectiveConfig, seed: int, step: int, rows: range, total: int, length: int, roles=None
+    config: ObjectiveConfig,
+    seed: int,
+    step: int,
+    rows: range,
+    total: int,
+    length: int,
+    roles=None,
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
     arguments. The rates of lambda_dce and masked_ce are stratified. A prompt (in `roles`) is never
@@ -98,7 +126,13 @@ def masks_at(
 
 
 def evaluation_masks(
-    seed: int, step: int, rows: range, total: int, length: int, roles=None, kind: str = "k_dce"
+    seed: int,
+    step: int,
+    rows: range,
+    total: int,
+    length: int,
+    roles=None,
+    kind: str = "k_dce",
 ) -> Masks:
     """As `masks_at`, with the numbers of masked positions, or the times, stratified over the batch.
     Not lambda_dce: its weight 1 / lambda has infinite variance."""
@@ -147,19 +181,32 @@ def _masks(
 
 
 def _uniform(
-    seed: int, step: int, rows: range, length: int, roles: Roles | None, stream: int = ORDERS
+    seed: int,
+    step: int,
+    rows: range,
+    length: int,
+    roles: Roles | None,
+    stream: int = ORDERS,
 ) -> tuple:
     """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is given."""
-    uniform = torch.from_numpy(to_uniform(philox_bits(seed, step, rows, length + 1, stream)))
+    uniform = torch.from_numpy(
+        to_uniform(philox_bits(seed, step, rows, length + 1, stream))
+    )
     position = uniform[:, 1:]
-    return uniform[:, 0], position if roles is None else position.where(roles.predicted, NEVER)
+    return uniform[:, 0], position if roles is None else position.where(
+        roles.predicted, NEVER
+    )
 
 
-def _with_prefixes(prob: float, share: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def _with_prefixes(
+    prob: float, share: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
     """Uniform numbers as above; in a share `prob` of the rows they fall from left to right."""
     heads = share < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
-    left = torch.where(heads, share / prob, (share - prob) / max(1 - prob, SMALLEST_RATE))
+    left = torch.where(
+        heads, share / prob, (share - prob) / max(1 - prob, SMALLEST_RATE)
+    )
     predicted = position < NEVER
     rising = position.sort(dim=1).values
     # The first of n predicted positions gets the largest number, the last the smallest.
@@ -175,7 +222,9 @@ def stratified(
     one of all `total` rows. width: of the table whose row `total` gives their random offset."""
     row = range(total, total + 1)
     offset = float(to_uniform(philox_bits(seed, step, row, width, stream))[0, 0])
-    return (torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset) % 1.0
+    return (
+        torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset
+    ) % 1.0
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
@@ -203,7 +252,9 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
     # log s = o + shift
     shift = log_ratio - math.log(vocab)
     ratio = log_ratio.exp()
-    entropy = (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
+    entropy = (
+        (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
+    )
     return masks.weight[:, None] * entropy * masks.masked
 
 
@@ -213,7 +264,9 @@ def token_score_entropy(
     """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood in nats, the
     integral of score entropy over time: terms (B, T), float64, in sequence order, whose mean it is.
     (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
-    masks = evaluation_masks(seed, draw, rows, total, tokens.shape[1], kind="score_entropy")
+    masks = evaluation_masks(
+        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
+    )
     masks = masks.map(lambda tensor: tensor.to(tokens.device))
     return score_entropy(model, tokens, masks, model.config.mask_token)
 
@@ -262,5 +315,7 @@ def token_nll(
         else:
             nll = -group_log_probs(model, tokens, order, group, **more).double()
         nll[:, :scored_from] = torch.nan
-        nll = torch.empty_like(nll).scatter_(1, order, nll)  # from prediction to sequence order
+        nll = torch.empty_like(nll).scatter_(
+            1, order, nll
+        )  # from prediction to sequence order
     return nll if roles is None else nll.where(roles.predicted.to(device), torch.nan)

@@ -52,18 +52,26 @@ class OrderConfig(Table):
     # 2506.01928). sliding: always one of the first "window" positions that are left (after Set
     # Diffusion, arXiv 2607.01775). file: one of those in a file.
     kind: OrderKind = "mixture"
-    l2r_prob: Probability = 0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
-    mixed: Literal["l2r", "r2l", "fixed_random", "slots"] = "l2r"  # in place of l2r (mixture)
+    l2r_prob: Probability = (
+        0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
+    )
+    mixed: Literal["l2r", "r2l", "fixed_random", "slots"] = (
+        "l2r"  # in place of l2r (mixture)
+    )
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
-    share: Probability = 0.5  # probability to be in the first set (context_l2r, random_l2r)
+    share: Probability = (
+        0.5  # probability to be in the first set (context_l2r, random_l2r)
+    )
     window: Count = 8  # positions that the next one is among (sliding)
     file: str = ""  # a .npy file of integers (M, T), an order per row, all equally probable (file)
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
         if self.kind == "file" and not self.file:
-            raise UserError("order.kind is 'file': name a .npy file of orders with order.file")
+            raise UserError(
+                "order.kind is 'file': name a .npy file of orders with order.file"
+            )
         if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
             what = "order.block is 1, and blocks of one position are left to right"
             raise UserError(f"{what}; give at least 2, or order.kind = 'l2r'")
@@ -77,11 +85,18 @@ class OrderConfig(Table):
         """Raise UserError for blocks that are longer than sequences of this length."""
         kind = self.mixed if self.kind == "mixture" else self.kind
         if "block" in ORDER_SETTINGS[kind] and self.block > length:
-            raise UserError(f"order.block {self.block} exceeds model.block_size {length}; lower it")
+            raise UserError(
+                f"order.block {self.block} exceeds model.block_size {length}; lower it"
+            )
 
 
 def orders_at(
-    config: OrderConfig, seed: int, step: int, rows: range, length: int, stream: int = ORDERS
+    config: OrderConfig,
+    seed: int,
+    step: int,
+    rows: range,
+    length: int,
+    stream: int = ORDERS,
 ) -> Tensor:
     """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
     length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`."""
@@ -102,18 +117,25 @@ def orders_at(
     bits = philox_bits(seed, step, rows, length + 1, stream)
     keys = bits[:, 1:]
     position = np.arange(length)
-    if config.kind not in ("random", "mixture"):  # which are sorted by the bits themselves
+    if config.kind not in (
+        "random",
+        "mixture",
+    ):  # which are sorted by the bits themselves
         uniform = to_uniform(keys)
     match config.kind:
         case "file":
             orders = read_orders(config.file, length)
-            return torch.from_numpy(orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)])
+            return torch.from_numpy(
+                orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)]
+            )
         case "sliding":
             return _sliding(uniform, config.window)
         case "random_blockwise":
             keys = position // config.block + uniform
         case "slots":
-            keys = uniform[:, position - position % config.block]  # that of the block's first
+            keys = uniform[
+                :, position - position % config.block
+            ]  # that of the block's first
         case "context_l2r":
             keys = (uniform >= config.share).astype(np.int8)
         case "random_l2r":
@@ -125,7 +147,9 @@ def orders_at(
         return order
     coin = torch.from_numpy(to_uniform(bits[:, :1]))
     other = replace(config, kind=config.mixed)
-    return order.where(coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream))
+    return order.where(
+        coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream)
+    )
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
@@ -133,7 +157,9 @@ def _sliding(uniform: np.ndarray, window: int) -> Tensor:
     B, T = uniform.shape
     order = np.empty((B, T), np.int64)
     rows = np.arange(B)
-    left = np.tile(np.arange(T), (B, 1))  # the positions left, ascending; then those taken
+    left = np.tile(
+        np.arange(T), (B, 1)
+    )  # the positions left, ascending; then those taken
     for step in range(T):
         size = min(window, T - step)
         drawn = (uniform[:, step] * size).astype(np.int64)
@@ -146,12 +172,16 @@ def _sliding(uniform: np.ndarray, window: int) -> Tensor:
 
 
 def _permutation(seed: int, length: int, draw: int = 0) -> Tensor:
-    return torch.from_numpy(philox_bits(seed, draw, range(1), length)[0].argsort(kind="stable"))
+    return torch.from_numpy(
+        philox_bits(seed, draw, range(1), length)[0].argsort(kind="stable")
+    )
 
 
 def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
     # The identity inside blocks would be left to right, which small blocks draw often.
-    draws = (_permutation(config.seed, config.block, draw) for draw in itertools.count())
+    draws = (
+        _permutation(config.seed, config.block, draw) for draw in itertools.count()
+    )
     inside = next(p for p in draws if p.diff().min() < 0)
     order = (torch.arange(0, length, config.block)[:, None] + inside).flatten()
     return order[order < length]  # the last block may be shorter
@@ -163,13 +193,19 @@ def read_orders(file: str, length: int) -> np.ndarray:
     try:
         orders = np.load(file, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
-        raise UserError(f"order.file {file} cannot be read as a .npy file: {error}") from None
+        raise UserError(
+            f"order.file {file} cannot be read as a .npy file: {error}"
+        ) from None
     of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
     if not of_integers or orders.ndim != 2 or not len(orders):
-        raise UserError(f"order.file {file} does not hold integers (M, T), an order a row")
+        raise UserError(
+            f"order.file {file} does not hold integers (M, T), an order a row"
+        )
     count, longest = orders.shape
     if longest < length:
-        raise UserError(f"order.file {file} holds orders of {longest}, not {length} positions")
+        raise UserError(
+            f"order.file {file} holds orders of {longest}, not {length} positions"
+        )
     if not (np.sort(orders, axis=1) == np.arange(longest)).all():
         raise UserError(
             f"order.file {file} has a row that is not a permutation of 0..{longest - 1}"
@@ -189,20 +225,30 @@ def parse_order(text: str, option: str) -> OrderConfig:
         raise UserError(f"{option} {text}: {error}") from None
 
 
-def parse_settings(text: str, types: dict[str, type], example: str, option: str) -> tuple:
+def parse_settings(
+    text: str, types: dict[str, type], example: str, option: str
+) -> tuple:
     """Name and settings, a dict, of `name:setting=value,...`. types: of the settings there are."""
     name, _, written = text.partition(":")
     values = {}
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
         if key not in types:
-            possible = f"it has {', '.join(types)} (as in {example})" if types else "it has none"
-            raise UserError(f"{option} {text}: {key!r} is not a setting of {name}; {possible}")
+            possible = (
+                f"it has {', '.join(types)} (as in {example})"
+                if types
+                else "it has none"
+            )
+            raise UserError(
+                f"{option} {text}: {key!r} is not a setting of {name}; {possible}"
+            )
         try:
             values[key] = types[key](value)
         except ValueError:
             needed = types[key].__name__
-            raise UserError(f"{option} {text}: {key} is {value!r}, not of type {needed}") from None
+            raise UserError(
+                f"{option} {text}: {key} is {value!r}, not of type {needed}"
+            ) from None
     return name, values
 
 

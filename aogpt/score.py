@@ -27,7 +27,9 @@ from .sampling import gaps
 class Arguments(ModelOptions, OutputOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
-    texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")]
+    texts: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")
+    ]
     """Sentences. [this|that] ranks alternatives; [MASK:2] lists likely tokens for two positions."""
     order: str = "l2r"
     """Order in which tokens are predicted: l2r, random or another order.kind, as slots:block=8."""
@@ -69,20 +71,32 @@ def answer(model: aogpt.TextModel, text: str, a: Arguments) -> tuple[dict, list[
         if aogpt.ALTERNATIVES.search(text):
             raise UserError("give masks and alternatives in separate texts")
         blanks = model.blanks(text, a.top)
-        cells = [[str(i), *(f"{t!r} {p:.1%}" for t, p in row)] for i, row in enumerate(blanks, 1)]
+        cells = [
+            [str(i), *(f"{t!r} {p:.1%}" for t, p in row)]
+            for i, row in enumerate(blanks, 1)
+        ]
         head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
-        return {"blanks": blanks}, [text, "", *markdown_table(head, cells, left=len(head))]
+        return {"blanks": blanks}, [
+            text,
+            "",
+            *markdown_table(head, cells, left=len(head)),
+        ]
     if aogpt.ALTERNATIVES.search(text):
         found = model.rank(text)
         head = ["text", "log p", "share", "log p given both sides"]
-        cells = [[repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"] for r in found]
+        cells = [
+            [repr(r.text)[1:-1], f"{r.log_prob:.3f}", f"{r.share:.1%}"] for r in found
+        ]
         for row, r in zip(cells, found, strict=True):
             row += [] if r.given_both_sides is None else [f"{r.given_both_sides:.3f}"]
         head = head[: len(cells[0])]
         return {"alternatives": [asdict(r) for r in found]}, markdown_table(head, cells)
     scored = model.score_each(text) if a.each else model.score(text, a.order, a.seed)
     pairs = zip(scored.pieces, scored.log_probs, strict=True)
-    cells = [[repr(piece), f"{log_p:.3f}", f"{math.exp(log_p):.2%}"] for piece, log_p in pairs]
+    cells = [
+        [repr(piece), f"{log_p:.3f}", f"{math.exp(log_p):.2%}"]
+        for piece, log_p in pairs
+    ]
     how = "each given all others" if a.each else f"order {a.order}"
     values = {"log_prob": -scored.nats, "bits_per_byte": scored.bits_per_byte}
     total = "log p {log_prob:.3f}, {bits_per_byte:.4f} bits a byte".format(**values)

@@ -68,7 +68,9 @@ class Alternative:
     text: str
     log_prob: float  # of the whole text, nats
     share: float  # of the probability of all alternatives
-    given_both_sides: float | None  # log p of the alternatives given the rest; None: a plain GPT
+    given_both_sides: (
+        float | None
+    )  # log p of the alternatives given the rest; None: a plain GPT
 
 
 def load(path: str, **options: Any) -> "TextModel":
@@ -101,10 +103,14 @@ class TextModel:
             along = self._order(order, tokens.shape[1], seed, number)
             found += self._along(tokens, along)
             skipped += [ids[start + int(along[0, 0])]] * self.loaded.scored_from
-        size = len(text.encode(errors="replace")) - len(self.tokenizer.to_bytes(skipped))
+        size = len(text.encode(errors="replace")) - len(
+            self.tokenizer.to_bytes(skipped)
+        )
         return Scored(self.tokenizer.pieces(ids), found, size)
 
-    def _order(self, order: str | Tensor, length: int, seed: int, number: int) -> Tensor:
+    def _order(
+        self, order: str | Tensor, length: int, seed: int, number: int
+    ) -> Tensor:
         if isinstance(order, Tensor):
             self._check_plain(order.tolist() == [*range(length)])
             return order[None]
@@ -114,13 +120,21 @@ class TextModel:
 
     def _check_plain(self, is_l2r: bool = False) -> None:
         if self.model.config.l2r_only and not is_l2r:
-            raise UserError("this model is a plain GPT: it only predicts from left to right")
+            raise UserError(
+                "this model is a plain GPT: it only predicts from left to right"
+            )
 
     def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
         """log p of each token along an order, by position; 0 where none is scored."""
-        found = self.model.token_log_probs(tokens.to(self.device), order.to(self.device))
+        found = self.model.token_log_probs(
+            tokens.to(self.device), order.to(self.device)
+        )
         found[:, : self.loaded.scored_from] = 0
-        return torch.zeros_like(found).scatter_(1, order.to(self.device), found)[0].tolist()
+        return (
+            torch.zeros_like(found)
+            .scatter_(1, order.to(self.device), found)[0]
+            .tolist()
+        )
 
     def score_each(self, text: str) -> Scored:
         """log p of every token given all others of the text, which must fit into a block."""
@@ -134,16 +148,22 @@ class TextModel:
             masked = torch.arange(T, device=self.device) == rows[:, None]
             log_probs = self.model.masked_log_probs(tokens.expand(len(rows), T), masked)
             found += log_probs[masked].tolist()
-        return Scored(self.tokenizer.pieces(ids), found, len(text.encode(errors="replace")))
+        return Scored(
+            self.tokenizer.pieces(ids), found, len(text.encode(errors="replace"))
+        )
 
     def _encode(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text)
         shortest = 1 + self.loaded.scored_from
         if not shortest <= len(ids) <= self.block_size:
-            raise UserError(f"the text has {len(ids)} tokens; give {shortest} to {self.block_size}")
+            raise UserError(
+                f"the text has {len(ids)} tokens; give {shortest} to {self.block_size}"
+            )
         return ids
 
-    def generate(self, prompt: str = "", new_tokens: int | None = None, **options: Any) -> str:
+    def generate(
+        self, prompt: str = "", new_tokens: int | None = None, **options: Any
+    ) -> str:
         """A continuation of a prompt, prompt included, up to a block. options: seed, and those of
         `modes.DecodingOptions`: mode, temperature, top_p, ..."""
         ids = self.tokenizer.encode(prompt)
@@ -151,11 +171,15 @@ class TextModel:
         blanks = [None] * (room if new_tokens is None else new_tokens)
         if not 0 < len(blanks) <= room:
             what = f"the prompt has {len(ids)} tokens and new_tokens is {len(blanks)}"
-            raise UserError(f"{what}; together at most {self.block_size}, and at least 1 is new")
+            raise UserError(
+                f"{what}; together at most {self.block_size}, and at least 1 is new"
+            )
         (tokens,) = self._sample([ids + blanks], 1, options)
         return self.tokenizer.decode(tokens)
 
-    def fill(self, text: str, candidates=1, num_samples=4, **options: Any) -> list[Filling]:
+    def fill(
+        self, text: str, candidates=1, num_samples=4, **options: Any
+    ) -> list[Filling]:
         """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
         first: those after which the known text to the right is most probable, per token.
         num_samples: of each length. options: as of `generate`."""
@@ -167,15 +191,21 @@ class TextModel:
         contexts = [context for context in given for _ in range(count)]
         best = gaps.best_fillings(self.model, contexts, rows, candidates)
         decode = self.tokenizer.decode
-        return [Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best]
+        return [
+            Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best
+        ]
 
-    def _sample(self, given: list[Context], count: int, options: dict) -> list[list[int]]:
+    def _sample(
+        self, given: list[Context], count: int, options: dict
+    ) -> list[list[int]]:
         seed = options.pop("seed", 0)
         config = self.model.config
         decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
         modes.check_mode(decoding, config)
         modes.check_context(given[0], config, self.loaded.scored_from)
-        return modes.generate_rows(self.model, given, decoding, self.loaded.vocab_size, seed, count)
+        return modes.generate_rows(
+            self.model, given, decoding, self.loaded.vocab_size, seed, count
+        )
 
     @torch.no_grad()
     def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:
@@ -191,7 +221,10 @@ class TextModel:
         logits = self.model.masked_logits(tokens, blank)[:, : self.loaded.vocab_size]
         best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [[(self.tokenizer.decode([i]), p) for i, p in zip(*r, strict=True)] for r in rows]
+        return [
+            [(self.tokenizer.decode([i]), p) for i, p in zip(*r, strict=True)]
+            for r in rows
+        ]
 
     def rank(self, text: str) -> list[Alternative]:
         """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
@@ -200,12 +233,16 @@ class TextModel:
             raise UserError("there are no alternatives; write [this|that]")
         parts[1::2] = [part.split("|") for part in parts[1::2]]
         if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
-            raise UserError(f"give at most {gaps.MOST_LENGTHS} combinations of alternatives")
+            raise UserError(
+                f"give at most {gaps.MOST_LENGTHS} combinations of alternatives"
+            )
         whole = []
         given = []
         rows = []
         for words in itertools.product(*parts[1::2]):
-            pieces = [p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair]
+            pieces = [
+                p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair
+            ]
             places = list(itertools.accumulate(map(len, pieces), initial=0))
             whole.append("".join(pieces))
             rows.append(self._encode(whole[-1]))
@@ -214,12 +251,23 @@ class TextModel:
         scores = gaps.score_fillings(self.model, given, rows)
         totals = [self.log_prob(row) for row in rows]
         weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        sizes = [None if self.model.config.l2r_only else row.count(None) for row in given]
-        both = [size and s.filling * size for s, size in zip(scores, sizes, strict=True)]
-        return sorted(map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob)
+        sizes = [
+            None if self.model.config.l2r_only else row.count(None) for row in given
+        ]
+        both = [
+            size and s.filling * size for s, size in zip(scores, sizes, strict=True)
+        ]
+        return sorted(
+            map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob
+        )
 
     def compare(
-        self, other: "TextModel", text: str, order: str = "l2r", seed: int = 0, draws: int = 2
+        self,
+        other: "TextModel",
+        text: str,
+        order: str = "l2r",
+        seed: int = 0,
+        draws: int = 2,
     ) -> Estimate:
         """The loss of this model minus that of another of the same tokenizer on a text, nats per
         token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
@@ -235,14 +283,18 @@ class TextModel:
             model._check_plain(orders.kind == "l2r")
             elbo = loaded.model.config.is_encoder and orders.kind == "random"
             tasks.append(Task(loaded, eval_set, order, Scorer(orders, joint=elbo)))
-        return difference(tasks, [losses_of(task, runner, seed, draws) for task in tasks])
+        return difference(
+            tasks, [losses_of(task, runner, seed, draws) for task in tasks]
+        )
 
     def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
         """The tokens, None where they hold characters of a span (from, to) of the text."""
         ends = list(itertools.accumulate(map(len, self.tokenizer.pieces(ids))))
         places = zip(ids, [0, *ends], ends, strict=False)
         return [
-            None if any(max(start, begin) < min(end, until) for begin, until in spans) else token
+            None
+            if any(max(start, begin) < min(end, until) for begin, until in spans)
+            else token
             for token, start, end in places
         ]
 

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # where the package `aogpt` is
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # where the package `aogpt` is
 
 from aogpt.data.prepare import main
 from aogpt.runtime.command_line import run_script

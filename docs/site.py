@@ -15,15 +15,23 @@ LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")  # to a file of the repository
 
 def on_files(files: Files, config) -> Files:
     root = Path(config.config_file_path).parent
-    tracked = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
+    tracked = subprocess.check_output(
+        ["git", "ls-files"], cwd=root, text=True
+    ).splitlines()
     wanted = {name for name in tracked if PAGE.fullmatch(name)}
     for page in tuple(wanted):
         for link in LINK.findall((root / page).read_text(encoding="utf-8")):
-            wanted.add(posixpath.normpath(posixpath.join(posixpath.dirname(page), link)))
+            wanted.add(
+                posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+            )
     found = [name for name in tracked if name in wanted]
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    ours = [File.generated(config, name, abs_src_path=str(root / name)) for name in found]
-    tour = File.generated(config, "docs/tour.md", content=page_of(root / "docs" / "tour.ipynb"))
+    ours = [
+        File.generated(config, name, abs_src_path=str(root / name)) for name in found
+    ]
+    tour = File.generated(
+        config, "docs/tour.md", content=page_of(root / "docs" / "tour.ipynb")
+    )
     return Files([*theme, *ours, tour])
 
 
@@ -31,7 +39,9 @@ def page_of(notebook: Path) -> str:
     parts = []
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts.append(
+            text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        )
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if image := data.get("image/png"):

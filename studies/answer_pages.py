@@ -55,16 +55,28 @@ def task_table(entries: Entries) -> list[str]:
             cells += ["" if None in limits else f"{statistics.mean(limits):.1%}"]
             cells += [f"{mean_of(entry, decoder, 'nfe'):.1f}"]
             cells += [f"{mean_of(entry, decoder, 'token_forwards'):.0f}"]
-            seconds, records = (mean_of(entry, decoder, key) for key in ("seconds", "records"))
+            seconds, records = (
+                mean_of(entry, decoder, key) for key in ("seconds", "records")
+            )
             lines.append([name, decoder, *cells, f"{1000 * seconds / records:.1f}"])
-    head = ["system", "decoded", "exact match", "possible", "NFE", "inputs", "ms a record"]
+    head = [
+        "system",
+        "decoded",
+        "exact match",
+        "possible",
+        "NFE",
+        "inputs",
+        "ms a record",
+    ]
     return markdown_table(head, lines, left=2)
 
 
 def is_hard(entries: Entries) -> bool:
     """Whether one of the compared systems is wrong more than now and then."""
     compared = COMPARED.values()
-    return min(mean_of(entries[name], by, "exact_match") for name, by in compared) < EASY
+    return (
+        min(mean_of(entries[name], by, "exact_match") for name, by in compared) < EASY
+    )
 
 
 def summary_table(results: dict[str, Entries]) -> list[str]:
@@ -78,7 +90,9 @@ def summary_table(results: dict[str, Entries]) -> list[str]:
 
 
 DECODED = "l2r random confidence margin threshold entropy speculative mdm even"
-MARKERS = dict(zip(DECODED.split(), ">os^Dv*XP", strict=True))  # by the first word of a decoder
+MARKERS = dict(
+    zip(DECODED.split(), ">os^Dv*XP", strict=True)
+)  # by the first word of a decoder
 
 
 def figure(results: dict[str, Entries]) -> bytes:
@@ -104,7 +118,9 @@ def draw_task(axes, entries: Entries) -> None:
             marker = MARKERS.get(re.split(r"\W", decoder)[0], "P")
             nfe = mean_of(entry, decoder, "nfe")
             axes.errorbar(nfe, share, yerr=bar, marker=marker, **style)
-    axes.set(xlabel="model calls (NFE)", ylabel="share of right answers", ylim=(-0.05, 1.05))
+    axes.set(
+        xlabel="model calls (NFE)", ylabel="share of right answers", ylim=(-0.05, 1.05)
+    )
     axes.set_xscale("log", base=2)
 
 
@@ -117,14 +133,18 @@ def page(results: dict[str, Entries]) -> str:
 
 def details(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
     """tasks.details.md: every system and decoder, losses, rates, commits."""
-    sizes = ", ".join(f"{n} {e['parameters']:,}" for n, e in next(iter(results.values())).items())
+    sizes = ", ".join(
+        f"{n} {e['parameters']:,}" for n, e in next(iter(results.values())).items()
+    )
     markers = ", ".join(f"`{marker}` {name}" for name, marker in MARKERS.items())
     setting = next(iter(tasks.values())).setting
     lines = ["# Tasks: details", "", f"{setting} Parameters: {sizes}.", ""]
     lines += [f"Markers of the figure: {markers}.", ""]
     for task, entries in results.items():
         runs = [run for entry in entries.values() for run in entry["runs"]]
-        counts = ", ".join(f"{n / 1e6:.1f}M" for n in sorted({run["tokens"][-1] for run in runs}))
+        counts = ", ".join(
+            f"{n / 1e6:.1f}M" for n in sorted({run["tokens"][-1] for run in runs})
+        )
         lines += [f"## {task}: {tasks[task].title}", "", *task_table(entries), ""]
         for name, entry in entries.items():
             loss = mean_cell([value_of(run, "random") for run in entry["runs"]], ".4f")

@@ -53,7 +53,9 @@ def bench_gpu(out: Path = Path("out") / "gpu") -> int:
     device = pick_device("auto")
     rows = []
     if device.type != "cuda":
-        show("There is no GPU here: a tiny model is measured on the CPU, without targets.\n")
+        show(
+            "There is no GPU here: a tiny model is measured on the CPU, without targets.\n"
+        )
     out.mkdir(parents=True, exist_ok=True)
     made = {"command": command(), "commit": commit(), "versions": versions()}
     made["machine"] = common.machine(device)
@@ -67,12 +69,16 @@ def bench_gpu(out: Path = Path("out") / "gpu") -> int:
     return 1 if wrong else 0
 
 
-def check(name: str, measured: str, target: str = "", ok: bool | None = None) -> list[str]:
+def check(
+    name: str, measured: str, target: str = "", ok: bool | None = None
+) -> list[str]:
     """A line; ok is None for a figure without a target."""
     return [name, target, measured, {True: "ok", False: "FAILS", None: ""}[ok]]
 
 
-def measure(out: Path, name: str, *words: str) -> tuple[dict[str, dict], list[list[str]]]:
+def measure(
+    out: Path, name: str, *words: str
+) -> tuple[dict[str, dict], list[list[str]]]:
     """The rows of a benchmark by system, and a line if it failed: it is a process of its own."""
     file = out / f"{name}.json"
     done = run_alone("studies.bench", *words, "--json", str(file), "--overwrite")
@@ -97,10 +103,14 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):
-        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile", "--kernels")
+        yield from decoding(
+            out, "medium", steps, "--batch-size", "32", "--compile", "--kernels"
+        )
 
 
-def training(out: Path, size: str, batch_size: int, planned: int | None, *words: str) -> Lines:
+def training(
+    out: Path, size: str, batch_size: int, planned: int | None, *words: str
+) -> Lines:
     """planned: bytes of a step on a GPU; None: there are no targets."""
     words = "--size", size, "--batch-size", str(batch_size), "--repeats", "10", *words
     rows, failed = measure(out, f"train_{size}_{batch_size}", "train", *words)
@@ -114,16 +124,29 @@ def training(out: Path, size: str, batch_size: int, planned: int | None, *words:
         ratio = ours["times_gpt"][0]
         mfu = ours["mfu"]
         share = ours["peak_bytes"] / planned
-        yield check(f"{name}: step x plain GPT's", f"{ratio:.3f}", "<= 1.08", ratio <= 1.08)
+        yield check(
+            f"{name}: step x plain GPT's", f"{ratio:.3f}", "<= 1.08", ratio <= 1.08
+        )
         text, ok = ("unknown", None) if mfu is None else (f"{mfu:.1%}", mfu >= goal)
         yield check(f"{name}: MFU", text, f">= {goal:.0%}", ok)
         within = 0.6 <= share <= 1.05  # compiling saves some of the planned activations
-        yield check(f"{name}: peak memory / plan", f"{share:.2f}", "0.6 to 1.05", within)
+        yield check(
+            f"{name}: peak memory / plan", f"{share:.2f}", "0.6 to 1.05", within
+        )
 
 
 def decoding(out: Path, size: str, steps: int, *words: str) -> Lines:
     """The targets are Medium's, that of the encoder at 1,024 steps."""
-    words = "--size", size, "--steps", str(steps), "--systems", "ours", "encoder", *words
+    words = (
+        "--size",
+        size,
+        "--steps",
+        str(steps),
+        "--systems",
+        "ours",
+        "encoder",
+        *words,
+    )
     rows, failed = measure(out, f"decode_{size}_{steps}", "decode", *words)
     yield from failed
     if rows:

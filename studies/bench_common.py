@@ -29,7 +29,9 @@ OTHER_MODELS = {  # what differs from AO-GPT of the same size
     "gpt": {"target": "none"},
     "rotary": {"position": "rotary", "target": "rotary"},
 }
-BANDWIDTH_BYTES = 2**29  # of the tensor whose sum is timed: larger than any processor's cache
+BANDWIDTH_BYTES = (
+    2**29
+)  # of the tensor whose sum is timed: larger than any processor's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,9 @@ class BenchOptions(OutputOptions):
 def config_of(system: str, size: str, length: int) -> ModelConfig:
     """The model of a system, for samples of this length."""
     config, ids = SIZES[size]
-    changes = OTHER_MODELS.get(system, {}) | {"block_size": max(config.block_size, length)}
+    changes = OTHER_MODELS.get(system, {}) | {
+        "block_size": max(config.block_size, length)
+    }
     if system == "encoder":  # [MASK] comes after the tokens
         changes |= {"mask_token": ids, "vocab_size": max(config.vocab_size, ids + 1)}
     return dataclasses.replace(config, **changes)
@@ -81,7 +85,12 @@ def tell(text: str, end: str = "\n") -> None:
 def machine(device: torch.device) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     threads = torch.get_num_threads()
-    return {"type": device.type, "name": name, "threads": threads, "platform": platform.platform()}
+    return {
+        "type": device.type,
+        "name": name,
+        "threads": threads,
+        "platform": platform.platform(),
+    }
 
 
 def cpu_name() -> str:
@@ -107,16 +116,23 @@ def measure_rates(
         min(Timer(work, globals=values, num_threads=threads).blocked_autorange().times)
         for work in ("x @ weight", "data.sum()")
     )
-    return {"flops": 2 * rows * D * 4 * D / product, "bandwidth": BANDWIDTH_BYTES / total}
+    return {
+        "flops": 2 * rows * D * 4 * D / product,
+        "bandwidth": BANDWIDTH_BYTES / total,
+    }
 
 
-def publish(o: BenchOptions, outputs: Outputs, dtype, device, figures, report: Callable) -> dict:
+def publish(
+    o: BenchOptions, outputs: Outputs, dtype, device, figures, report: Callable
+) -> dict:
     """Write the figures, then print the report, so that an error in it loses nothing."""
     result = provenance(o, dtype, device, machine=machine(device)) | figures
     with outputs:
         outputs.write_json(o.json, result)
         m = result["machine"]
-        show(f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}.")
+        show(
+            f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}."
+        )
         show("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
         show(*report(result), sep="\n")
     return result

@@ -87,13 +87,17 @@ def bench_decode(o: DecodeOptions) -> dict:
 class DecodeBench:
     """The models of one batch size B and length T, and the systems that decode with them."""
 
-    def __init__(self, o: DecodeOptions, B: int, T: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, o: DecodeOptions, B: int, T: int, device: torch.device, dtype: torch.dtype
+    ):
         self.options = o
         self.B = B
         self.T = T
         self.device = device
         known = dict.fromkeys(("ours", *o.systems))
-        self.systems = [s for s in known if s != "cache-only" or T <= LONGEST_CACHE_ONLY]
+        self.systems = [
+            s for s in known if s != "cache-only" or T <= LONGEST_CACHE_ONLY
+        ]
         self.engines: dict[AOGPT, Engine] = {}
         self.models = {}
         for system in (s for s in known if s == "ours" or s in OTHER_MODELS):
@@ -103,7 +107,9 @@ class DecodeBench:
             self.models[system] = common.random_model(config, device).to(dtype)
             scale_logits(self.models[system], self.vocab_size)
         common.tell("rates of this machine")
-        self.rates = common.measure_rates(self.models["ours"].config, B * T, dtype, device)
+        self.rates = common.measure_rates(
+            self.models["ours"].config, B * T, dtype, device
+        )
 
     def rows(self, steps: int) -> list[dict]:
         """Time every system with the same plans, in turn; a row for each, that of `ours` with its
@@ -126,7 +132,9 @@ class DecodeBench:
         shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize
         floors = [floor_of(plan, *shape, self.rates) for plan in drawn[1:]]
         pairs = zip(ours["all_seconds"], floors, strict=True)
-        ours["times_floor"] = statistics.median(seconds / floor for seconds, floor in pairs)
+        ours["times_floor"] = statistics.median(
+            seconds / floor for seconds, floor in pairs
+        )
         for row in rows:
             row["times_ours"] = row["seconds"] / ours["seconds"]
         return rows
@@ -136,7 +144,9 @@ class DecodeBench:
         row |= {"batch_size": self.B, "length": self.T, "steps": steps}
         row["all_seconds"] = [timing["seconds"] for timing in timings]
         row["seconds"] = statistics.median(row["all_seconds"])
-        row["ms_per_call"] = 1000 * statistics.median(t["seconds"] / t["calls"] for t in timings)
+        row["ms_per_call"] = 1000 * statistics.median(
+            t["seconds"] / t["calls"] for t in timings
+        )
         if self.options.memory:
             row["peak_bytes"] = self.peak(system, plan)
         return row
@@ -153,9 +163,15 @@ class DecodeBench:
         calls = sizes.shape[1]
         timed = min(SLOW_CALLS, sizes.shape[1])
         chosen = [int((i + 0.5) * calls / timed) for i in range(timed)]
-        fixed, _ = self.decode(system, parts_of(system, plan, []))  # the cost besides its calls
+        fixed, _ = self.decode(
+            system, parts_of(system, plan, [])
+        )  # the cost besides its calls
         seconds, _ = self.decode(system, parts_of(system, plan, chosen))
-        inputs = sizes.cumsum(dim=1) if system == "no-cache" else torch.full_like(sizes, self.T)
+        inputs = (
+            sizes.cumsum(dim=1)
+            if system == "no-cache"
+            else torch.full_like(sizes, self.T)
+        )
         counts = {"calls": calls, "timed_calls": timed}
         counts["token_forwards"] = int(inputs[sizes > 0].sum())
         return {"seconds": fixed + (seconds - fixed) * calls / timed} | counts
@@ -190,8 +206,14 @@ class DecodeBench:
         self.engines.clear()  # an engine has a copy of the weights, too
         weights, _ = allocated(self.device, lambda: self.engine(system, (1, 1)))
         self.engines.clear()
-        buffers, _ = allocated(self.device, lambda: self.engine(system, (self.B, self.T)))
-        return buffers - weights + allocated(self.device, lambda: self.decode(system, parts))[1]
+        buffers, _ = allocated(
+            self.device, lambda: self.engine(system, (self.B, self.T))
+        )
+        return (
+            buffers
+            - weights
+            + allocated(self.device, lambda: self.decode(system, parts))[1]
+        )
 
 
 def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
@@ -207,8 +229,12 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as found:
         work()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    events = [
+        e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
+    sizes = [
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    ]
     return sum(sizes), max(itertools.accumulate(sizes, initial=0))
 
 
@@ -235,7 +261,9 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
     be given. Without a cache a call computes the known tokens and its group, wherever they stand:
     a prompt, in front of which nothing is cached, and its continuation."""
     starts = plan.step.diff(dim=1, prepend=torch.full_like(plan.step[:, :1], -1)) > 0
-    groups = starts.cumsum(dim=1) - 1  # (B, T) the call of each position, as the engine counts
+    groups = (
+        starts.cumsum(dim=1) - 1
+    )  # (B, T) the call of each position, as the engine counts
     if system == "encoder":
         chosen = torch.isin(groups, torch.tensor(list(calls), dtype=torch.long))
         given_first = chosen.to(torch.uint8).argsort(dim=1, stable=True)
@@ -254,11 +282,17 @@ def scale_logits(model: AOGPT, vocab_size: int) -> None:
     """Scale the head's nearly flat random logits to an entropy of about ENTROPY. Normal logits of
     standard deviation s have log V - s^2 / 2; hidden states have a mean square of 1."""
     std = model.head.weight.float().std() * math.sqrt(model.config.n_embd)
-    model.head.weight.mul_(math.sqrt(2 * max(math.log(vocab_size) - ENTROPY, 0.1)) / std)
+    model.head.weight.mul_(
+        math.sqrt(2 * max(math.log(vocab_size) - ENTROPY, 0.1)) / std
+    )
 
 
 def floor_of(
-    plan: Plan, config: ModelConfig, vocab_size: int, itemsize: int, rates: dict[str, float]
+    plan: Plan,
+    config: ModelConfig,
+    vocab_size: int,
+    itemsize: int,
+    rates: dict[str, float],
 ) -> float:
     """A lower bound on the seconds of the engine on AO-GPT at these rates: in each model call the
     larger of two times. Bytes: the weights of blocks and head, and the keys and values of all
@@ -276,9 +310,17 @@ def floor_of(
     pairs = fresh * cached + fresh * (fresh + 1) // 2 + sizes * (known + 1)
     block_weights = 12 * L * D**2
     head_weights = D * vocab_size
-    read = itemsize * (block_weights + head_weights + 2 * L * D * cached.sum(dim=0).double())
-    flops = 2 * block_weights * (fresh + sizes) + 2 * head_weights * sizes + 4 * L * D * pairs
-    seconds = torch.maximum(read / rates["bandwidth"], flops.sum(dim=0) / rates["flops"])
+    read = itemsize * (
+        block_weights + head_weights + 2 * L * D * cached.sum(dim=0).double()
+    )
+    flops = (
+        2 * block_weights * (fresh + sizes)
+        + 2 * head_weights * sizes
+        + 4 * L * D * pairs
+    )
+    seconds = torch.maximum(
+        read / rates["bandwidth"], flops.sum(dim=0) / rates["flops"]
+    )
     return float(seconds.sum())
 
 
@@ -293,10 +335,15 @@ def report(result: dict) -> list[str]:
     lines = []
     for r in rows:
         cells = [str(r[key]) for key in ("batch_size", "length", "steps")]
-        cells += [f"{r[key]:.2f}" if r.get(key) else "" for key in ("times_ours", "times_floor")]
+        cells += [
+            f"{r[key]:.2f}" if r.get(key) else ""
+            for key in ("times_ours", "times_floor")
+        ]
         cells += [f"{r[key]:,}" for key in ("calls", "token_forwards")]
         cells += [common.short(r["ms_per_call"])]
-        cells += ["~" * (r["timed_calls"] < r["calls"]) + common.spread_of(r["all_seconds"])]
+        cells += [
+            "~" * (r["timed_calls"] < r["calls"]) + common.spread_of(r["all_seconds"])
+        ]
         cells += [common.short(r["peak_bytes"] / 2**20)] if s["memory"] else []
         lines.append([r["system"], *cells])
     how = ", compiled" * s["compile"] + ", with kernels" * s["kernels"]

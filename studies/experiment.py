@@ -58,7 +58,9 @@ class RunConfig:
 
 
 Keys = {"from": str, "description": str, "tune": dict[str, list], "tuned_as": str}
-TABLES = dict[str, schema(TypedDict("RunConfigTable", Keys, total=False))]  # and dotted keys
+TABLES = dict[
+    str, schema(TypedDict("RunConfigTable", Keys, total=False))
+]  # and dotted keys
 
 
 def read_run_configs(
@@ -74,7 +76,9 @@ def read_run_configs(
         tune = table.pop("tune", inherited.tune)
         tuned_as = table.pop("tuned_as", "")
         tune = {key: values for key, values in tune.items() if key not in table}
-        changes = {k: v for k, v in (inherited.changes | table).items() if k not in tune}
+        changes = {
+            k: v for k, v in (inherited.changes | table).items() if k not in tune
+        }
         found[name] = RunConfig(name, changes, tune, description, tuned_as)
     del found[""]
     return found
@@ -98,7 +102,9 @@ class Experiment:
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
     tune_by: str = "training"  # the figure, a loss under the run's own training orders
-    tune_on: list[str] = field(default_factory=list)  # run configs whose best value all others use
+    tune_on: list[str] = field(
+        default_factory=list
+    )  # run configs whose best value all others use
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 
     base: dict = field(default_factory=dict)
@@ -117,7 +123,12 @@ class Experiment:
     x_label: str = ""  # lines
 
     def config(
-        self, recipe: str, run_config: RunConfig, seed: int, tuned: Values, quick: bool = False
+        self,
+        recipe: str,
+        run_config: RunConfig,
+        seed: int,
+        tuned: Values,
+        quick: bool = False,
     ) -> Config:
         """The configuration of one run. A fixed order differs from seed to seed."""
         out = self.out or OUT / ("quick" if quick else "") / self.name
@@ -135,7 +146,9 @@ class Experiment:
             table = values
             *path, last = key.split(".")
             for part in path:
-                table = table.setdefault(part, {})  # an unknown key is refused below, by its name
+                table = table.setdefault(
+                    part, {}
+                )  # an unknown key is refused below, by its name
             table[last] = value
         for stage in values.get("schedule", ()):  # a fraction is of all steps
             if isinstance(stage["step"], float):
@@ -151,7 +164,9 @@ class Experiment:
 
 def experiment_names() -> list[str]:
     """Names of all experiments, by number."""
-    return sorted((p.stem for p in CONFIGS.glob("E*.toml")), key=lambda name: int(name[1:]))
+    return sorted(
+        (p.stem for p in CONFIGS.glob("E*.toml")), key=lambda name: int(name[1:])
+    )
 
 
 def load_experiment(name: str) -> Experiment:
@@ -173,14 +188,21 @@ def read_values(name: str) -> dict:
         values["base"] = laid_over(common["base"], values.get("base", {}))
         for name, recipe in values["recipes"].items():
             shared = common["recipes"].get(recipe.pop("from", name), {})
-            fixed = shared.keys() & recipe.get("tune", {})  # what is tuned here is not fixed
-            values["recipes"][name] = {k: v for k, v in shared.items() if k not in fixed} | recipe
+            fixed = shared.keys() & recipe.get(
+                "tune", {}
+            )  # what is tuned here is not fixed
+            values["recipes"][name] = {
+                k: v for k, v in shared.items() if k not in fixed
+            } | recipe
     return values
 
 
 def laid_over(tables: dict, changes: dict) -> dict:
     """Tables of a file with those of another over them, key by key."""
-    over = {k: tables.get(k, {}) | v if isinstance(v, dict) else v for k, v in changes.items()}
+    over = {
+        k: tables.get(k, {}) | v if isinstance(v, dict) else v
+        for k, v in changes.items()
+    }
     return tables | over
 
 
@@ -188,7 +210,9 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
     """The experiment of a file's values; `source` names it in errors."""
     tables = values.pop("run_configs", {})
     helper_tables = values.pop("helpers", {})
-    x = values.pop("x", {}) | {n: table.pop("x") for n, table in tables.items() if "x" in table}
+    x = values.pop("x", {}) | {
+        n: table.pop("x") for n, table in tables.items() if "x" in table
+    }
     recipes = {}
     helpers = {}
     descriptions = {}
@@ -200,5 +224,10 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         helpers[recipe] = {n: read[n] for n in helper_tables}
     for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
         values[key] = from_values(values.get(key, []), list[kind], source)
-    parts = {"recipes": recipes, "helpers": helpers, "descriptions": descriptions, "x": x}
+    parts = {
+        "recipes": recipes,
+        "helpers": helpers,
+        "descriptions": descriptions,
+        "x": x,
+    }
     return Experiment(name=name, **parts, **values)

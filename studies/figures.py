@@ -15,8 +15,24 @@ from studies.pages import FEW, title_of, value_of
 
 Entries = dict[str, dict]
 # Places in COLORS, the same for a system everywhere: AO-GPT, GPT, encoder, two streams, and others.
-SYSTEMS = {"aogpt": 0, "ours": 0, "random": 0, "uniform": 0, "any": 0, "l2r0": 0, "adaln": 0}
-SYSTEMS |= {"gpt": 1, "l2r": 1, "time": 1, "encoder": 2, "two_stream": 3, "fixed": 4, "l2r10": 6}
+SYSTEMS = {
+    "aogpt": 0,
+    "ours": 0,
+    "random": 0,
+    "uniform": 0,
+    "any": 0,
+    "l2r0": 0,
+    "adaln": 0,
+}
+SYSTEMS |= {
+    "gpt": 1,
+    "l2r": 1,
+    "time": 1,
+    "encoder": 2,
+    "two_stream": 3,
+    "fixed": 4,
+    "l2r10": 6,
+}
 LINES = ("-", "--", ":", "-.")
 MARKERS = "osD^v<>Ph*"
 
@@ -35,7 +51,13 @@ def styles_of(names: Iterable[str]) -> dict[str, dict]:
         parts = [part for part in (name, *re.split(r"\d*_", name)) if part in SYSTEMS]
         stem = re.sub(r"\d*(_.*)?$", "", name)
         systems[name] = parts[0] if parts else f"a kind of {stem}"  # l2r50 is not a GPT
-    taken = {0, 1, 2, 3, *(SYSTEMS[system] for system in systems.values() if system in SYSTEMS)}
+    taken = {
+        0,
+        1,
+        2,
+        3,
+        *(SYSTEMS[system] for system in systems.values() if system in SYSTEMS),
+    }
     left = itertools.cycle([n for n in range(len(COLORS)) if n not in taken])
     numbers = dict(SYSTEMS)
     uses = Counter()
@@ -47,14 +69,23 @@ def styles_of(names: Iterable[str]) -> dict[str, dict]:
         use = uses[numbers[system]]
         uses[color] += 1
         marker = MARKERS[(color + use) % len(MARKERS)]
-        styles[name] = {"color": COLORS[color], "linestyle": LINES[use % 4], "marker": marker}
+        styles[name] = {
+            "color": COLORS[color],
+            "linestyle": LINES[use % 4],
+            "marker": marker,
+        }
     return styles
 
 
-def draw_panels(panels: dict[str, dict], draw: Callable, columns: int, **options) -> bytes:
+def draw_panels(
+    panels: dict[str, dict], draw: Callable, columns: int, **options
+) -> bytes:
     """PNG: a panel for each title; draw(axes, entries) fills it."""
     rows = -(-len(panels) // columns)
-    size = (4.8 * columns, (3.8 + 0.17 * max(map(len, panels.values()))) * rows)  # a line a label
+    size = (
+        4.8 * columns,
+        (3.8 + 0.17 * max(map(len, panels.values()))) * rows,
+    )  # a line a label
     drawing, grid = new_figure(rows, columns, size, squeeze=False, **options)
     for axes, (title, entries) in zip(grid.flat, panels.items(), strict=False):
         draw(axes, entries)
@@ -72,7 +103,9 @@ def figure(experiment: Experiment, found: dict) -> bytes:
     for recipe, entries in found["recipes"].items():
         for name, entry in entries.items():
             family = f", {name.split('_')[0]}" * experiment.families
-            panels.setdefault(f"{experiment.name}, {title_of(recipe)}{family}", {})[name] = entry
+            panels.setdefault(f"{experiment.name}, {title_of(recipe)}{family}", {})[
+                name
+            ] = entry
 
     draw = functools.partial(DRAWINGS[experiment.figure], experiment)
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
@@ -86,7 +119,11 @@ def label_of(name: str, entry: dict) -> str:
 
 def draw_means(axes, points: list[tuple[float, dict, str]], **style) -> None:
     """Means and their bars at x of (x, entry, kind), where there are any."""
-    found = [(x, *means) for x, entry, kind in points if (means := mean_and_bars(entry, kind))]
+    found = [
+        (x, *means)
+        for x, entry, kind in points
+        if (means := mean_and_bars(entry, kind))
+    ]
     if found:
         x, y, below, above = zip(*found, strict=True)
         axes.errorbar(x, y, yerr=(below, above), capsize=2, **style)
@@ -124,10 +161,14 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         tokens = [n / 1e6 for n in rows[0]["tokens"]]
         style = style_of[name] | {"marker": ""}
         axes.plot(tokens, means, label=label_of(name, entry), **style)
-        axes.fill_between(tokens, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        axes.fill_between(
+            tokens, low, high, color=style["color"], alpha=0.2, linewidth=0
+        )
     if "excess" in rows[0]["measured"]:
         least = rows[0]["losses"]["training"][-1] - rows[0]["measured"]["excess"][0]
-        axes.axhline(least, linestyle="--", color="black", linewidth=0.8, label="entropy")
+        axes.axhline(
+            least, linestyle="--", color="black", linewidth=0.8, label="entropy"
+        )
     axes.set(xlabel="million tokens", ylabel=f"{title_of(of)}, nats per token")
 
 
@@ -165,9 +206,13 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
         style = style_of[name]
         (x, *x_bars), (y, *y_bars) = (mean_and_bars(entry, kind) for kind in kinds)
         style = style | {"linestyle": "", "capsize": 2, "label": label_of(name, entry)}
-        axes.errorbar(x, y, xerr=[[b] for b in x_bars], yerr=[[b] for b in y_bars], **style)
+        axes.errorbar(
+            x, y, xerr=[[b] for b in x_bars], yerr=[[b] for b in y_bars], **style
+        )
     x, y = (f"{title_of(kind)}, nats per token" for kind in kinds)
     axes.set(xlabel=x, ylabel=y)
 
 
-DRAWINGS = dict(curves=draw_curves, lines=draw_lines, points=draw_points, scatter=draw_scatter)
+DRAWINGS = dict(
+    curves=draw_curves, lines=draw_lines, points=draw_points, scatter=draw_scatter
+)

@@ -52,23 +52,38 @@ def main() -> None:
 def run(experiment: Experiment, a: Arguments) -> None:
     """Train what is missing; write the results, their page and figure, and print the tables."""
     seeds = a.seeds or experiment.seeds
-    results = Results(None if a.quick else pages.RESULTS / f"{experiment.name}.runs.jsonl")
+    results = Results(
+        None if a.quick else pages.RESULTS / f"{experiment.name}.runs.jsonl"
+    )
     if a.quick:
         prepare_quick_text(experiment)
     runner = Runner(experiment, results, jobs=a.jobs, quick=a.quick)
     trained = runner.train(seeds)
-    rows = (row for entries in trained.values() for e in entries.values() for row in e["runs"])
+    rows = (
+        row
+        for entries in trained.values()
+        for e in entries.values()
+        for row in e["runs"]
+    )
     found = {"experiment": experiment.name, "recipes": trained}
     found |= {"commit": commits_of(rows), "torch": versions()["torch"]}
     complete = seeds >= experiment.seeds and not a.quick
     partial = experiments.OUT / ("quick" if a.quick else "part")
     file = (pages.RESULTS if complete else partial) / f"{experiment.name}.json"
-    write_text(file, to_json(found) + "\n")  # first, so that an error below loses nothing
+    write_text(
+        file, to_json(found) + "\n"
+    )  # first, so that an error below loses nothing
     write_page(file, experiment, found, whole=complete)
-    show(*pages.details_of(experiment, found), f"wrote {file}, a page and a figure", sep="\n")
+    show(
+        *pages.details_of(experiment, found),
+        f"wrote {file}, a page and a figure",
+        sep="\n",
+    )
 
 
-def write_page(file: Path, experiment: Experiment, found: dict, whole: bool = True) -> None:
+def write_page(
+    file: Path, experiment: Experiment, found: dict, whole: bool = True
+) -> None:
     """The figure and the details beside a file of results, and unless a part of them is missing,
     which the text may speak of, the page."""
     details = pages.details_of(experiment, found)

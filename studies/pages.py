@@ -17,7 +17,14 @@ from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_results, read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.runs import ROOT
-from studies.verdicts import Claim, figure_of, judged, ratio_of, tokens_to, with_verdicts
+from studies.verdicts import (
+    Claim,
+    figure_of,
+    judged,
+    ratio_of,
+    tokens_to,
+    with_verdicts,
+)
 
 RESULTS = ROOT / "results" / "findings"
 FEW = 4  # below that many seeds their values are shown, not a mean
@@ -66,9 +73,16 @@ def judgements(experiment: Experiment, found: dict) -> dict[str, list[dict]]:
     """The experiment's claims under each recipe, with the verdicts of the primary ones."""
     claims: dict[str, list[dict]] = {}
     for recipe, entries in reported(experiment, found).items():
-        pairs = [(claim, judged(claim, experiment.kind, entries)) for claim in experiment.claims]
-        claims[recipe] = [c | {"primary": recipe in claim.primary} for claim, c in pairs if c]
-    with_verdicts([c for of_recipe in claims.values() for c in of_recipe if c["primary"]])
+        pairs = [
+            (claim, judged(claim, experiment.kind, entries))
+            for claim in experiment.claims
+        ]
+        claims[recipe] = [
+            c | {"primary": recipe in claim.primary} for claim, c in pairs if c
+        ]
+    with_verdicts(
+        [c for of_recipe in claims.values() for c in of_recipe if c["primary"]]
+    )
     return claims
 
 
@@ -104,11 +118,15 @@ def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
 
 def tuned_cell(entry: dict) -> str:
     """{"optim.lr": 0.001} -> "lr 0.001", and whether that is at the boundary of the grid."""
-    words = ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items())
+    words = ", ".join(
+        f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items()
+    )
     return words + " (boundary)" * entry["at_boundary"]
 
 
-def filled(text: str, experiment: Experiment | None = None, found: dict | None = None) -> str:
+def filled(
+    text: str, experiment: Experiment | None = None, found: dict | None = None
+) -> str:
     """A text with its numbers. Raises UserError for one that names what is not there."""
 
     def number(match: re.Match) -> str:
@@ -120,7 +138,9 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, kind, entries)
         if not judgement or judgement["mean"] is None:
-            raise UserError(f"{of.name} has no {match[0]}; see its run configs and measures")
+            raise UserError(
+                f"{of.name} has no {match[0]}; see its run configs and measures"
+            )
         if lower:
             return difference_cell(judgement, ".3f")
         name, _, of_side = higher.partition(":")
@@ -133,7 +153,9 @@ def filled(text: str, experiment: Experiment | None = None, found: dict | None =
 
 @functools.cache
 def results_of(name: str) -> tuple[Experiment, dict]:
-    return load_experiment(name), read_results(RESULTS / f"{name}.json", "make it again")
+    return load_experiment(name), read_results(
+        RESULTS / f"{name}.json", "make it again"
+    )
 
 
 # ---- the page of an experiment -------------------------------------------------------------------
@@ -146,7 +168,9 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     for recipe, claims in judgements(e, found).items():
         for c in (claim for claim in claims if claim["primary"]):
             p = "" if c["p"] is None else f", p {c['p']:.2g}"
-            told = f"{c['says']}: {difference_cell(c)}{c['unit']}{p}: **{c['verdict']}**"
+            told = (
+                f"{c['says']}: {difference_cell(c)}{c['unit']}{p}: **{c['verdict']}**"
+            )
             verdicts.append(f"- *{title_of(recipe)}*: {told}")
     lines = [f"# {e.name}. {e.title}", ""]
     lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
@@ -154,14 +178,18 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     lines += [*verdicts, ""] if verdicts else []
     lines += [f"**Setting.** {e.setting}", ""]
     lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
-    lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(e.caveats)
+    lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(
+        e.caveats
+    )
     again = f"`python -m studies.findings {e.name} --jobs 2`"
     return [*lines, f"Repeat it: {again}. [Details]({e.name}.details.md).", ""]
 
 
 def interval_of(recipes: dict[str, dict]) -> str:
     """What the numbers of a table are over."""
-    counts = sorted({len(e["runs"]) for entries in recipes.values() for e in entries.values()})
+    counts = sorted(
+        {len(e["runs"]) for entries in recipes.values() for e in entries.values()}
+    )
     told = " or ".join(map(str, counts))
     if counts[-1] < FEW:
         return f"{told} seeds, one by one."
@@ -174,7 +202,9 @@ def main_table(experiment: Experiment, found: dict) -> list[str]:
     in four columns and for some 18 numbers, others."""
     recipes = reported(experiment, found)
     lines = []
-    names = list(dict.fromkeys(name for entries in recipes.values() for name in entries))
+    names = list(
+        dict.fromkeys(name for entries in recipes.values() for name in entries)
+    )
     room = max(1, min(4, 18 // len(names)) // len(recipes))
     kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
     columns = [(recipe, kind) for recipe in recipes for kind in kinds]
@@ -189,7 +219,9 @@ def main_table(experiment: Experiment, found: dict) -> list[str]:
         lines.append([described or name, *cells])
     several = [len(recipes) > 1, len(columns) > len(recipes)]
     head = [
-        ", ".join(title_of(one) for one, told in zip(column, several, strict=True) if told)
+        ", ".join(
+            title_of(one) for one, told in zip(column, several, strict=True) if told
+        )
         for column in columns
     ]
     first = "" if all(several) or not several[0] else f"{title_of(columns[0][1])}, "
@@ -202,11 +234,18 @@ def details_of(experiment: Experiment, found: dict) -> list[str]:
     lines = [f"# {experiment.name}: details", ""]
     for recipe, entries in reported(experiment, found).items():
         description = experiment.descriptions.get(recipe)
-        lines += [f"## {title_of(recipe)}" + (f": {description}" if description else ""), ""]
+        lines += [
+            f"## {title_of(recipe)}" + (f": {description}" if description else ""),
+            "",
+        ]
         lines += [*losses_table(experiment, entries), ""]
         lines += [*claims_table(claims[recipe]), ""] if claims[recipe] else []
-        for ratio in (ratio_of(one, experiment.kind, entries) for one in experiment.ratios):
-            lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""] if ratio else []
+        for ratio in (
+            ratio_of(one, experiment.kind, entries) for one in experiment.ratios
+        ):
+            lines += (
+                [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""] if ratio else []
+            )
     seeds = ", ".join(map(str, experiment.tuning_seeds))
     tuned = f"Rates are tuned on seeds {seeds}, which no table holds."
     return [*lines, f"{tuned} Commit {found['commit']}, torch {found['torch']}.", ""]
@@ -221,11 +260,18 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     columns = {kind: title_of(kind) for kind in kinds}
     if any("excess" in row["measured"] for row in rows):
         columns["excess"] = "above the entropy"
-    head = ["run config", *columns.values(), *[f"tokens to {goal}"] * (goal is not None)]
+    head = [
+        "run config",
+        *columns.values(),
+        *[f"tokens to {goal}"] * (goal is not None),
+    ]
     head += ["parameters", "tuned", "losses of the values tried"]
     lines = []
     for name, entry in entries.items():
-        cells = [mean_cell([value_of(row, kind) for row in entry["runs"]]) for kind in columns]
+        cells = [
+            mean_cell([value_of(row, kind) for row in entry["runs"]])
+            for kind in columns
+        ]
         if goal is not None:
             reached = mean_tokens_to(goal, entry["runs"], "training")
             cells.append("-" if reached is None else f"{reached / 1e6:.2f}M")
@@ -245,7 +291,13 @@ def claims_table(claims: list[dict]) -> list[str]:
         p = "" if c["p"] is None else f"{c['p']:.2g}"
         holm = f"{c['p_holm']:.2g}" if "p_holm" in c else ""
         lines.append(
-            [c["says"], difference_cell(c) + c["unit"], p, holm, c["verdict"] or "also looked at"]
+            [
+                c["says"],
+                difference_cell(c) + c["unit"],
+                p,
+                holm,
+                c["verdict"] or "also looked at",
+            ]
         )
     return markdown_table(["claim", "difference", "p", "Holm's p", "verdict"], lines)
 
@@ -263,7 +315,8 @@ def overview() -> str:
             continue
         experiment, found = results_of(name)
         told, says = (
-            filled(experiment.row.get(key, ""), experiment, found) for key in ("found", "says")
+            filled(experiment.row.get(key, ""), experiment, found)
+            for key in ("found", "says")
         )
         link = f"[{experiment.title}]({name}.md)"
         rows.append([link, told, says, how_sure(experiment, found)])
@@ -277,9 +330,15 @@ def overview() -> str:
 
 def how_sure(experiment: Experiment, found: dict) -> str:
     """The verdicts on the primary claims, or the number of seeds that a look is of."""
-    claims = [c for of in judgements(experiment, found).values() for c in of if c["primary"]]
+    claims = [
+        c for of in judgements(experiment, found).values() for c in of if c["primary"]
+    ]
     if not claims:
-        runs = [e["runs"] for es in reported(experiment, found).values() for e in es.values()]
+        runs = [
+            e["runs"]
+            for es in reported(experiment, found).values()
+            for e in es.values()
+        ]
         return f"looked at, {min(map(len, runs))} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]

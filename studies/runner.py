@@ -54,10 +54,14 @@ class Results:
         self.lock = threading.Lock()
         self.rows = {}
         if file and file.exists():
-            rows = [json_object(text, place) for place, text in read_lines(file, "results")]
+            rows = [
+                json_object(text, place) for place, text in read_lines(file, "results")
+            ]
             self.rows = {row["key"]: row for row in rows}
 
-    def of(self, config: Config, commands: list[list[str]], make: Callable[[], dict]) -> dict:
+    def of(
+        self, config: Config, commands: list[list[str]], make: Callable[[], dict]
+    ) -> dict:
         """The result of a run that is measured by these commands: the saved one, or else that of
         `make`, which is saved."""
         key = key_of(config, commands)
@@ -81,7 +85,9 @@ def key_of(config: Config, commands: list[list[str]]) -> str:
 
 def commits_of(results: Iterable[dict]) -> str:
     """All commits of some results, each once; a run that was resumed has several."""
-    return ", ".join(sorted({c for result in results for c in result["commit"].split(", ")}))
+    return ", ".join(
+        sorted({c for result in results for c in result["commit"].split(", ")})
+    )
 
 
 def search(
@@ -98,18 +104,28 @@ def search(
 
     def around(place: tuple) -> list[tuple]:
         steps = [(key, by) for key in range(len(sizes)) for by in (1, -1)]
-        moved = [(*place[:key], place[key] + by, *place[key + 1 :]) for key, by in steps]
-        inside = [p for p in moved if all(0 <= n < size for n, size in zip(p, sizes, strict=True))]
+        moved = [
+            (*place[:key], place[key] + by, *place[key + 1 :]) for key, by in steps
+        ]
+        inside = [
+            p
+            for p in moved
+            if all(0 <= n < size for n, size in zip(p, sizes, strict=True))
+        ]
         return [place, *inside]
 
     def values_at(place: tuple) -> Values:
-        return {key: values[n] for n, (key, values) in zip(place, tune.items(), strict=True)}
+        return {
+            key: values[n] for n, (key, values) in zip(place, tune.items(), strict=True)
+        }
 
     places = list(itertools.product(*map(range, sizes))) if math.prod(sizes) > 1 else []
     tried = {p: loss_of(values_at(p)) for p in places if at_hand(values_at(p))}
     while places:
         best = min(tried, key=tried.get, default=middle)
-        left = [place for place in (*around(middle), *around(best)) if place not in tried]
+        left = [
+            place for place in (*around(middle), *around(best)) if place not in tried
+        ]
         if not left:
             break
         tried[left[0]] = loss_of(values_at(left[0]))
@@ -121,7 +137,9 @@ def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
     runs diverged, which have infinite losses."""
     values, loss = min(tried, key=lambda pair: pair[1], default=(run_config.untuned, 0))
     if loss == math.inf:
-        raise UserError(f"no run of {run_config.name} ended: lower the values that it tunes")
+        raise UserError(
+            f"no run of {run_config.name} ended: lower the values that it tunes"
+        )
     return values
 
 
@@ -144,7 +162,9 @@ class Runner:
         do equally well, and the best rate there is not the best one later."""
         recipes = self.experiment.recipes
         pool = ThreadPoolExecutor(self.jobs)
-        chosen = [(recipe, one) for recipe in recipes for one in recipes[recipe].values()]
+        chosen = [
+            (recipe, one) for recipe in recipes for one in recipes[recipe].values()
+        ]
         found: Found = {recipe: {} for recipe in recipes}
         try:
             tuning = {}
@@ -156,15 +176,22 @@ class Runner:
             for recipe, one in chosen:
                 pairs = tuning[recipe, *self.tuned_on(one)].result()
                 tuned = best_of(one, pairs)
-                ends = [tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()]
+                ends = [
+                    tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()
+                ]
                 model = meta_model(self.experiment.config(recipe, one, 0, tuned))
                 found[recipe][one.name] = {
                     "description": one.description,
-                    "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
+                    "tuning": [
+                        {"tuned": values, "loss": loss} for values, loss in pairs
+                    ],
                     "tuned": tuned,
                     "at_boundary": bool(pairs) and any(ends),
                     "parameters": sum(p.numel() for p in model.parameters()),
-                    "runs": [pool.submit(self.run, recipe, one, s, tuned) for s in range(seeds)],
+                    "runs": [
+                        pool.submit(self.run, recipe, one, s, tuned)
+                        for s in range(seeds)
+                    ],
                 }
             for recipe, one in chosen:
                 entry = found[recipe][one.name]
@@ -177,20 +204,28 @@ class Runner:
         """The run configs on which the values of this one are tuned."""
         return self.experiment.tune_on or [run_config.tuned_as or run_config.name]
 
-    def tune(self, recipe: str, run_configs: list[RunConfig]) -> list[tuple[Values, float]]:
+    def tune(
+        self, recipe: str, run_configs: list[RunConfig]
+    ) -> list[tuple[Values, float]]:
         """What `search` tries, by the mean over these run configs and the tuning seeds."""
 
         def configs(tuned: Values) -> list[Config]:
             of = itertools.product(run_configs, self.experiment.tuning_seeds)
-            return [self.experiment.config(recipe, one, seed, tuned) for one, seed in of]
+            return [
+                self.experiment.config(recipe, one, seed, tuned) for one, seed in of
+            ]
 
         def loss_of(tuned: Values) -> float:
             results = [self.result(recipe, config, []) for config in configs(tuned)]
             figures = [figure_of(result, self.experiment.tune_by) for result in results]
-            return statistics.mean(figure.value if figure else math.inf for figure in figures)
+            return statistics.mean(
+                figure.value if figure else math.inf for figure in figures
+            )
 
         def at_hand(tuned: Values) -> bool:
-            return all(key_of(config, []) in self.results.rows for config in configs(tuned))
+            return all(
+                key_of(config, []) in self.results.rows for config in configs(tuned)
+            )
 
         return [] if self.quick else search(run_configs[0].tune, loss_of, at_hand)
 
@@ -199,7 +234,10 @@ class Runner:
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
         places = {"run": config.run_folder, "data": config.data.folder}
         commands = [
-            [measure.script, *(word.format(**places) for word in measure.words(self.quick))]
+            [
+                measure.script,
+                *(word.format(**places) for word in measure.words(self.quick)),
+            ]
             for measure in self.experiment.measures
             if measure.applies_to(run_config.name)
         ]
@@ -210,10 +248,14 @@ class Runner:
 
         def make() -> dict:
             for word in (word for command in commands for word in command):
-                if word.startswith("data/"):  # missing data should not stop us after hours of runs
+                if word.startswith(
+                    "data/"
+                ):  # missing data should not stop us after hours of runs
                     find_dataset(word)
             with self.lock:  # the first run trains the helpers, the others wait
-                for helper in self.experiment.helper_configs(recipe, self.quick).values():
+                for helper in self.experiment.helper_configs(
+                    recipe, self.quick
+                ).values():
                     finished_run(helper)
             result = result_of(config, finished_run(config, self.processes))
             loss = result["losses"].get("training", ["diverged"])[-1]
@@ -221,10 +263,15 @@ class Runner:
             for command in commands if result["tokens"] else ():
                 result["measured"] |= measured_by(command)
                 splits = [
-                    word for option, word in itertools.pairwise(command) if option == "--split"
+                    word
+                    for option, word in itertools.pairwise(command)
+                    if option == "--split"
                 ]
                 if splits[-1:] == ["test"]:  # the text of the eval_ figures
-                    result["measured"]["unigram_test"] = [unigram(config.data.folder, "test"), None]
+                    result["measured"]["unigram_test"] = [
+                        unigram(config.data.folder, "test"),
+                        None,
+                    ]
             return result
 
         return self.results.of(config, [words for _, *words in commands], make)
@@ -239,16 +286,29 @@ def result_of(config: Config, lines: list[dict] | None) -> dict:
     tokens = []
     for line in validations_of(config, lines):
         tokens.append(line["tokens"])
-        values = {"training": line[main], "training_error": line.get(main.replace("loss", "error"))}
+        values = {
+            "training": line[main],
+            "training_error": line.get(main.replace("loss", "error")),
+        }
         for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
             of = {k: value for k, value in line.items() if k.startswith(prefix)}
-            values |= {k.removeprefix(prefix) + ending: value for k, value in of.items()}
+            values |= {
+                k.removeprefix(prefix) + ending: value for k, value in of.items()
+            }
         for key, value in values.items():
             # Six digits are beyond the accuracy of everything here, and halve the file.
-            losses.setdefault(key, []).append(None if value is None else round(value, 6))
+            losses.setdefault(key, []).append(
+                None if value is None else round(value, 6)
+            )
     measured = {"unigram": [unigram(config.data.folder), None]}
-    least = least_loss(config.data.folder, config.eval.sequences, config.model.block_size)
+    least = least_loss(
+        config.data.folder, config.eval.sequences, config.model.block_size
+    )
     if least is not None and tokens:
         measured["excess"] = [round(line[main] - least, 6), None]
     result = {"seed": config.seed, "commit": trained_by(config), "tokens": tokens}
-    return result | {"losses": losses, "measured": measured, "tokens_per_second": speed_of(lines)}
+    return result | {
+        "losses": losses,
+        "measured": measured,
+        "tokens_per_second": speed_of(lines),
+    }

@@ -39,7 +39,9 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
     """The metrics of a run, which is trained to its end first if necessary; None if it diverged,
     which is a result, too. Raises UserError if training fails otherwise, or was stopped."""
     if not has_ended(config):
-        file = beside(config, ".toml")  # `python train.py FILE` trains the same run by hand
+        file = beside(
+            config, ".toml"
+        )  # `python train.py FILE` trains the same run by hand
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, configuration.to_toml(config))
         write_text(beside(config, ".commit"), commit())
@@ -48,9 +50,13 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
             return None
         if done.returncode:
             status = f"ended with status {done.returncode}"
-            raise UserError(f"{config.run_folder}: {done.stderr.strip()[-500:] or status}")
+            raise UserError(
+                f"{config.run_folder}: {done.stderr.strip()[-500:] or status}"
+            )
         if not has_ended(config):  # a signal stopped it
-            raise UserError(f"{config.run_folder} stopped before its last step; run it again")
+            raise UserError(
+                f"{config.run_folder} stopped before its last step; run it again"
+            )
     return read_metrics(config.run_folder / "metrics.jsonl")
 
 
@@ -62,7 +68,9 @@ def has_ended(config: Config) -> bool:
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
         other = f"{config.run_folder} holds a run with another {', '.join(changed)}"
-        raise UserError(f"{other}: remove the folder, or give the run config another name")
+        raise UserError(
+            f"{other}: remove the folder, or give the run config another name"
+        )
     lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
     return any(line["step"] == config.train.steps for line in lines)
 
@@ -78,9 +86,16 @@ def beside(config: Config, suffix: str) -> Path:
     return config.run_folder.with_name(config.name + suffix)
 
 
-def run_alone(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
+def run_alone(
+    script: str, *arguments: str, processes: int = 1
+) -> subprocess.CompletedProcess:
     """Run a script (FILE.py) or module to its end, in processes of one thread."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    ]
     target = [ROOT / script] if script.endswith(".py") else ["-m", script]
     return subprocess.run(
         [sys.executable, *(launcher if processes > 1 else []), *target, *arguments],

@@ -72,9 +72,13 @@ def main() -> None:
     entries = read_entries(benchmark)
     for name in a.run_configs:
         if name not in known:
-            raise UserError(f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}")
+            raise UserError(
+                f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}"
+            )
         if a.repetitions and name not in entries:
-            raise UserError(f"{name} has no results: run it first, without --repetitions")
+            raise UserError(
+                f"{name} has no results: run it first, without --repetitions"
+            )
     if a.repetitions and a.run_configs:
         measure_speeds(benchmark, entries, a)
         show(*time_table(benchmark), sep="\n")
@@ -104,10 +108,14 @@ def load_benchmark(name: str) -> Experiment:
     """Read studies/configs/speedrun/NAME.toml: `goal`, `base` and `run_configs`. With `from` it
     names another benchmark, over whose base and run configs it lays its own; `length` scales the
     numbers of steps of that one."""
-    with damaged(CONFIGS / f"{name}.toml", "compare it with studies/configs/speedrun/gpt2.toml"):
+    with damaged(
+        CONFIGS / f"{name}.toml", "compare it with studies/configs/speedrun/gpt2.toml"
+    ):
         values = read_values(name)
         run_configs = read_run_configs(values.pop("run_configs"), f"benchmark {name}")
-        return Experiment(name=name, out=OUT / name, recipes={RECIPE: run_configs}, **values)
+        return Experiment(
+            name=name, out=OUT / name, recipes={RECIPE: run_configs}, **values
+        )
 
 
 def read_values(name: str) -> dict:
@@ -120,7 +128,11 @@ def read_values(name: str) -> dict:
         return values
     source = read_values(values.pop("from"))
     length = values.pop("length", 1)
-    tables = [source["base"]["train"], source["base"]["eval"], *source["run_configs"].values()]
+    tables = [
+        source["base"]["train"],
+        source["base"]["eval"],
+        *source["run_configs"].values(),
+    ]
     for table in tables:
         for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
             table[key] = round(length * table[key])
@@ -138,10 +150,14 @@ def read_entries(benchmark: Experiment) -> dict[str, dict]:
     file = file_of(benchmark, ".json")
     if not file.exists():
         return {}
-    return read_results(file, "remove it, and run its run configs again")["recipes"][RECIPE]
+    return read_results(file, "remove it, and run its run configs again")["recipes"][
+        RECIPE
+    ]
 
 
-def measure_speeds(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
+def measure_speeds(
+    benchmark: Experiment, entries: dict[str, dict], a: Arguments
+) -> None:
     """Write the tokens per second of run configs with results, measured in turn, so that other work
     of the machine affects all of them alike."""
     speeds: dict[str, list[float]] = {name: [] for name in a.run_configs}
@@ -151,7 +167,12 @@ def measure_speeds(benchmark: Experiment, entries: dict[str, dict], a: Arguments
         config = benchmark.config(RECIPE, run_config, 0, tuned)
         speeds[name].append(speed_of_short_run(config, a.processes))
         show(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
-    made = {"command": command(), "commit": commit(), "cpu": cpu_name(), "versions": versions()}
+    made = {
+        "command": command(),
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "versions": versions(),
+    }
     write_json(file_of(benchmark, ".speeds.json"), {"tokens_per_second": speeds} | made)
 
 
@@ -161,16 +182,22 @@ def speed_of_short_run(config: Config, processes: int) -> float:
     steps = max(TIMED_STEPS, math.ceil(TIMED_TOKENS / tokens))
     with tempfile.TemporaryDirectory() as folder:
         steps_of = replace(config.train, steps=steps, log_interval=steps // 10)
-        optim = replace(config.optim, warmup_steps=min(config.optim.warmup_steps, steps))
+        optim = replace(
+            config.optim, warmup_steps=min(config.optim.warmup_steps, steps)
+        )
         validation = replace(config.eval, interval=steps, sequences=1)
-        short = replace(config, out=folder, train=steps_of, optim=optim, eval=validation)
+        short = replace(
+            config, out=folder, train=steps_of, optim=optim, eval=validation
+        )
         return speed_of(finished_run(short, processes))
 
 
 def time_table(benchmark: Experiment) -> list[str]:
     """The duration of runs at their measured speeds, and until they reach the goal, as shares of
     the first run config's, repetition by repetition: the median, and the least and largest."""
-    speeds = read_results(file_of(benchmark, ".speeds.json"), "remove it, and measure again")
+    speeds = read_results(
+        file_of(benchmark, ".speeds.json"), "remove it, and measure again"
+    )
     speeds = speeds["tokens_per_second"]
     entries = read_entries(benchmark)
     first = next(iter(speeds))
@@ -178,7 +205,11 @@ def time_table(benchmark: Experiment) -> list[str]:
 
     def share(tokens: float | None, of: list[float]) -> str:
         pairs = zip(of, durations, strict=True)
-        return spread_of([tokens / speed / whole for speed, whole in pairs]) if tokens else "-"
+        return (
+            spread_of([tokens / speed / whole for speed, whole in pairs])
+            if tokens
+            else "-"
+        )
 
     lines = []
     for name, of in speeds.items():
@@ -187,12 +218,28 @@ def time_table(benchmark: Experiment) -> list[str]:
         loss = mean_cell([value_of(row, "random") for row in ended(entries[name])])
         cells = [loss, spread_of([speed / 1000 for speed in of])]
         cells += [f"{tokens / statistics.median(of):.0f}", share(tokens, of)]
-        lines.append([name, *cells, share(mean_tokens_to(benchmark.goal, rows, "random"), of)])
-    head = ["run config", "any order", "1,000 tokens per second", "seconds", f"of {first}'s"]
+        lines.append(
+            [name, *cells, share(mean_tokens_to(benchmark.goal, rows, "random"), of)]
+        )
+    head = [
+        "run config",
+        "any order",
+        "1,000 tokens per second",
+        "seconds",
+        f"of {first}'s",
+    ]
     return markdown_table([*head, "to the goal"], lines)
 
 
-HEAD = ["run config", "any order", "left to right", "seeds", "tokens", "to the goal", "minutes"]
+HEAD = [
+    "run config",
+    "any order",
+    "left to right",
+    "seeds",
+    "tokens",
+    "to the goal",
+    "minutes",
+]
 HEAD += ["tuned", "commit", "description"]
 
 
@@ -200,9 +247,14 @@ def table(benchmark: Experiment) -> list[str]:
     """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
     Ingredients that did not pay stay there, though the benchmark no longer has them."""
     known = read_entries(benchmark)
-    place = {n: (tokens_of(e), statistics.mean(losses_of(e).values())) for n, e in known.items()}
+    place = {
+        n: (tokens_of(e), statistics.mean(losses_of(e).values()))
+        for n, e in known.items()
+    }
     ranked = sorted(known, key=place.get)
-    lines = markdown_table(HEAD, [line(name, known[name], benchmark.goal) for name in ranked])
+    lines = markdown_table(
+        HEAD, [line(name, known[name], benchmark.goal) for name in ranked]
+    )
     lines += ingredients(known)
     if file_of(benchmark, ".speeds.json").exists():
         lines += ["", *time_table(benchmark)]
@@ -214,9 +266,15 @@ def line(name: str, entry: dict, goal: float) -> list[str]:
     """Losses of the seeds, or their mean with its 95% CI; tokens and minutes are means."""
     rows = ended(entry)
     reached = mean_tokens_to(goal, entry["runs"], "random")
-    minutes = statistics.mean(r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows)
-    losses = [mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")]
-    tokens = ["-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)]
+    minutes = statistics.mean(
+        r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows
+    )
+    losses = [
+        mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")
+    ]
+    tokens = [
+        "-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)
+    ]
     told = [tuned_cell(entry), entry["commit"], entry["description"]]
     return [name, *losses, str(len(rows)), *tokens, f"{minutes:.1f}", *told]
 
@@ -246,7 +304,10 @@ def ingredients(known: dict[str, dict]) -> list[str]:
             losses = losses_of(entry)
             differences = [losses[seed] - fast[seed] for seed in losses if seed in fast]
             lines.append([name, mean_cell(differences, "+.3f"), entry["description"]])
-    return ["", *markdown_table(["one change", "loss minus fast's", "description"], lines)]
+    return [
+        "",
+        *markdown_table(["one change", "loss minus fast's", "description"], lines),
+    ]
 
 
 def details(benchmark: Experiment) -> str:

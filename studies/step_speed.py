@@ -16,7 +16,13 @@ from torch import Tensor
 
 from aogpt.objectives import ao_ar_loss
 from aogpt.orders import OrderConfig, orders_at
-from aogpt.runtime.devices import autocast, has_compiler, pick_device, pick_dtype, synchronize
+from aogpt.runtime.devices import (
+    autocast,
+    has_compiler,
+    pick_device,
+    pick_dtype,
+    synchronize,
+)
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
@@ -61,19 +67,25 @@ def bench_train(o: TrainOptions) -> dict:
     device = pick_device(o.device)
     o = dataclasses.replace(o, length=o.length or SIZES[o.size][0].block_size)
     if o.compile and device.type == "cpu" and not has_compiler():
-        raise UserError("compiling on a CPU needs a C++ compiler and there is none: --no-compile")
+        raise UserError(
+            "compiling on a CPU needs a C++ compiler and there is none: --no-compile"
+        )
     dtype = pick_dtype(o.dtype, device)
     systems = [Trainee(name, o, device, dtype) for name in dict.fromkeys(o.systems)]
     steps = measure(systems, o)
     peak = peak_flops(device, dtype)
     rows = [summary(system, steps, peak) for system in systems]
-    return common.publish(o, outputs, dtype, device, {"peak_flops": peak, "rows": rows}, report)
+    return common.publish(
+        o, outputs, dtype, device, {"peak_flops": peak, "rows": rows}, report
+    )
 
 
 class Trainee:
     """A system with its own weights, average and optimizer, as in training."""
 
-    def __init__(self, name: str, options: TrainOptions, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, name: str, options: TrainOptions, device: torch.device, dtype: torch.dtype
+    ):
         common.tell(f"{options.size}: weights of {name}")
         self.name = name
         self.options = options
@@ -97,7 +109,9 @@ class Trainee:
         all of one kind."""
         o = self.options
         generator = common.seeded(step)
-        tokens = torch.randint(self.vocab_size, (o.batch_size, o.length), generator=generator)
+        tokens = torch.randint(
+            self.vocab_size, (o.batch_size, o.length), generator=generator
+        )
         order = orders_at(self.config.order, 0, step, range(o.batch_size), o.length)
         return tokens.to(self.device), order.to(self.device)
 
@@ -109,7 +123,9 @@ class Trainee:
         with autocast(self.device, self.dtype):
             loss = ao_ar_loss(self.model, tokens, order)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)
+        torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.optim.grad_clip
+        )
         self.optimizer.step()
         self.average.update(self.model)
         self.optimizer.zero_grad(set_to_none=True)
@@ -128,7 +144,9 @@ class Trainee:
             torch.cuda.reset_peak_memory_stats(self.device)
             done.append(self.step(step))
         weights = sum(p.nbytes for p in self.model.parameters())
-        self.memory = 2 * weights + torch.cuda.max_memory_allocated(self.device) - before
+        self.memory = (
+            2 * weights + torch.cuda.max_memory_allocated(self.device) - before
+        )
         return done
 
 
@@ -145,7 +163,9 @@ def measure(systems: list[Trainee], o: TrainOptions) -> dict[str, list[dict]]:
 def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -> dict:
     """The row of a system; peak: operations per second."""
     o = system.options
-    seconds = {name: [s["seconds"] for s in taken[o.warmup :]] for name, taken in steps.items()}
+    seconds = {
+        name: [s["seconds"] for s in taken[o.warmup :]] for name, taken in steps.items()
+    }
     of = seconds[system.name]
     speed = o.batch_size * o.length / statistics.median(of)
     flops = flops_per_token(system.model.config, o.length)
@@ -169,15 +189,23 @@ def report(result: dict) -> list[str]:
     """The settings, and a table with ratios first."""
     s = result["settings"]
     rows = result["rows"]
-    head = ["system", *["x gpt (min - max)"] * ("times_gpt" in rows[0]), "step ms (min - max)"]
+    head = [
+        "system",
+        *["x gpt (min - max)"] * ("times_gpt" in rows[0]),
+        "step ms (min - max)",
+    ]
     head += ["tokens/s", "MFU", "peak MB"]
     lines = []
     for r in rows:
-        cells = ["{:.3f} ({:.3f} - {:.3f})".format(*r["times_gpt"])] * ("times_gpt" in r)
+        cells = ["{:.3f} ({:.3f} - {:.3f})".format(*r["times_gpt"])] * (
+            "times_gpt" in r
+        )
         cells += [common.spread_of([1000 * seconds for seconds in r["all_seconds"]])]
         cells += [common.short(r["tokens_per_second"])]
         cells += ["unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"]
-        cells += ["unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"]
+        cells += [
+            "unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"
+        ]
         lines.append([r["system"], *cells])
     legend = (
         f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "

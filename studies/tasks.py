@@ -30,7 +30,15 @@ from aogpt.runtime.processes import Processes
 from aogpt.runtime.validation import check_values, read_results, read_toml
 from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from aogpt.training.config import Config
-from studies.answer_pages import CONFIGS, RECIPE, RESULTS, details, figure, page, task_table
+from studies.answer_pages import (
+    CONFIGS,
+    RECIPE,
+    RESULTS,
+    details,
+    figure,
+    page,
+    task_table,
+)
 from studies.experiment import OUT, Experiment, read_run_configs
 from studies.pages import reported
 from studies.runner import Results, Runner, RunOptions
@@ -72,13 +80,20 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     for task, changes in tasks.items():
         of = {"name": f"tasks/{task}", "title": changes.pop("says")}
         of["seeds"] = changes.pop("seeds", values["seeds"])
-        changes |= {"data.folder": f"data/{task}", "model.block_size": TASKS[task].length}
-        of["recipes"] = {RECIPE: read_run_configs(run_configs, task, {"tune": tune} | changes)}
+        changes |= {
+            "data.folder": f"data/{task}",
+            "model.block_size": TASKS[task].length,
+        }
+        of["recipes"] = {
+            RECIPE: read_run_configs(run_configs, task, {"tune": tune} | changes)
+        }
         found[task] = Experiment(**values | of)
     return found, decoders
 
 
-def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments) -> bool:
+def run(
+    task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments
+) -> bool:
     """Train what is missing of a task, decode, and write and print the results. Returns whether
     they are complete."""
     if not (ROOT / "data" / task / "meta.json").exists():
@@ -97,11 +112,19 @@ def run(task: str, experiment: Experiment, decoders: dict[str, dict], a: Argumen
     for seed in range(seeds):
         for entry in entries.values():
             entry["runs"][seed]["decoders"] = {}
-        for name, values in decoders.items():  # times are compared: one system after the other
-            settings = [f"limit {limit}", *(f"{key} {value}" for key, value in values.items())]
+        for (
+            name,
+            values,
+        ) in decoders.items():  # times are compared: one system after the other
+            settings = [
+                f"limit {limit}",
+                *(f"{key} {value}" for key, value in values.items()),
+            ]
             for system, entry in entries.items():
                 if options := decoding_options(values, task, config(system, seed)):
-                    make = functools.partial(decode, config(system, seed), options, limit)
+                    make = functools.partial(
+                        decode, config(system, seed), options, limit
+                    )
                     answers = results.of(config(system, seed), [settings], make)
                     entry["runs"][seed]["decoders"][name] = answers
     complete = seeds >= experiment.seeds and not a.quick
@@ -136,9 +159,13 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
 
 def write_page(known: dict[str, Experiment]) -> None:
     """The pages and the figure of all tasks that have results."""
-    files = {task: file for task in known if (file := RESULTS / f"{task}.json").exists()}
+    files = {
+        task: file for task in known if (file := RESULTS / f"{task}.json").exists()
+    }
     found = {task: read_results(file, "make it again") for task, file in files.items()}
-    results = {task: reported(known[task], values)[RECIPE] for task, values in found.items()}
+    results = {
+        task: reported(known[task], values)[RECIPE] for task, values in found.items()
+    }
     image = figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS / "README.md", page(results))

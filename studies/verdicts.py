@@ -20,7 +20,9 @@ UNDECIDED = "undecided"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
-NOTHING = 0.1  # nats per token: a loss this close to the unigram entropy is on its plateau
+NOTHING = (
+    0.1  # nats per token: a loss this close to the unigram entropy is on its plateau
+)
 
 Entries = dict[str, dict]
 """By run config: {"runs": [the result of each seed]}, as `runner.train` returns them."""
@@ -40,8 +42,12 @@ class Claim:
     says: str
     lower: str
     higher: str
-    margin: float = 0.0  # `lower` may be larger by less than this: it is as good, within the margin
-    primary: list[str] = field(default_factory=list)  # recipes under which it gets a verdict
+    margin: float = (
+        0.0  # `lower` may be larger by less than this: it is as good, within the margin
+    )
+    primary: list[str] = field(
+        default_factory=list
+    )  # recipes under which it gets a verdict
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,12 @@ class Figure:
     """A loss or measure of one run."""
 
     value: float
-    shared_error: float = 0.0  # standard error from samples that the runs of all seeds share
-    censored: bool = False  # the run ended before it reached a goal: the value is a lower bound
+    shared_error: float = (
+        0.0  # standard error from samples that the runs of all seeds share
+    )
+    censored: bool = (
+        False  # the run ended before it reached a goal: the value is a lower bound
+    )
 
 
 def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
@@ -68,8 +78,14 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
     if match := re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind):
         one, other = (figure_of(row, name, share) for name in (match[1], match[3]))
         factor = float(match[2])
-        error = math.hypot(one.shared_error, factor * other.shared_error) if one and other else 0
-        return Figure(one.value - factor * other.value, error) if one and other else None
+        error = (
+            math.hypot(one.shared_error, factor * other.shared_error)
+            if one and other
+            else 0
+        )
+        return (
+            Figure(one.value - factor * other.value, error) if one and other else None
+        )
     if share == 1 and kind in row.get("measured", {}):
         value, error = row["measured"][kind]
         return Figure(value, error or 0.0)
@@ -82,7 +98,9 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
         return Figure(min(row["losses"][lowest]))
     if kind not in row["losses"]:
         return None
-    place = next(i for i, n in enumerate(row["tokens"]) if n >= share * row["tokens"][-1])
+    place = next(
+        i for i, n in enumerate(row["tokens"]) if n >= share * row["tokens"][-1]
+    )
     # Its Monte Carlo error differs from seed to seed, so that the spread over seeds contains it.
     return Figure(row["losses"][kind][place])
 
@@ -91,7 +109,9 @@ def tokens_to(goal: float, row: dict, kind: str) -> float | None:
     """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
     it never does."""
     points = list(zip(row["tokens"], row["losses"].get(kind, ()), strict=False))
-    for (tokens, loss), (before, higher) in zip(points, points[:1] + points, strict=False):
+    for (tokens, loss), (before, higher) in zip(
+        points, points[:1] + points, strict=False
+    ):
         if loss <= goal:
             share = (higher - goal) / (higher - loss) if higher > goal else 0
             return before + share * (tokens - before)
@@ -103,7 +123,9 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     "p", "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only
     what stands in the way of one, or nothing. None if a run config is missing."""
     (high, *less), (low, *more) = claim.higher.split(" - "), claim.lower.split(" - ")
-    terms = [(1, side) for side in (high, *more)] + [(-1, side) for side in (low, *less)]
+    terms = [(1, side) for side in (high, *more)] + [
+        (-1, side) for side in (low, *less)
+    ]
     sides = sides_of([side for _, side in terms], kind, entries)
     if sides is None:
         return None
@@ -111,14 +133,23 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     found = {"says": claim.says, "margin": claim.margin, "seeds": min(map(len, sides))}
     found["unit"] = " M tokens" * ("tokens_to_" in claim.lower)
     if not all(any(side) for side in sides):
-        return found | {"mean": None, "half_width": None, "p": None, "verdict": UNMEASURED}
-    if len({parts_of(side, kind)[0] for _, side in terms}) == 1:  # the same runs: a paired test
+        return found | {
+            "mean": None,
+            "half_width": None,
+            "p": None,
+            "verdict": UNMEASURED,
+        }
+    if (
+        len({parts_of(side, kind)[0] for _, side in terms}) == 1
+    ):  # the same runs: a paired test
         signs = [sign for sign, _ in signed]
         signed = [(1, [combined(signs, run) for run in zip(*sides, strict=True)])]
     mean, half_width, p = compared(signed, claim.margin)
     found |= {"mean": mean, "half_width": half_width, "p": p, "verdict": ""}
     ended = all(figure for side in sides for figure in side)
-    if not ended or any(f and f.censored for sign, side in signed for f in side if sign < 0):
+    if not ended or any(
+        f and f.censored for sign, side in signed for f in side if sign < 0
+    ):
         found["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
     elif any(on_the_plateau(side, kind, entries) for _, side in terms):
         found["verdict"] = PLATEAU
@@ -133,16 +164,24 @@ def compared(
     samples that all seeds share is not in the spread over seeds, and is added to it."""
     signed = [(sign, [figure for figure in side if figure]) for sign, side in terms]
     values = [[figure.value for figure in side] for _, side in signed]
-    mean = math.fsum(sign * statistics.mean(v) for (sign, _), v in zip(signed, values, strict=True))
+    mean = math.fsum(
+        sign * statistics.mean(v) for (sign, _), v in zip(signed, values, strict=True)
+    )
     if min(map(len, values)) < 2:
         return mean, None, None
     parts = [statistics.variance(side) / len(side) for side in values]
-    shared = [statistics.mean(figure.shared_error for figure in side) for _, side in signed]
+    shared = [
+        statistics.mean(figure.shared_error for figure in side) for _, side in signed
+    ]
     error = math.sqrt(sum(parts) + sum(each**2 for each in shared))
     if error == 0:
         return mean, 0.0, float(mean + margin == 0)
-    squares = [part**2 / (len(side) - 1) for part, side in zip(parts, values, strict=True)]
-    degrees = sum(parts) ** 2 / sum(squares) if sum(squares) else min(map(len, values)) - 1
+    squares = [
+        part**2 / (len(side) - 1) for part, side in zip(parts, values, strict=True)
+    ]
+    degrees = (
+        sum(parts) ** 2 / sum(squares) if sum(squares) else min(map(len, values)) - 1
+    )
     from scipy import stats
 
     p = 2 * float(stats.t.sf(abs(mean + margin) / error, degrees))
@@ -153,14 +192,19 @@ def combined(signs: list[int], figures: tuple[Figure | None, ...]) -> Figure | N
     """The signed sum of figures of one run."""
     if not all(figures):
         return None
-    value = sum(sign * figure.value for sign, figure in zip(signs, figures, strict=True))
+    value = sum(
+        sign * figure.value for sign, figure in zip(signs, figures, strict=True)
+    )
     return Figure(value, math.hypot(*(figure.shared_error for figure in figures)))
 
 
 def with_verdicts(claims: list[dict]) -> None:
     """Give all primary claims of an experiment their verdicts, by Holm's step-down procedure. One
     that its runs cannot decide (plateau, unfinished runs) counts as a test that failed."""
-    p_of = {n: 1.0 if c["verdict"] or c["p"] is None else c["p"] for n, c in enumerate(claims)}
+    p_of = {
+        n: 1.0 if c["verdict"] or c["p"] is None else c["p"]
+        for n, c in enumerate(claims)
+    }
     adjusted = 0.0
     for rank, n in enumerate(sorted(p_of, key=p_of.get)):
         adjusted = max(adjusted, min(1.0, (len(claims) - rank) * p_of[n]))
@@ -168,7 +212,9 @@ def with_verdicts(claims: list[dict]) -> None:
         claim["p_holm"] = adjusted
         if not claim["verdict"]:
             holds = claim["mean"] + claim["margin"] > 0
-            claim["verdict"] = (SUPPORTED if holds else OPPOSITE) if adjusted < LEVEL else UNDECIDED
+            claim["verdict"] = (
+                (SUPPORTED if holds else OPPOSITE) if adjusted < LEVEL else UNDECIDED
+            )
 
 
 def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
@@ -179,7 +225,9 @@ def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
         tested = of.startswith("eval_")
         measured = row.get("measured", {})
         figure = figure_of(row, of, share)
-        unigram = measured.get("unigram_test" if tested else "unigram", measured.get("unigram"))
+        unigram = measured.get(
+            "unigram_test" if tested else "unigram", measured.get("unigram")
+        )
         is_loss = tested or of.removeprefix("lowest_") in row["losses"]
         if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
             return True

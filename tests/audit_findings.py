@@ -24,9 +24,13 @@ def rows_of(lines: list[str]) -> dict:
         row = json.loads(line)
         recipe, folder = row["run"].split("/")[-2:]
         stem, seed = re.fullmatch(r"(.*)_s(\d+)", folder).groups()
-        name, _, tuned = re.fullmatch(r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem).groups()
+        name, _, tuned = re.fullmatch(
+            r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem
+        ).groups()
         of = found.setdefault((recipe, name, tuned or ""), {})
-        if len(row["result"]["measured"]) >= len(of.get(int(seed), {"measured": ()})["measured"]):
+        if len(row["result"]["measured"]) >= len(
+            of.get(int(seed), {"measured": ()})["measured"]
+        ):
             of[int(seed)] = row["result"]
     return found
 
@@ -61,17 +65,23 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     by = toml.get("tune_by", "training")
 
     def runs_of(recipe: str, config: str) -> list[dict]:
-        tuned_on = toml.get("tune_on") or [toml["run_configs"][config].get("tuned_as") or config]
+        tuned_on = toml.get("tune_on") or [
+            toml["run_configs"][config].get("tuned_as") or config
+        ]
         losses: dict[str, list] = {}
         for (of, one, tuned), seeds in rows.items():
             if of == recipe and one in tuned_on:
                 losses.setdefault(tuned, []).extend(
                     figure(seeds[s], by) for s in tuning if s in seeds
                 )
-        whole = {t: v for t, v in losses.items() if len(v) == len(tuning) * len(tuned_on)}
+        whole = {
+            t: v for t, v in losses.items() if len(v) == len(tuning) * len(tuned_on)
+        }
         best = min(whole, key=lambda tuned: statistics.mean(whole[tuned]))
         found = rows[recipe, config, best]
-        return [found[seed] for seed in range(toml.get("seeds", 3)) if seed not in tuning]
+        return [
+            found[seed] for seed in range(toml.get("seeds", 3)) if seed not in tuning
+        ]
 
     found = {}
     for claim in toml["claims"]:
@@ -89,10 +99,14 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                         value = figure(result, kind or toml["kind"])
                         censored |= value is None and sign_of < 0
                         censored |= on_plateau(result, kind or toml["kind"], value)
-                        values.append(result["tokens"][-1] / 1e6 if value is None else value)
+                        values.append(
+                            result["tokens"][-1] / 1e6 if value is None else value
+                        )
                         errors.append(error_of(result, kind or toml["kind"]))
                     terms.append((sign_of, config, values, statistics.mean(errors)))
-            found[f"{recipe}: {claim['says']}"] = tested(terms, claim.get("margin", 0), censored)
+            found[f"{recipe}: {claim['says']}"] = tested(
+                terms, claim.get("margin", 0), censored
+            )
     ranked = sorted(found, key=lambda key: found[key][1])
     least = 0.0
     for rank, key in enumerate(ranked):
@@ -128,12 +142,17 @@ def tested(terms: list, margin: float, censored: bool) -> tuple[float, float]:
     mean = sum(sign * statistics.mean(values) for sign, _, values, _ in terms)
     if censored:
         return mean, 1.0
-    parts = [(statistics.variance(values) / len(values), len(values)) for _, _, values, _ in terms]
+    parts = [
+        (statistics.variance(values) / len(values), len(values))
+        for _, _, values, _ in terms
+    ]
     variance = sum(part for part, _ in parts)
     if variance + shared == 0:  # all seeds agree
         return mean, float(mean + margin == 0)
     degrees = variance**2 / sum(part**2 / (n - 1) for part, n in parts)
-    return mean, 2 * stats.t.sf(abs(mean + margin) / (variance + shared) ** 0.5, degrees)
+    return mean, 2 * stats.t.sf(
+        abs(mean + margin) / (variance + shared) ** 0.5, degrees
+    )
 
 
 if __name__ == "__main__":

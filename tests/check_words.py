@@ -36,7 +36,9 @@ listing = ["git", "ls-files", "*.md", "*.py", "*.toml"]
 for path in map(Path, subprocess.check_output(listing, text=True).split()):
     text = prose(path)
     for words, advice in (PAGES if path.suffix == ".md" else WORDS).items():
-        for match in re.finditer(rf"(?<!\w)({words})(?!\w)".replace(" ", r"[\s#]+"), text, re.I):
+        for match in re.finditer(
+            rf"(?<!\w)({words})(?!\w)".replace(" ", r"[\s#]+"), text, re.I
+        ):
             line = text.count("\n", 0, match.start()) + 1
             found.append(f"{path}:{line}: {match[0]!r}; write: {advice}")
 sys.exit("\n".join(found) or 0)

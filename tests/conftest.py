@@ -116,7 +116,12 @@ def run(data, tmp_path_factory):
 def plain(run, data):
     """A run of a model that is not conditioned on its target position."""
     config = tiny_config(
-        data, run.parent, "plain", steps=6, order=OrderConfig("l2r"), model__target="none"
+        data,
+        run.parent,
+        "plain",
+        steps=6,
+        order=OrderConfig("l2r"),
+        model__target="none",
     )
     train.train(config, ALONE)
     return config.run_folder
@@ -148,7 +153,9 @@ def script(monkeypatch, capsys):
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """train() takes over SIGTERM and SIGINT: give them back to pytest."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -68,19 +68,37 @@ def converts():
 
 
 SAMPLE = "--num-samples 2 --steps 3 --jsonl out.jsonl --device cpu"
-PERPLEXITY = "--datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu"
+PERPLEXITY = (
+    "--datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu"
+)
 COMMANDS = {  # name: script, arguments within the folder, what it leaves
     "sample": (sample.main, f"run {SAMPLE}", "out.jsonl"),
     "sample best": (sample.main, f"run/best {SAMPLE}", "out.jsonl"),
     "sample export": (sample.main, f"export {SAMPLE}", "out.jsonl"),
-    "sample prompts": (sample.main, f"run --prompts prompts.jsonl {SAMPLE}", "out.jsonl"),
+    "sample prompts": (
+        sample.main,
+        f"run --prompts prompts.jsonl {SAMPLE}",
+        "out.jsonl",
+    ),
     "convert": (converts, "run new", "new/model.safetensors"),
     "convert export": (converts, "export new", "new/model.safetensors"),
     "convert release": (converts, "released.pt new", "new/model.safetensors"),
-    "resume": (train.main, f"run.toml --data.verify --train.steps {STEPS + 3}", CHECKPOINTS),
+    "resume": (
+        train.main,
+        f"run.toml --data.verify --train.steps {STEPS + 3}",
+        CHECKPOINTS,
+    ),
     "perplexity": (eval_ppl.main, f"run {PERPLEXITY}", "out.json"),
-    "prepare": (prepare.main, "text --source text.jsonl --tokenizer bytes --out new", "new"),
-    "judge": (eval_gen.main, "--samples samples.jsonl --judge run --json out.json", "out.json"),
+    "prepare": (
+        prepare.main,
+        "text --source text.jsonl --tokenizer bytes --out new",
+        "new",
+    ),
+    "judge": (
+        eval_gen.main,
+        "--samples samples.jsonl --judge run --json out.json",
+        "out.json",
+    ),
 }
 OF_RUN = ("sample", "resume", "convert", "perplexity")
 READERS = {
@@ -112,12 +130,47 @@ OPTIONS = {
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
     "eval.sequences eval.draws order.kind data.folder train.device checkpoint.keep seed",
 }
-ODD = [0, -1, 1, 3, 2**31, 2**63, 10**30, 0.5, 1e308, 1e-320, float("nan"), float("inf"), True]
-ODD += [None, "", "x", "../x", "/etc/passwd", "\0", "\ud800", "é" * 9999, [], {}, [[]], [1, "a"]]
+ODD = [
+    0,
+    -1,
+    1,
+    3,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    True,
+]
+ODD += [
+    None,
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "\0",
+    "\ud800",
+    "é" * 9999,
+    [],
+    {},
+    [[]],
+    [1, "a"],
+]
 ODD += [{"a": 1}, [0] * 999]
-WORDS = [word for word in map(str, ODD) if "\0" not in word and "\ud800" not in word and word]
+WORDS = [
+    word for word in map(str, ODD) if "\0" not in word and "\ud800" not in word and word
+]
 OUTPUTS = ("jsonl", "html", "json", "out")
-FILES = ["notes.md", "prompts.jsonl", "data", "link", "out.new"]  # that outputs are to replace
+FILES = [
+    "notes.md",
+    "prompts.jsonl",
+    "data",
+    "link",
+    "out.new",
+]  # that outputs are to replace
 BYTEWISE = ("flip", "cut", "zeros", "insert", "empty", "folder", "noise")
 TREEWISE = ("value", "drop", "rename", "deep", "crafted value", "crafted drop")
 
@@ -164,7 +217,9 @@ def change_file(path, how, rng):
             path.unlink()
             return path.mkdir()
         case _:
-            data = changed_tree(path, data.decode(), how, rng).encode(errors="surrogatepass")
+            data = changed_tree(path, data.decode(), how, rng).encode(
+                errors="surrogatepass"
+            )
     path.write_bytes(data)
 
 
@@ -237,10 +292,17 @@ def run(main, arguments, folder):
         time.sleep(0.005)
     text = said.read_text(errors="replace")
     said.unlink()
-    return Ended(os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024)
+    return Ended(
+        os.waitstatus_to_exitcode(status), text, seconds, usage.ru_maxrss * 1024
+    )
 
 
-WHAT = ("done", "warned", "refused", "bad")  # becomes of a case; warned: damage was named
+WHAT = (
+    "done",
+    "warned",
+    "refused",
+    "bad",
+)  # becomes of a case; warned: damage was named
 
 
 class Campaign:
@@ -283,7 +345,10 @@ class Campaign:
         with self.copy() as folder:
             verdict, ended = self.changed(case, folder, random.Random(case.seed))
         if not verdict:
-            bad = {"traceback": "Traceback" in ended.said, "crash": ended.status not in (0, 2)}
+            bad = {
+                "traceback": "Traceback" in ended.said,
+                "crash": ended.status not in (0, 2),
+            }
             bad |= {"slow": ended.seconds > SECONDS, "memory": ended.memory > BYTES}
             verdict = next((name for name, is_so in bad.items() if is_so), None)
         what = "bad" if verdict else "refused" if ended.status else "done"
@@ -294,7 +359,9 @@ class Campaign:
             self.failures.append((verdict, case))
         if verdict or self.show:
             said = ended.said.strip()[-1500 if verdict else -200 :]
-            print(f"{verdict or what}, {ended.seconds:.1f} s: {case}\n{said}", flush=True)
+            print(
+                f"{verdict or what}, {ended.seconds:.1f} s: {case}\n{said}", flush=True
+            )
 
     def changed(self, case, folder, rng):
         """A file is changed, or an option has an odd value."""
@@ -313,7 +380,11 @@ class Campaign:
         if any(not name.startswith(own) for name in names):
             return "foreign", ended
         # one that was killed for its time is counted as slow
-        noticed = ended.status != 0 or "warning" in ended.said or case.how.startswith("crafted")
+        noticed = (
+            ended.status != 0
+            or "warning" in ended.said
+            or case.how.startswith("crafted")
+        )
         if case.kind == "file" and case.file.endswith(PROTECTED) and not noticed:
             if result(folder, case.command) != self.results[case.command]:
                 return "silent", ended
@@ -333,7 +404,9 @@ def write_release():
     model = load_model("run")
     ours = dict(model.named_parameters())
     names = gpt_names(model.config.n_layer, "transformer.final_layer.").items()
-    state = {theirs: ours[name].detach().clone() for theirs, name in names if name in ours}
+    state = {
+        theirs: ours[name].detach().clone() for theirs, name in names if name in ours
+    }
     state["transformer.wnonee.weight"] = state["transformer.wnonee.weight"][None]
     sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
     settings = {name: getattr(model.config, name) for name in sizes}
@@ -357,8 +430,13 @@ def result(folder, name):
 def tree(folder):
     """What is in a folder: the contents of files, of everything else its kind."""
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
-    regular = {name for name, path in paths.items() if path.is_file() and not path.is_symlink()}
-    return {n: p.read_bytes() if n in regular else p.lstat().st_mode for n, p in paths.items()}
+    regular = {
+        name for name, path in paths.items() if path.is_file() and not path.is_symlink()
+    }
+    return {
+        n: p.read_bytes() if n in regular else p.lstat().st_mode
+        for n, p in paths.items()
+    }
 
 
 def main():
@@ -370,14 +448,21 @@ def main():
         started = time.monotonic()
         campaign = Campaign(Path(folder), arguments.show)
         each = arguments.cases // len(arguments.seeds)
-        cases = [random_case(f"{seed} {n}") for seed in arguments.seeds for n in range(each)]
+        cases = [
+            random_case(f"{seed} {n}") for seed in arguments.seeds for n in range(each)
+        ]
         for case in cases:
             campaign.case(case)
         minutes = (time.monotonic() - started) / 60
     for kind in sorted({kind for kind, _ in campaign.seen}):
-        print(f"{kind}:", ", ".join(f"{campaign.seen[kind, what]} {what}" for what in WHAT))
+        print(
+            f"{kind}:",
+            ", ".join(f"{campaign.seen[kind, what]} {what}" for what in WHAT),
+        )
     verdicts = Counter(verdict for verdict, _ in campaign.failures)
-    print(f"{len(cases)} cases in {minutes:.0f} minutes; bad: {dict(verdicts) or 'none'}")
+    print(
+        f"{len(cases)} cases in {minutes:.0f} minutes; bad: {dict(verdicts) or 'none'}"
+    )
     print(*(f"{verdict}: {case}" for verdict, case in campaign.failures), sep="\n")
     return int(bool(campaign.failures))
 

@@ -34,14 +34,22 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 LENGTH = 16  # the block size of tiny_config
 
 # The file of GPT-2's tokenizer lies beside the real text.
-if "AOGPT_DATA" in os.environ and (Path(os.environ["AOGPT_DATA"]) / "tiktoken").is_dir():
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(os.environ["AOGPT_DATA"]) / "tiktoken"))
+if (
+    "AOGPT_DATA" in os.environ
+    and (Path(os.environ["AOGPT_DATA"]) / "tiktoken").is_dir()
+):
+    os.environ.setdefault(
+        "TIKTOKEN_CACHE_DIR", str(Path(os.environ["AOGPT_DATA"]) / "tiktoken")
+    )
 
 needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken"
+    "TIKTOKEN_CACHE_DIR" not in os.environ,
+    reason="needs TIKTOKEN_CACHE_DIR or AOGPT_DATA/tiktoken",
 )
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="torch.compile needs a C++ compiler"
+)
 
 
 def make_data(folder, words=4000, seed=0):
@@ -55,7 +63,9 @@ def make_data(folder, words=4000, seed=0):
 
 def prepared(name, out, *source, **options):
     """prepare.py in this process, with bytes as tokens unless told otherwise; its folder."""
-    return prepare(Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options))
+    return prepare(
+        Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options)
+    )
 
 
 def documents(folder, split="test"):
@@ -67,13 +77,21 @@ def documents(folder, split="test"):
 
 def write_jsonl(path, texts, field="text"):
     """Write texts as a JSONL file; returns its path."""
-    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8"
+    )
     return path
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
     """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
-    sizes = {"vocab_size": 320, "block_size": LENGTH, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    sizes = {
+        "vocab_size": 320,
+        "block_size": LENGTH,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+    }
     batches = {"batch_size": 8, "micro_batch_size": 4}
     config = configuration.Config(
         name=name,
@@ -122,7 +140,13 @@ def run_script(*arguments, check=True, timeout=600, **environment):
     """Run a script of the project as a user would; the finished process. check: it succeeds."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
-    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": timeout}
+    options = {
+        "cwd": ROOT,
+        "env": env,
+        "capture_output": True,
+        "text": True,
+        "timeout": timeout,
+    }
     done = subprocess.run(command, **options)
     told = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not (check and done.returncode), told
@@ -138,13 +162,20 @@ def run_main(module, monkeypatch, capsys, *words):
 
 def torchrun(processes, *arguments, **keywords):
     """`run_script` under torchrun with that many processes on this machine."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    )
     return run_script(*launcher, *arguments, **keywords)
 
 
 def assert_user_error(done, *words):
     """The script ended as for a user's mistake: status 2, these words, no traceback."""
-    assert done.returncode == 2, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 2, (
+        f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     assert "Traceback" not in done.stderr
     message = " ".join(done.stderr.split())
     assert all(word in message for word in words), f"{words} are not in: {message}"
@@ -250,7 +281,9 @@ def read_checkpoint(path):
     """What a checkpoint holds, its tensors under "tensors", without what depends on processes."""
     values = store.read_values(path)
     tensors = store.read_all(path, values)
-    return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {"tensors": tensors}
+    return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {
+        "tensors": tensors
+    }
 
 
 def newest(config):
@@ -297,7 +330,14 @@ def data_of(document: str) -> dict:
 class NoHostReads(TorchDispatchMode):
     """Refuses what makes the host wait for a device: to read values, or sizes of them."""
 
-    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal")
+    WAITS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "_unique2",
+        "equal",
+    )
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         name = function.__name__.partition(".")[0]
@@ -305,5 +345,7 @@ class NoHostReads(TorchDispatchMode):
         # A boolean index is a nonzero in disguise.
         if name in ("index", "index_put", "index_put_"):
             given = [i for i in arguments[1] if i is not None]
-            assert all(i.dtype not in (torch.bool, torch.uint8) for i in given), function
+            assert all(i.dtype not in (torch.bool, torch.uint8) for i in given), (
+                function
+            )
         return function(*arguments, **(keywords or {}))

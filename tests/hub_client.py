@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-assert all(importlib.util.find_spec(name) is None for name in ("model", "sampling", "checkpoints"))
+assert all(
+    importlib.util.find_spec(name) is None
+    for name in ("model", "sampling", "checkpoints")
+)
 
 
 def use(folder: Path) -> dict:
@@ -22,16 +25,25 @@ def use(folder: Path) -> dict:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         how = {"add_special_tokens": False}
         found = {"ids": [tokenizer(text, **how).input_ids for text in case["texts"]]}
-        found |= {"mask": tokenizer.mask_token_id, "back": tokenizer.batch_decode(found["ids"])}
+        found |= {
+            "mask": tokenizer.mask_token_id,
+            "back": tokenizer.batch_decode(found["ids"]),
+        }
     if not (folder / "model.safetensors").exists():
         return found
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     with torch.no_grad():
         found["logits"] = model(**case["inputs"]).logits
-    found |= {name: model.generate(**keywords) for name, keywords in case["generate"].items()}
-    found["refused"] = {name: refusal(model, *call) for name, call in case["refused"].items()}
+    found |= {
+        name: model.generate(**keywords) for name, keywords in case["generate"].items()
+    }
+    found["refused"] = {
+        name: refusal(model, *call) for name, call in case["refused"].items()
+    }
     if case["card"]:
-        code = re.search("```python\n(.*)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+        code = re.search(
+            "```python\n(.*)```", (folder / "README.md").read_text(), re.DOTALL
+        )[1]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code.replace("FOLDER", str(folder)), {})
         found["printed"] = out.getvalue()

@@ -23,7 +23,9 @@ MOMENTS = ("step", "evaluation", "checkpoint")
 class Job:
     """torchrun with train.py, in the background; its output goes to a file."""
 
-    def __init__(self, config, *options, launcher=("--standalone", "--nproc_per_node=2")):
+    def __init__(
+        self, config, *options, launcher=("--standalone", "--nproc_per_node=2")
+    ):
         self.config = config
         path = write_config(config)
         name = "AOGPT_JOB"
@@ -31,10 +33,18 @@ class Job:
         self.mark = f"{name}={value}"  # in the environment of all its processes
         self.output = path.with_name(f"{path.stem}.{value}.txt")
         torchrun = (sys.executable, "-m", "torch.distributed.run", *launcher, *options)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            name: value,
+        }
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
-                [*torchrun, "train.py", str(path)], cwd=ROOT, env=env, stdout=file, stderr=file
+                [*torchrun, "train.py", str(path)],
+                cwd=ROOT,
+                env=env,
+                stdout=file,
+                stderr=file,
             )
 
     @property
@@ -48,13 +58,19 @@ class Job:
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
                 environment = (path / "environ").read_text(errors="replace").split("\0")
                 if self.mark in environment:
-                    pairs = [entry.split("=", 1) for entry in environment if "=" in entry]
+                    pairs = [
+                        entry.split("=", 1) for entry in environment if "=" in entry
+                    ]
                     found[int(path.name)] = dict(pairs)
         return found
 
     def workers(self):
         """{rank: process id}"""
-        return {int(env["RANK"]): pid for pid, env in self.processes().items() if "RANK" in env}
+        return {
+            int(env["RANK"]): pid
+            for pid, env in self.processes().items()
+            if "RANK" in env
+        }
 
     def starts(self):
         """The step that the run went on from, for every time that it was started."""
@@ -86,7 +102,11 @@ def two_nodes(number, settings="last_call_timeout=30"):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    place = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}")
+    place = (
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
+        f"--rdzv_id={port}",
+    )
     nodes = (f"--nnodes={number}", "--nproc_per_node=1")
     return (*nodes, *place, f"--rdzv_conf={settings}"), port
 
@@ -152,7 +172,8 @@ def assert_same_state(config, reference):
     assert_same(ours, expected | {"config": None})
     step = store.step_of(newest)
     ours, expected = (
-        [line for line in metrics(c) if line["step"] <= step] for c in (config, reference)
+        [line for line in metrics(c) if line["step"] <= step]
+        for c in (config, reference)
     )
     assert ours == expected
     return step

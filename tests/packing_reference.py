@@ -15,7 +15,13 @@ from datasets import Dataset, disable_progress_bars
 
 
 def ptb(text):
-    for old, new in ((" 's", "'s"), ("s ' ", "s' "), (" n't", "n't"), (" \n ", "\n"), ("\\/", "/")):
+    for old, new in (
+        (" 's", "'s"),
+        ("s ' ", "s' "),
+        (" n't", "n't"),
+        (" \n ", "\n"),
+        ("\\/", "/"),
+    ):
         text = text.replace(old, new)
     for _ in range(10):
         text = text.replace(" N ", " 1 ")
@@ -28,7 +34,9 @@ def lambada(text):
 
 def blocks(kind, source, rows, block_size):
     with open(source, encoding="utf-8") as file:
-        texts = [line.strip() if kind == "ptb" else json.loads(line)["text"] for line in file]
+        texts = [
+            line.strip() if kind == "ptb" else json.loads(line)["text"] for line in file
+        ]
     detokenise = {"ptb": ptb, "lambada": lambada}[kind]
 
     def tokenise(batch):
@@ -39,7 +47,11 @@ def blocks(kind, source, rows, block_size):
     def group(batch):
         ids = list(chain(*batch["ids"]))
         whole = len(ids) // block_size * block_size
-        return {"ids": [ids[start : start + block_size] for start in range(0, whole, block_size)]}
+        return {
+            "ids": [
+                ids[start : start + block_size] for start in range(0, whole, block_size)
+            ]
+        }
 
     data = Dataset.from_dict({"text": texts[:rows]})
     data = data.map(tokenise, batched=True, num_proc=8, remove_columns=["text"])

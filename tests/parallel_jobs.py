@@ -40,7 +40,11 @@ from aogpt.training.optimizers import EMA, make_optimizer
 
 def full(tensor):
     """A tensor as it was, all of it."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        .detach()
+        .clone()
+    )
 
 
 def full_state(state):
@@ -60,7 +64,9 @@ def run(config, procs):
 
 def moved(config, procs):
     """Go on from the first checkpoint of the run before "_to_" in the name; what was restored."""
-    source = configuration.load_toml(Path(config.out) / f"{config.name.partition('_to_')[0]}.toml")
+    source = configuration.load_toml(
+        Path(config.out) / f"{config.name.partition('_to_')[0]}.toml"
+    )
     folder = config.run_folder / "checkpoints"
     if procs.main:
         folder.mkdir(parents=True)
@@ -84,20 +90,30 @@ def steps(config, procs):
     for step in range(config.train.steps):
         count.number = 0
         with count:
-            loss, norm = train.train_step(step, model, state.optimizer, batches, config, procs)
+            loss, norm = train.train_step(
+                step, model, state.optimizer, batches, config, procs
+            )
         train.update(state, loss, norm)
         rows.append([loss.item(), norm.item(), count.number])
     batches.close()
     return rows
 
 
-SHAPES = [(12, 4, [6, 3, 3]), (4, 4, [4]), (5, 8, [5]), (3, 7, [3]), (8, 2, [8])]  # rows of parts
+SHAPES = [
+    (12, 4, [6, 3, 3]),
+    (4, 4, [4]),
+    (5, 8, [5]),
+    (3, 7, [3]),
+    (8, 2, [8]),
+]  # rows of parts
 
 
 def orthogonal(config, procs):
     """What Muon makes of 1, 3 and all of some matrices: one process works on each, all get it."""
     generator = torch.Generator().manual_seed(3)
-    matrices = [torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES]
+    matrices = [
+        torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES
+    ]
     sizes = [sizes for *_, sizes in SHAPES]
     if config.train.parallel == "fsdp":
         mesh = init_device_mesh("cpu", (procs.world_size,))
@@ -113,7 +129,9 @@ def orthogonal(config, procs):
             pairs = zip(matrices, updates, strict=False)
             placed = {"device_mesh": mesh, "placements": [Shard(0)]}
             updates = [
-                DTensor.from_local(u, **placed, shape=m.shape, stride=m.stride()).full_tensor()
+                DTensor.from_local(
+                    u, **placed, shape=m.shape, stride=m.stride()
+                ).full_tensor()
                 for m, u in pairs
             ]
         for theirs in procs.gather(updates) or []:
@@ -143,10 +161,17 @@ def state_bytes(config, procs):
     ema = EMA(model, 0.9)
     optimizer = make_optimizer(model, config)
     length = config.model.block_size
-    model(torch.arange(length)[None] % 7, torch.randperm(length)[None]).mean().backward()
+    model(
+        torch.arange(length)[None] % 7, torch.randperm(length)[None]
+    ).mean().backward()
     optimizer.step()
-    parts = {"weights": model.parameters(), "gradients": [p.grad for p in model.parameters()]}
-    parts["optimizer"] = [t for values in optimizer.state.values() for t in values.values()]
+    parts = {
+        "weights": model.parameters(),
+        "gradients": [p.grad for p in model.parameters()],
+    }
+    parts["optimizer"] = [
+        t for values in optimizer.state.values() for t in values.values()
+    ]
     parts["ema"] = ema.weights.values()
     sizes = {}
     for part, tensors in parts.items():  # the gradients of a group share a storage
@@ -199,7 +224,9 @@ def faulty(config, procs):
     def faulty_start(temporary, *arguments):
         step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
         if step == 4 and not procs.main:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores the signal
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (100, hard)
+            )  # Python ignores the signal
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:
@@ -229,7 +256,11 @@ def do(*jobs):
 
 def launch(world, *jobs):
     """As torchrun does, without the fork."""
-    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": secrets.token_hex(8)}
+    place = {
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "run_id": secrets.token_hex(8),
+    }
     nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "max_restarts": 0}
     elastic_launch(LaunchConfig(**nodes, **place, start_method="fork"), do)(*jobs)
 

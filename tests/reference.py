@@ -19,10 +19,18 @@ from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute
 from aogpt.model import ModelConfig
 from aogpt.orders import orders_at
 from aogpt.sampling.engine import generate
-from aogpt.sampling.plans import adaptive_plan, l2r_plan, mdm_plan, random_plan, speculative_plan
+from aogpt.sampling.plans import (
+    adaptive_plan,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
 from aogpt.systems import build_model
 
-LEVEL = 1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
+LEVEL = (
+    1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
+)
 
 # ---- the decoder, from its formulas ----------------------------------------------------------
 
@@ -32,7 +40,9 @@ def log_probs(config, params, tokens, order, group=1):
     (name -> tensor). group: of the two-stream decoder, whose step i is predicted from the groups
     before its own."""
     rows = zip(tokens.tolist(), order.tolist(), strict=True)
-    return torch.stack([_Formulas(config, params).decoded(x, s, group) for x, s in rows])
+    return torch.stack(
+        [_Formulas(config, params).decoded(x, s, group) for x, s in rows]
+    )
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
@@ -56,15 +66,23 @@ class _Formulas:
         params = self.params
         stream = []
         own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
-        targets = [p + (config.query_at == "target") for p in order]  # where queries stand
+        targets = [
+            p + (config.query_at == "target") for p in order
+        ]  # where queries stand
         for i, target in enumerate(order):
-            x = params["start"] if i == 0 else params["wte.weight"][tokens[order[i - 1]]]
+            x = (
+                params["start"]
+                if i == 0
+                else params["wte.weight"][tokens[order[i - 1]]]
+            )
             if config.position != "rotary":
                 x = x + params["wpe.weight"][own[i]]
             if config.target == "input":
                 x = x + params["wtpe.weight"][target]
             stream.append(x)
-        first = 1 if config.start == "hidden" else 0  # the first input that later steps see
+        first = (
+            1 if config.start == "hidden" else 0
+        )  # the first input that later steps see
         # The last input of the group that the token of input i is in, the start before them all.
         ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
         seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
@@ -77,8 +95,14 @@ class _Formulas:
             for layer in range(config.n_layer):
                 name = f"blocks.{layer}."
                 if config.target in ("shared", "per_block"):
-                    table = "wtpe.weight" if config.target == "shared" else name + "wtpe.weight"
-                    stream = [x + params[table][t] for x, t in zip(stream, order, strict=True)]
+                    table = (
+                        "wtpe.weight"
+                        if config.target == "shared"
+                        else name + "wtpe.weight"
+                    )
+                    stream = [
+                        x + params[table][t] for x, t in zip(stream, order, strict=True)
+                    ]
                 # A plain GPT is not conditioned on its target, by rotation either.
                 turned = own if config.target == "none" else targets
                 stream = self.block(name, stream, conditions, seen, own, turned)
@@ -92,7 +116,8 @@ class _Formulas:
         queries = [self.params["query"]] * len(targets)
         if self.config.position != "rotary":
             queries = [
-                x + self.params["wpe.weight"][p + 1] for x, p in zip(queries, order, strict=True)
+                x + self.params["wpe.weight"][p + 1]
+                for x, p in zip(queries, order, strict=True)
             ]
         starts = [i - i % group for i in range(len(targets))]
         seen_by_query = [range(min(start, first), start + 1) for start in starts]
@@ -101,9 +126,14 @@ class _Formulas:
             keys = [self.norm(name + "norm1.", x) for x in content]
             asking = [self.norm(name + "norm1.", x) for x in queries]
             contents = self.attention(name + "attn.", keys, seen, own, own)
-            answers = self.attention(name + "attn.", keys, seen_by_query, own, targets, asking)
+            answers = self.attention(
+                name + "attn.", keys, seen_by_query, own, targets, asking
+            )
             content, queries = (
-                [self.residual(name, x, a, (0, 0, 1, 0, 0, 1)) for x, a in zip(*pair, strict=True)]
+                [
+                    self.residual(name, x, a, (0, 0, 1, 0, 0, 1))
+                    for x, a in zip(*pair, strict=True)
+                ]
                 for pair in ((content, contents), (queries, answers))
             )
         return queries
@@ -114,9 +144,13 @@ class _Formulas:
         stream = []
         for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
             x = params["wte.weight"][config.mask_token if hidden else token]
-            stream.append(x if config.position == "rotary" else x + params["wpe.weight"][position])
+            stream.append(
+                x if config.position == "rotary" else x + params["wpe.weight"][position]
+            )
         positions = range(len(tokens))
-        conditions = [None if sigma is None else self.noise_condition(sigma)] * len(tokens)
+        conditions = [None if sigma is None else self.noise_condition(sigma)] * len(
+            tokens
+        )
         for layer in range(config.n_layer):
             seen = [positions] * len(tokens)
             name = f"blocks.{layer}."
@@ -147,14 +181,18 @@ class _Formulas:
         modulations = [
             (0, 0, 1, 0, 0, 1)  # shift1, scale1, gate1, shift2, scale2, gate2
             if condition is None
-            else self.linear(name + "adaln.", _silu(condition)).split(self.config.n_embd)
+            else self.linear(name + "adaln.", _silu(condition)).split(
+                self.config.n_embd
+            )
             for condition in conditions
         ]
         normed = [
             self.norm(name + "norm1.", x) * (1 + scale1) + shift1
             for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
         ]
-        attended = self.attention(name + "attn.", normed, seen, key_positions, query_positions)
+        attended = self.attention(
+            name + "attn.", normed, seen, key_positions, query_positions
+        )
         rows = zip(stream, attended, modulations, strict=True)
         return [self.residual(name, *row) for row in rows]
 
@@ -169,7 +207,9 @@ class _Formulas:
             h = _gelu(self.config, up)
         return x + gate2 * self.linear(name + "mlp.proj.", h)
 
-    def attention(self, name, stream, seen, key_positions, query_positions, queries=None):
+    def attention(
+        self, name, stream, seen, key_positions, query_positions, queries=None
+    ):
         """Output of every step of `queries` (the stream itself by default), which sees the inputs
         seen[i] and no other. The positions count where keys and queries are rotated."""
         c = self.config
@@ -177,12 +217,19 @@ class _Formulas:
         group = c.n_head // (c.n_kv_head or c.n_head)
         sizes = [c.n_head * size] + [c.n_head // group * size] * 2
         qkv = [self.linear(name + "qkv.", x).split(sizes) for x in stream]
-        asking = [self.linear(name + "qkv.", x).split(sizes) for x in queries] if queries else qkv
+        asking = (
+            [self.linear(name + "qkv.", x).split(sizes) for x in queries]
+            if queries
+            else qkv
+        )
         own_values = [value for *_, value in qkv]
         if c.value_residual:
             a, b = self.params[name + "mix"]
             self.first_values = self.first_values or own_values
-            own_values = [a * v + b * u for v, u in zip(own_values, self.first_values, strict=True)]
+            own_values = [
+                a * v + b * u
+                for v, u in zip(own_values, self.first_values, strict=True)
+            ]
         outputs = []
         for i in range(len(stream)):
             by_head = []
@@ -218,7 +265,11 @@ class _Formulas:
         return self.rms_norm(name, x) if self.config.qk_norm else x
 
     def rms_norm(self, name, x):
-        return x / (x.pow(2).mean() + self.config.norm_eps).sqrt() * self.params[name + "weight"]
+        return (
+            x
+            / (x.pow(2).mean() + self.config.norm_eps).sqrt()
+            * self.params[name + "weight"]
+        )
 
 
 def _rotated(config, x, position):
@@ -238,8 +289,12 @@ def _rotated(config, x, position):
                 smooth = (turns - low) / (high - low)
                 rates[i] = (1 - smooth) * rate / factor + smooth * rate
     angles = [position * rate for rate in rates]
-    first = [x[i] * math.cos(a) - x[i + half] * math.sin(a) for i, a in enumerate(angles)]
-    second = [x[i + half] * math.cos(a) + x[i] * math.sin(a) for i, a in enumerate(angles)]
+    first = [
+        x[i] * math.cos(a) - x[i + half] * math.sin(a) for i, a in enumerate(angles)
+    ]
+    second = [
+        x[i + half] * math.cos(a) + x[i] * math.sin(a) for i, a in enumerate(angles)
+    ]
     return torch.stack(first + second)
 
 
@@ -279,7 +334,9 @@ def random_tokens(vocab_size, batch_size, length, seed):
 
 def random_orders(batch_size, length, seed):
     generator = seeded(seed)
-    return torch.stack([torch.randperm(length, generator=generator) for _ in range(batch_size)])
+    return torch.stack(
+        [torch.randperm(length, generator=generator) for _ in range(batch_size)]
+    )
 
 
 def order_through(context, target, length):
@@ -299,8 +356,12 @@ def all_sequences(vocab_size, length):
 def listed_contexts(length):
     """Every (context, target): positions in every order, and a position that is not among them."""
     sizes = range(length)
-    contexts = [c for size in sizes for c in itertools.permutations(range(length), size)]
-    return [(c, target) for c in contexts for target in range(length) if target not in c]
+    contexts = [
+        c for size in sizes for c in itertools.permutations(range(length), size)
+    ]
+    return [
+        (c, target) for c in contexts for target in range(length) if target not in c
+    ]
 
 
 def conditionals(model, vocab_size, length):
@@ -308,16 +369,23 @@ def conditionals(model, vocab_size, length):
     every sequence x. Of two_stream also {(context, sizes, target): ...} (`given_groups`)."""
     sequences = all_sequences(vocab_size, length)
     keys = listed_contexts(length)
-    orders = torch.tensor([order_through(context, target, length) for context, target in keys])
+    orders = torch.tensor(
+        [order_through(context, target, length) for context, target in keys]
+    )
     rows = model.token_log_probs(
         sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
     ).unflatten(0, (len(keys), len(sequences)))
-    result = {key: row[:, len(key[0])].double().exp() for key, row in zip(keys, rows, strict=True)}
+    result = {
+        key: row[:, len(key[0])].double().exp()
+        for key, row in zip(keys, rows, strict=True)
+    }
     if not in_groups(model):
         return result
     for context, target in keys:
         for sizes in ordered_sums(len(context)):
-            order = torch.tensor(order_through(context, target, length)).expand_as(sequences)
+            order = torch.tensor(order_through(context, target, length)).expand_as(
+                sequences
+            )
             starts = group_starts(sizes, length).expand_as(sequences)
             log_probs = model.token_log_probs(sequences, order, starts)[:, len(context)]
             result[context, sizes, target] = log_probs.double().exp()
@@ -339,7 +407,9 @@ def group_starts(sizes, length):
     """LongTensor (length,): the first step of every step's group, groups of these sizes, then of
     one."""
     sizes = [*sizes, *[1] * (length - sum(sizes))]
-    return torch.tensor([sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)])
+    return torch.tensor(
+        [sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)]
+    )
 
 
 def given_groups(conditional, context, sizes, target):
@@ -354,7 +424,9 @@ def encoder_conditionals(model, vocab_size, length):
     result = {}
     for masked in mask_sets(length):
         context = [p for p in range(length) if p not in masked]
-        rows = torch.tensor([p in masked for p in range(length)]).expand(len(sequences), length)
+        rows = torch.tensor([p in masked for p in range(length)]).expand(
+            len(sequences), length
+        )
         probabilities = model.masked_log_probs(sequences, rows).double().exp()
         for listed in itertools.permutations(context):
             result |= {(listed, target): probabilities[:, target] for target in masked}
@@ -363,13 +435,19 @@ def encoder_conditionals(model, vocab_size, length):
 
 def mask_sets(length):
     """Every non-empty set of masked positions, as a tuple."""
-    return [m for size in range(1, length + 1) for m in itertools.combinations(range(length), size)]
+    return [
+        m
+        for size in range(1, length + 1)
+        for m in itertools.combinations(range(length), size)
+    ]
 
 
 def mdm_weight(masked, length):
     """int_0^1 (1/t) t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!, exactly."""
     m = len(masked)
-    return Fraction(math.factorial(m - 1) * math.factorial(length - m), math.factorial(length))
+    return Fraction(
+        math.factorial(m - 1) * math.factorial(length - m), math.factorial(length)
+    )
 
 
 def compositions(total, parts):
@@ -390,8 +468,14 @@ def exact_plans(free, given, steps, schedule="linear"):
     shares = [a - b for a, b in itertools.pairwise(masked)]
     for perm in itertools.permutations(free):
         for counts in compositions(len(free), steps):
-            probability = math.prod(share**n for share, n in zip(shares, counts, strict=True))
-            yield probability / math.prod(map(math.factorial, counts)), (*given, *perm), counts
+            probability = math.prod(
+                share**n for share, n in zip(shares, counts, strict=True)
+            )
+            yield (
+                probability / math.prod(map(math.factorial, counts)),
+                (*given, *perm),
+                counts,
+            )
 
 
 def even_sizes(n, steps, schedule="linear"):
@@ -399,9 +483,12 @@ def even_sizes(n, steps, schedule="linear"):
     t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2)) rounded."""
     steps = min(n, steps)
     if schedule == "linear":
-        return tuple(-(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps))
+        return tuple(
+            -(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps)
+        )
     unmasked = [
-        round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps))) for i in range(steps + 1)
+        round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps)))
+        for i in range(steps + 1)
     ]
     return tuple(b - a for a, b in itertools.pairwise(unmasked))
 
@@ -423,7 +510,9 @@ def plan_distribution(conditional, plans, n_given=0):
         for g, count in enumerate(counts):
             for target in order[known : known + count]:
                 groups = *[1] * n_given, *counts[:g]
-                product = product * given_groups(conditional, order[:known], groups, target)
+                product = product * given_groups(
+                    conditional, order[:known], groups, target
+                )
             known += count
         assert known == len(order)
         total = total + float(probability) * product
@@ -450,13 +539,17 @@ def one_stage_distribution(conditional, length, steps):
                 for unmasked in itertools.combinations(masked, size):
                     probability = weight * stay ** (len(masked) - size)
                     for position in unmasked:
-                        probability = probability * ((1 - stay) * conditional[context, position])
+                        probability = probability * (
+                            (1 - stay) * conditional[context, position]
+                        )
                     for perm in itertools.permutations(unmasked):
                         state = context + perm
                         share = probability / math.factorial(size)
                         following[state] = following.get(state, 0) + share
         reached = following
-    assert all(len(context) == length for context in reached if reached[context].sum() > 0)
+    assert all(
+        len(context) == length for context in reached if reached[context].sum() > 0
+    )
     return sum(weight for context, weight in reached.items() if len(context) == length)
 
 
@@ -486,12 +579,18 @@ def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
             {p: _certainty(said[p], p, vocab_size, length, of)[x].item() for p in free}
             for of in (by, "entropy")
         )
-        ranks = [{p: scores[p] for p in ranked} for ranked in itertools.permutations(free)]
-        choices = Counter(tuple(paced_choice(rank, certain, by, **settings)) for rank in ranks)
+        ranks = [
+            {p: scores[p] for p in ranked} for ranked in itertools.permutations(free)
+        ]
+        choices = Counter(
+            tuple(paced_choice(rank, certain, by, **settings)) for rank in ranks
+        )
         total = 0.0
         for chosen, times in choices.items():
             rest = probability(x, (*context, *chosen), (*sizes, len(chosen)))
-            total += times / len(ranks) * rest * math.prod(said[p][x].item() for p in chosen)
+            total += (
+                times / len(ranks) * rest * math.prod(said[p][x].item() for p in chosen)
+            )
         return total
 
     sequences = range(vocab_size**length)
@@ -499,7 +598,9 @@ def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None):
+def paced_choice(
+    scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None
+):
     """The positions of the next step, best first, of those left {position: score}, equals (to seven
     digits: the same number, rounded differently) in their order; certain: minus the entropy of
     each."""
@@ -513,7 +614,9 @@ def paced_choice(scores, certain, by, group=None, threshold=None, entropy_bound=
         count = sum(score >= least for score in scores.values())
     if entropy_bound is not None:
         entropies = [-certain[p] for p in ranked]
-        sums = [sum(entropies[:k]) - max(entropies[:k]) for k in range(1, len(ranked) + 1)]
+        sums = [
+            sum(entropies[:k]) - max(entropies[:k]) for k in range(1, len(ranked) + 1)
+        ]
         count = min(count, sum(total <= entropy_bound for total in sums))
     return ranked[: min(max(count, 1), group or len(ranked))]
 
@@ -552,13 +655,21 @@ def with_choice(conditional, choice, vocab_size, length):
     result = {}
     known = {}
     for (context, target), p in conditional.items():
-        rows = p.view((vocab_size,) * length).movedim(target, -1).reshape(-1, vocab_size)
+        rows = (
+            p.view((vocab_size,) * length).movedim(target, -1).reshape(-1, vocab_size)
+        )
         for row in rows:
             key = tuple(row.tolist())
             if key not in known:
-                known[key] = truncated(tempered(row.log().tolist(), choice.temperature), choice)
-        rows = torch.tensor([known[tuple(row)] for row in rows.tolist()], dtype=torch.float64)
-        result[context, target] = rows.view((vocab_size,) * length).movedim(-1, target).flatten()
+                known[key] = truncated(
+                    tempered(row.log().tolist(), choice.temperature), choice
+                )
+        rows = torch.tensor(
+            [known[tuple(row)] for row in rows.tolist()], dtype=torch.float64
+        )
+        result[context, target] = (
+            rows.view((vocab_size,) * length).movedim(-1, target).flatten()
+        )
     return result
 
 
@@ -602,13 +713,35 @@ def accept(counts, distribution):
 # ---- models, plans and samples -------------------------------------------------------------------
 
 TOKENS = 11
-TINY = {"vocab_size": TOKENS + 1, "block_size": 9, "n_layer": 2, "n_head": 3, "n_embd": 12}
+TINY = {
+    "vocab_size": TOKENS + 1,
+    "block_size": 9,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 12,
+}
 TINY |= {"cond_dim": 5}
-GPT2_BLOCKS = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+GPT2_BLOCKS = {
+    "norm": "layernorm",
+    "qk_norm": False,
+    "tied_head": True,
+    "head_bias": False,
+}
 # Every setting that a decoder of the Llama family has: Llama 3, Qwen2 and Qwen3 in one.
-LLAMA = {"position": "rotary", "n_kv_head": 1, "head_width": 6, "mlp": "swiglu", "mlp_width": 20}
+LLAMA = {
+    "position": "rotary",
+    "n_kv_head": 1,
+    "head_width": 6,
+    "mlp": "swiglu",
+    "mlp_width": 20,
+}
 LLAMA |= {"norm_eps": 1e-6, "rope_base": 500.0, "rope_scaling": (4.0, 0.1, 1.0, 8)}
-LLAMA |= {"attn_proj_bias": False, "mlp_bias": False, "tied_head": True, "head_bias": False}
+LLAMA |= {
+    "attn_proj_bias": False,
+    "mlp_bias": False,
+    "tied_head": True,
+    "head_bias": False,
+}
 DECODERS = {
     "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
     "sigma-GPT": {"target": "input"} | GPT2_BLOCKS,
@@ -621,7 +754,12 @@ DECODERS = {
     "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
-ROTARY_BLOCKS = {"position": "rotary", "norm": "layernorm", "qk_norm": False, "gelu": "tanh"}
+ROTARY_BLOCKS = {
+    "position": "rotary",
+    "norm": "layernorm",
+    "qk_norm": False,
+    "gelu": "tanh",
+}
 ROTARY_BLOCKS |= {"attn_bias": False}
 ENCODERS = {
     "RADD": ENCODER | ROTARY_BLOCKS,
@@ -638,15 +776,22 @@ ROTATED = {
 }
 OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
-    "two_stream, rotary": {"target": "two_stream", "position": "rotary", "value_residual": True},
+    "two_stream, rotary": {
+        "target": "two_stream",
+        "position": "rotary",
+        "value_residual": True,
+    },
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
     "Llama, plain": LLAMA | {"target": "none", "start": "hidden"},
-    "Llama, A3": LLAMA | {"target": "two_stream", "query_at": "before_target", "tied_head": False},
+    "Llama, A3": LLAMA
+    | {"target": "two_stream", "query_at": "before_target", "tied_head": False},
     "per_block, both": {"target": "per_block", "position": "both"},
 }
 
 
-def make_system(system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings):
+def make_system(
+    system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings
+):
     """A small random model of a system. tokens: how many, beside [MASK] of an encoder."""
     settings = TINY | (SYSTEMS | OTHERS)[system] | settings
     if tokens is not None and system in ENCODERS:
@@ -703,7 +848,9 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
     if kind == "random":
         return random_plan(*rows, seeded(seed), given, number)
     if kind in (*SCORES, "any", *PACES):
-        by, settings = PACES.get(kind, (kind.replace("any", "random"), {"group": number}))
+        by, settings = PACES.get(
+            kind, (kind.replace("any", "random"), {"group": number})
+        )
         return adaptive_plan(*rows, by, seeded(seed), given, **settings)
     if kind.startswith(("speculative", "pairs")):
         draft_by = "ngram" if kind.startswith("pairs") else "model"
@@ -729,14 +876,18 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
     if kind in (*SCORES, *PACES):
         by, settings = PACES.get(kind, (kind, {"group": number}))
-        expected = paced_distribution(conditional, vocab_size, length, by, settings, context)
+        expected = paced_distribution(
+            conditional, vocab_size, length, by, settings, context
+        )
     else:
         if kind in ("l2r", "speculative", "pairs"):
             plans = [(1, (*context, *free), groups)]
         elif kind in ("random", "any", "speculative-random", "pairs-random"):
             plans = fixed_plans(free, context, groups)
         elif kind.startswith("even"):
-            plans = fixed_plans(free, context, even_sizes(len(free), number, schedule_of(kind)))
+            plans = fixed_plans(
+                free, context, even_sizes(len(free), number, schedule_of(kind))
+            )
         else:
             plans = exact_plans(free, context, number, schedule_of(kind))
         expected = plan_distribution(conditional, plans, len(context))
@@ -761,7 +912,9 @@ def sequence_counts(tokens, vocab_size):
 
 
 def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
-    got = generate(model, plan, tokens, generator=seeded(seed), choice=choice, **settings).tokens
+    got = generate(
+        model, plan, tokens, generator=seeded(seed), choice=choice, **settings
+    ).tokens
     return sequence_counts(got, model.config.mask_token or model.config.vocab_size)
 
 
@@ -769,7 +922,9 @@ def uncached_log_probs(model, tokens, plan):
     """Each unmasked position under the order (known before its group, it, the rest), in one
     uncached pass each; of two_stream, in the groups of the steps."""
     result = torch.zeros(tokens.shape)
-    rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)
+    rows = zip(
+        plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True
+    )
     for b, (order, step, length) in enumerate(rows):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
@@ -803,6 +958,8 @@ def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
         for member in range(1, members):
             stream = RandomStream(draw, 2 + step, member)
             permuted = permute_context(order, step, seed, stream, rows)
-            log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[:, step].double()
+            log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[
+                :, step
+            ].double()
     nll = -ensemble_log_probs(log_probs, sizes)
     return torch.empty_like(nll).scatter_(2, order.expand_as(nll), nll).permute(1, 2, 0)

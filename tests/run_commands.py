@@ -35,7 +35,12 @@ def run(words: list[str]) -> dict:
         output.seek(0)
         seconds = used.ru_utime + used.ru_stime
         status = os.waitstatus_to_exitcode(status)
-        return {"command": words, "status": status, "seconds": seconds, "output": output.read()}
+        return {
+            "command": words,
+            "status": status,
+            "seconds": seconds,
+            "output": output.read(),
+        }
 
 
 def run_here(words: list[str]) -> int:

@@ -98,7 +98,11 @@ class Soak:
         except AssertionError as error:
             result = "NO: " + " ".join(str(error).split())[:200]
             print(error)
-        seconds = " to ".join(f"{s:.1f}" for s in sorted({min(backs), max(backs)})) if backs else ""
+        seconds = (
+            " to ".join(f"{s:.1f}" for s in sorted({min(backs), max(backs)}))
+            if backs
+            else ""
+        )
         row = (case, config.train.parallel, len(backs), seconds, redone, result)
         self.rows.append([str(cell) for cell in row])
         print(" | ".join(self.rows[-1]), flush=True)
@@ -149,7 +153,9 @@ def stopped(soak, parallel):
     for receiver in ("rank", "torchrun"):
         wait_for_moment(job, 0, "step", rng)
         begun = time.monotonic()
-        os.kill(job.workers()[1] if receiver == "rank" else job.process.pid, signal.SIGTERM)
+        os.kill(
+            job.workers()[1] if receiver == "rank" else job.process.pid, signal.SIGTERM
+        )
         status = job.wait()
         ended &= f"stopped at step {last_step(config)} and saved" in job.said
         ended &= receiver == "torchrun" or status == 0
@@ -178,7 +184,9 @@ def other_numbers(soak):
         ended &= job.wait() == -signal.SIGKILL
         reached = max(reached, last_step(config))
         config = change(config, train__micro_batch_size=2)
-        job = soak.start(config, launcher=("--standalone", f"--nproc_per_node={processes}"))
+        job = soak.start(
+            config, launcher=("--standalone", f"--nproc_per_node={processes}")
+        )
         wait_for(job.starts, job.process)
         backs.append(time.monotonic() - begun)
         redone += reached - job.starts()[0]
@@ -233,10 +241,20 @@ where it says bit for bit, else of one; it also means that no process was left b
 
 def report(soak, minutes):
     a = soak.arguments
-    head = ["what happens", "parallel", "disturbances", "seconds to come back", "steps redone"]
-    cases = markdown_table([*head, "the end is that of the undisturbed run"], soak.rows, left=2)
+    head = [
+        "what happens",
+        "parallel",
+        "disturbances",
+        "seconds to come back",
+        "steps redone",
+    ]
+    cases = markdown_table(
+        [*head, "the end is that of the undisturbed run"], soak.rows, left=2
+    )
     facts = {"minutes": minutes, "cores": os.cpu_count(), "torch": versions()["torch"]}
-    text = REPORT.format(kills=a.kills, seed=a.seed, steps=STEPS, cases="\n".join(cases), **facts)
+    text = REPORT.format(
+        kills=a.kills, seed=a.seed, steps=STEPS, cases="\n".join(cases), **facts
+    )
     a.out.write_text(text)
     print(f"wrote {a.out}")
 

@@ -97,7 +97,9 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
     for tokens, log_probs in reversed(states):  # undo restores every state, bit for bit
         fill.undo()
         assert fill.tokens == tokens and fill.blanks == list(log_probs)
-        assert all(torch.equal(fill.log_probs(i), values) for i, values in log_probs.items())
+        assert all(
+            torch.equal(fill.log_probs(i), values) for i, values in log_probs.items()
+        )
     fill.undo()
     assert fill.tokens == fill.context and fill.sums == [0.0]
 
@@ -125,14 +127,21 @@ def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
     assert visit("step").fill.tokens[9] is not None and session.selected is None
     visit("select", clicked=(6, -1))
     assert visit("put", clicked=(6, 120)).fill.tokens[6] == 120
-    assert len(visit("put", clicked=(6, 120)).fill.steps) == 2  # of a double click only the first
+    assert (
+        len(visit("put", clicked=(6, 120)).fill.steps) == 2
+    )  # of a double click only the first
     visit("select", clicked=(1, -1))
     for own in ("three", ""):
         with pytest.raises(ValueError, match="do not fit"):
             visit("write", own=own)
     assert visit("write", own="to").fill.tokens[1:3] == [*b"to"]
     assert [position for position, *_ in session.fill.steps] == [9, 6, 1, 2]
-    assert visit("undo").fill.blanks == [2, 8, 10] and visit("undo").fill.blanks == [1, 2, 8, 10]
+    assert visit("undo").fill.blanks == [2, 8, 10] and visit("undo").fill.blanks == [
+        1,
+        2,
+        8,
+        10,
+    ]
     visit("select", clicked=(10, -1))
     visit("run", rule="l2r")  # the outlined blank first, then by the rule
     assert visit("settings").selected is None
@@ -159,7 +168,9 @@ def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(vis
     session = visit("restart", text="ab[MASK:2-4]cd e[MASK:1-2]f")
     text = session.fill.text
     best = text.fill("ab[MASK:2-4]cd e[MASK:1-2]f", num_samples=2, mode="l2r")[0]
-    assert session.fill.context == best.context and session.note.startswith("Lengths of the gaps")
+    assert session.fill.context == best.context and session.note.startswith(
+        "Lengths of the gaps"
+    )
     steps = [visit("step").fill for _ in range(2)]
     assert len(steps[-1].steps) == 2
     fill = visit("step", text="x[MASK:2]y").fill
@@ -185,14 +196,23 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     known = [token["text"] for token in drawn["tokens"] if "step" in token]
     assert "".join(known) == "é\\x07\n<b>b"  # control characters are escaped
     blanks = [token for token in drawn["tokens"] if "blank" in token]
-    assert [(token["blank"], token["next"]) for token in blanks] == [(3, True), (4, False)]
+    assert [(token["blank"], token["next"]) for token in blanks] == [
+        (3, True),
+        (4, False),
+    ]
     assert [token["p"] for token in blanks] == [fill.best(i)[0][1] for i in (3, 4)]
-    assert drawn["choices"][0][:2] == [3, fill.best(3)[0][0]] and len(drawn["choices"]) == 8
+    assert (
+        drawn["choices"][0][:2] == [3, fill.best(3)[0][0]]
+        and len(drawn["choices"]) == 8
+    )
     assert drawn["scores"] == [["in the order taken", fill.sums[-1], 1]]
     for position in (3, 4):
         fill.draw(position, 1.0, 0)
     drawn = app.view(fill)
-    assert [score for _, score, _ in drawn["scores"]] == [fill.sums[-1], *fill.left_to_right()]
+    assert [score for _, score, _ in drawn["scores"]] == [
+        fill.sums[-1],
+        *fill.left_to_right(),
+    ]
     assert not drawn["choices"] and len(drawn["sums"]) == 4
 
 
@@ -204,7 +224,8 @@ def test_mistakes_are_told(monkeypatch):
     with pytest.raises(ValueError, match="make playground"):
         app.page("x")
     assert_user_error(
-        run_script("-m", "aogpt", "playground", "no/such/run", check=False), "no/such/run"
+        run_script("-m", "aogpt", "playground", "no/such/run", check=False),
+        "no/such/run",
     )
 
 
@@ -232,8 +253,13 @@ def tab():
         try:
             wait_for(answers, server)
             page = browser.new_page(viewport={"width": 1200, "height": 900})
-            page.set_default_timeout(120_000)  # after an exception the page waits forever
-            page.on("request", lambda r: r.url.startswith(address) or complaints.append(r.url))
+            page.set_default_timeout(
+                120_000
+            )  # after an exception the page waits forever
+            page.on(
+                "request",
+                lambda r: r.url.startswith(address) or complaints.append(r.url),
+            )
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.goto(address)
             yield page
@@ -254,9 +280,13 @@ def filled(tab, count, column=0):
 
 def test_a_text_is_filled_in_by_clicks(tab):
     begin(tab, "The old horse[MASK:4] home.")
-    tab.locator("section .filling", has_text="The old horse").wait_for()  # another one was there
+    tab.locator(
+        "section .filling", has_text="The old horse"
+    ).wait_for()  # another one was there
     filled(tab, 0)
-    assert tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8
+    assert (
+        tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8
+    )
     tab.get_by_role("button", name="Step").click()
     filled(tab, 1)
     first = tab.locator(".scores td").nth(1).inner_text()
@@ -296,7 +326,8 @@ def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     tab.locator(".scores th", has_text="of 9").filter(has_not_text="0 of 9").wait_for()
     assert tab.locator(".filling").text_content().startswith(hostile)
     assert (
-        tab.title() == "AO-GPT playground" and tab.locator(".filling img, .filling b").count() == 0
+        tab.title() == "AO-GPT playground"
+        and tab.locator(".filling img, .filling b").count() == 0
     )
 
 

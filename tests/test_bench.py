@@ -24,7 +24,13 @@ CPU = torch.device("cpu")
 
 
 def tiny_model(**settings):
-    sizes = {"vocab_size": 17, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 24}
+    sizes = {
+        "vocab_size": 17,
+        "block_size": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 24,
+    }
     model = build_model(ModelConfig(**sizes | {"cond_dim": 6} | settings))
     return reference.randomise(model, 0, scale=0.7)
 
@@ -39,12 +45,19 @@ def test_a_part_of_a_plan_has_the_same_calls(mode):
     tokens = torch.zeros(5, LENGTH).long()
     sizes = group_sizes(plan)
     calls = [0, 2, sizes.shape[1] - 1]
-    inputs = {"encoder": torch.full_like(sizes, LENGTH), "no-cache": sizes.cumsum(dim=1)}
+    inputs = {
+        "encoder": torch.full_like(sizes, LENGTH),
+        "no-cache": sizes.cumsum(dim=1),
+    }
     for system, model in models.items():
         unmasked = []
         forwards = 0
         for part in parts_of(system, plan, calls):
-            options = {"generator": seeded(0), "vocab_size": IDS, "progress": unmasked.append}
+            options = {
+                "generator": seeded(0),
+                "vocab_size": IDS,
+                "progress": unmasked.append,
+            }
             forwards += generate(model, part, tokens, **options).token_forwards
         assert unmasked == sizes[:, calls].sum(dim=0).tolist()
         assert forwards == int((inputs[system] * (sizes > 0))[:, calls].sum())
@@ -77,9 +90,13 @@ def every_choice():
     yield [*decode, "--size", "tiny", "--memory", "--systems", *decoding_speed.SYSTEMS]
     for optimizer in ("adamw", "muon"):
         every = ["--systems", *step_speed.SYSTEMS]
-        yield pytest.param([*train, "--size", "tiny", "--optimizer", optimizer, *every], marks=SLOW)
+        yield pytest.param(
+            [*train, "--size", "tiny", "--optimizer", optimizer, *every], marks=SLOW
+        )
     for size in ("tiny", "bench"):
-        yield pytest.param([*decode, "--size", size, "--systems", "ours", "rotary"], marks=SLOW)
+        yield pytest.param(
+            [*decode, "--size", size, "--systems", "ours", "rotary"], marks=SLOW
+        )
     for dtype in ("bfloat16", "float32"):
         for command, system in ((decode, "ours"), (train, "gpt")):
             words = [*command, "--size", "tiny", "--dtype", dtype, "--systems", system]
@@ -100,7 +117,13 @@ TINY = {"size": "tiny", "device": "cpu", "repeats": 2}
 
 
 def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, script):
-    words = ["--size=tiny", "--batch-size=3", "--lengths=32", "--device=cpu", "--repeats=2"]
+    words = [
+        "--size=tiny",
+        "--batch-size=3",
+        "--lengths=32",
+        "--device=cpu",
+        "--repeats=2",
+    ]
     words += ["--steps", 4, 32, "--json", tmp_path / "json"]
     status, printed, _ = script(bench, "decode", *words)
     assert status == 0
@@ -118,10 +141,14 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
         assert (row["timed_calls"] < row["calls"]) == partly
     for steps in (4, 32):
         generator = seeded(0)
-        _, plan = (mdm_plan(3, 32, steps, generator) for _ in range(2))  # the first is a warm-up
+        _, plan = (
+            mdm_plan(3, 32, steps, generator) for _ in range(2)
+        )  # the first is a warm-up
         sizes = group_sizes(plan)
         assert {rows[system, steps]["calls"] for system in systems} == {sizes.shape[1]}
-        assert rows["encoder", steps]["token_forwards"] == 32 * int(sizes.count_nonzero())
+        assert rows["encoder", steps]["token_forwards"] == 32 * int(
+            sizes.count_nonzero()
+        )
         known = int((sizes.cumsum(dim=1) * (sizes > 0)).sum())
         assert rows["no-cache", steps]["token_forwards"] == known
         assert 3 * 32 <= rows["ours", steps]["token_forwards"] <= 3 * (2 * 32 + steps)
@@ -138,8 +165,13 @@ def test_memory_is_that_of_buffers_and_working_tensors():
     options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
     options["group"] = 4
     systems = ("ours", "l2r", "encoder")
-    result = decoding_speed.bench_decode(DecodeOptions(**TINY | options, systems=systems))
-    rows = {(r["system"], r["batch_size"], r["length"]): r["peak_bytes"] for r in result["rows"]}
+    result = decoding_speed.bench_decode(
+        DecodeOptions(**TINY | options, systems=systems)
+    )
+    rows = {
+        (r["system"], r["batch_size"], r["length"]): r["peak_bytes"]
+        for r in result["rows"]
+    }
     assert len(rows) == 2 * 2 * 3
     for system in ("ours", "l2r"):
         for size in (1, 2):
@@ -152,7 +184,12 @@ def test_impossible_settings_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(step_speed, "has_compiler", lambda: False)
     for measure, options, settings, words in (
         (decoding_speed.bench_decode, DecodeOptions, {"repeats": 0}, "--repeats is 0"),
-        (decoding_speed.bench_decode, DecodeOptions, {"json": Path("no/x")}, "--json .* make it"),
+        (
+            decoding_speed.bench_decode,
+            DecodeOptions,
+            {"json": Path("no/x")},
+            "--json .* make it",
+        ),
         (step_speed.bench_train, TrainOptions, {"device": "tpu"}, "tpu"),
         (step_speed.bench_train, TrainOptions, {}, "C[+][+] compiler .* --no-compile"),
     ):
@@ -169,10 +206,14 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: plain(self, backend=counting, **how)
+        torch.nn.Module,
+        "compile",
+        lambda self, **how: plain(self, backend=counting, **how),
     )
     torch._dynamo.reset()
-    options = TrainOptions(size="tiny", batch_size=2, length=32, compile=True, warmup=2, repeats=8)
+    options = TrainOptions(
+        size="tiny", batch_size=2, length=32, compile=True, warmup=2, repeats=8
+    )
     systems = [Trainee(name, options, CPU, torch.float32) for name in ("aogpt", "gpt")]
     ours = systems[0]
     assert torch.equal(systems[1].batch(3)[0], ours.batch(3)[0])
@@ -180,7 +221,10 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     orders = {tuple(ours.batch(step)[1].flatten().tolist()) for step in range(10)}
     steps = step_speed.measure(systems, options)
     assert len(graphs) == 2 and len(orders) == 10
-    assert {name: len(taken) for name, taken in steps.items()} == {"aogpt": 10, "gpt": 10}
+    assert {name: len(taken) for name, taken in steps.items()} == {
+        "aogpt": 10,
+        "gpt": 10,
+    }
 
 
 @needs_compiler
@@ -200,7 +244,10 @@ def test_figures_of_every_system_of_training_agree(capsys):
         assert row["tokens_per_second"] == pytest.approx(3 * 64 / row["seconds"])
         assert row["mfu"] is None, "no CPU has a known peak"
         median, low, high = row["times_gpt"]
-        assert median == pytest.approx(row["seconds"] / rows["gpt"]["seconds"]) and low <= high
+        assert (
+            median == pytest.approx(row["seconds"] / rows["gpt"]["seconds"])
+            and low <= high
+        )
     for row in eager:
         assert row["losses"] == pytest.approx(rows[row["system"]]["losses"], abs=1e-4)
 
@@ -208,25 +255,45 @@ def test_figures_of_every_system_of_training_agree(capsys):
 def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *words: (rows, []))
     for mfu, verdict in ((0.5, "ok"), (0.3, "FAILS"), (None, "")):
-        ours = {"tokens_per_second": 1e5, "times_gpt": [1.05], "mfu": mfu, "peak_bytes": 80}
+        ours = {
+            "tokens_per_second": 1e5,
+            "times_gpt": [1.05],
+            "mfu": mfu,
+            "peak_bytes": 80,
+        }
         rows = {"aogpt": ours, "gpt": {"tokens_per_second": 2e5}}
         found = {row[0]: row[3] for row in bench.training(tmp_path, "small", 32, 100)}
-        expected = {"MFU": verdict, "step x plain GPT's": "ok", "peak memory / plan": "ok"}
+        expected = {
+            "MFU": verdict,
+            "step x plain GPT's": "ok",
+            "peak memory / plan": "ok",
+        }
         assert {
             f"small, micro-batch 32: {n}": v for n, v in expected.items()
         }.items() <= found.items()
-    rows = {"ours": {"ms_per_call": 2.0, "times_floor": 2.4}, "encoder": {"times_ours": 99.0}}
+    rows = {
+        "ours": {"ms_per_call": 2.0, "times_floor": 2.4},
+        "encoder": {"times_ours": 99.0},
+    }
     for steps, far in ((1024, "FAILS"), (64, "")):
         found = {row[0]: row[3] for row in bench.decoding(tmp_path, "medium", steps)}
         name = f"decoding, {steps} steps"
-        assert found[f"{name}: x floor"] == "ok" and found[f"{name}: encoder x ours"] == far
+        assert (
+            found[f"{name}: x floor"] == "ok"
+            and found[f"{name}: encoder x ours"] == far
+        )
 
 
-def test_what_fails_or_misses_its_target_is_the_exit_status(tmp_path, monkeypatch, capsys):
+def test_what_fails_or_misses_its_target_is_the_exit_status(
+    tmp_path, monkeypatch, capsys
+):
     rows, failed = bench.measure(tmp_path, "broken", "decode", "--group", "-1")
     assert not rows and failed[0][-1] == "FAILS" and "--group" in failed[0][2]
     monkeypatch.setattr(bench, "on_a_cpu", lambda out: [bench.check("a", "1"), *failed])
     monkeypatch.setattr(bench, "pick_device", lambda device: CPU)
     assert bench.bench_gpu(tmp_path / "out") == 1
-    assert "There is no GPU here" in (out := capsys.readouterr().out) and "2 lines, 1 miss" in out
+    assert (
+        "There is no GPU here" in (out := capsys.readouterr().out)
+        and "2 lines, 1 miss" in out
+    )
     assert "FAILS" in (tmp_path / "out" / "gpu.json").read_text()

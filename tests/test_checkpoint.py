@@ -28,7 +28,9 @@ from aogpt.training.optimizers import EMA
 from aogpt.training.state import Progress, State, named_tensors, plain_values
 from convert import convert
 
-TINY = ModelConfig(vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
+TINY = ModelConfig(
+    vocab_size=19, block_size=8, n_layer=1, n_head=2, n_embd=8, cond_dim=4
+)
 DATA = {"tokenizer": "bytes", "vocab_size": 17}
 
 
@@ -76,8 +78,13 @@ def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
         for name, p in weights(model).items():
             expected[name] = d * expected[name] + (1 - d) * p.double()
     assert ema.updates == 200
-    for name, average in ema.weights.items():  # 200 roundings to float32 (2^-24 relative)
-        torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
+    for (
+        name,
+        average,
+    ) in ema.weights.items():  # 200 roundings to float32 (2^-24 relative)
+        torch.testing.assert_close(
+            average.double(), expected[name], rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -95,18 +102,34 @@ def test_the_model_has_its_own_weights_again_after_the_average_was_applied(fail)
 def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
     for step in range(1, 8):
         path = save(tmp_path, step, keep=3, best=2)
-    assert store.find(tmp_path) == [store.path_of(tmp_path, step) for step in (2, 5, 6, 7)]
+    assert store.find(tmp_path) == [
+        store.path_of(tmp_path, step) for step in (2, 5, 6, 7)
+    ]
     assert (tmp_path / "best").read_text() == "step_00000002\n"
-    for file in path.iterdir():  # others may read it as they may read any file of this user
+    for (
+        file
+    ) in path.iterdir():  # others may read it as they may read any file of this user
         assert file.stat().st_mode == (tmp_path / "best").stat().st_mode
     save(tmp_path, 8, keep=1, best=8)
-    assert store.find(tmp_path) == [store.path_of(tmp_path, 8)] == [store.best_of(tmp_path)]
+    assert (
+        store.find(tmp_path)
+        == [store.path_of(tmp_path, 8)]
+        == [store.best_of(tmp_path)]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
 
 
 def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path):
-    others = [".step_00000009.tmp", "step_9", "step_00000009.old", "notes", "step_00000009x"]
-    assert store.read_newest(tmp_path) is store.read_newest(tmp_path / "not there") is None
+    others = [
+        ".step_00000009.tmp",
+        "step_9",
+        "step_00000009.old",
+        "notes",
+        "step_00000009x",
+    ]
+    assert (
+        store.read_newest(tmp_path) is store.read_newest(tmp_path / "not there") is None
+    )
     for name in ["step_100000000", "step_00000020", "step_00000003", *others]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000004").touch()
@@ -165,15 +188,26 @@ DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the mes
     "no state": (lambda p: (p / STATE).unlink(), "lacks state.json"),
     "other state": (lambda p: (p / STATE).write_text("[1]"), STATE),
     "nested": (lambda p: (p / STATE).write_text("[" * 10**5), STATE),
-    "a newer format": (lambda p: change_state(p, format="aogpt-checkpoint-9"), "checkpoint-9"),
-    "text for a number": (lambda p: change_state(p, step="2"), "step is '2', but it must be"),
+    "a newer format": (
+        lambda p: change_state(p, format="aogpt-checkpoint-9"),
+        "checkpoint-9",
+    ),
+    "text for a number": (
+        lambda p: change_state(p, step="2"),
+        "step is '2', but it must be",
+    ),
     "no key": (lambda p: change_state(p, without="best"), "it lacks best"),
-    "a part elsewhere": (lambda p: change_state(p, parts={"../x": ""}), "../x is missing or not"),
+    "a part elsewhere": (
+        lambda p: change_state(p, parts={"../x": ""}),
+        "../x is missing or not",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, how):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path, capsys, how
+):
     older = save(tmp_path, 1)
     newest = save(tmp_path, 2)
     damage, words = DAMAGES[how]
@@ -181,7 +215,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     path, values = store.read_newest(tmp_path)
     assert path == older and values["step"] == 1
     (warning,) = capsys.readouterr().err.splitlines()
-    assert f"warning: {newest}" in warning and words in warning and "the one before it" in warning
+    assert (
+        f"warning: {newest}" in warning
+        and words in warning
+        and "the one before it" in warning
+    )
     with pytest.raises(CheckpointError, match=f"{newest}"):
         load(newest, "raw")
     assert load(tmp_path, "raw").path == str(older)
@@ -223,7 +261,10 @@ def test_a_checkpoint_of_other_tensors_than_its_model_has_is_named(tmp_path):
 
 
 FOREIGN = {  # writes a file -> what the message says
-    "other keys": (lambda path: torch.save({"iter_num": 3, "net": {}}, path), "iter_num"),
+    "other keys": (
+        lambda path: torch.save({"iter_num": 3, "net": {}}, path),
+        "iter_num",
+    ),
     "list": (lambda path: torch.save([1, 2], path), "holds a list"),
     "safetensors": (lambda path: save_file({"net.w": torch.zeros(1)}, path), "net.w"),
     "text": (lambda path: path.write_text("just some text\n" * 50), "cannot be read"),
@@ -233,31 +274,43 @@ FOREIGN = {  # writes a file -> what the message says
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(tmp_path, name):
+def test_a_foreign_file_is_an_error_that_says_what_was_found_and_what_is_supported(
+    tmp_path, name
+):
     write, words = FOREIGN[name]
     write(tmp_path / "foreign.pt")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/foreign.pt.*{words}.*supported are"):
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path}/foreign.pt.*{words}.*supported are"
+    ):
         load(tmp_path / "foreign.pt")
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("layout", ["zip", "legacy", "bare pickle"])
-def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, layout, inside):
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
+    tmp_path, layout, inside
+):
     """As a file of its own and beside a config.json; alone and among tensors."""
     target = tmp_path / "touched"
     path = tmp_path / "pytorch_model.bin"
     hostile = Hostile(target)
-    contents = {"vocab_embed.embedding": torch.zeros(3), "x": hostile} if inside else hostile
+    contents = (
+        {"vocab_embed.embedding": torch.zeros(3), "x": hostile} if inside else hostile
+    )
     if layout == "bare pickle":
         path.write_bytes(pickle.dumps(hostile))
     else:
         torch.save(contents, path, _use_new_zipfile_serialization=layout == "zip")
     (tmp_path / "config.json").write_text("{}")
     for given in (path, tmp_path):
-        with pytest.raises(CheckpointError, match=r"bin cannot be read.* refused.* run code"):
+        with pytest.raises(
+            CheckpointError, match=r"bin cannot be read.* refused.* run code"
+        ):
             load(given)
     assert not target.exists()
-    if layout != "bare pickle":  # the file is a real attack: a reader that trusts it runs it
+    if (
+        layout != "bare pickle"
+    ):  # the file is a real attack: a reader that trusts it runs it
         torch.load(path, weights_only=False)
         assert target.exists()
 
@@ -275,7 +328,10 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
     older = save(tmp_path, 1, best=1)
     newest = save(tmp_path, 2, best=1)
     state = tiny_state(2)
-    for which, expected in (("ema", state.averages[0].weights), ("raw", weights(state.model))):
+    for which, expected in (
+        ("ema", state.averages[0].weights),
+        ("raw", weights(state.model)),
+    ):
         loaded = load(tmp_path, which)
         assert_same(weights(loaded.model), expected)
         assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, which)
@@ -287,13 +343,19 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
         assert_same(weights(load_model(path)), tiny_state(1).averages[0].weights)
 
 
-@pytest.mark.parametrize("text", ["step_00000009", "../../other/checkpoints/step_00000001", ""])
-def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(tmp_path, text):
+@pytest.mark.parametrize(
+    "text", ["step_00000009", "../../other/checkpoints/step_00000001", ""]
+)
+def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(
+    tmp_path, text
+):
     save(tmp_path / "run", 1)
     save(tmp_path / "other", 1)
     best = tmp_path / "run" / "best"
     best.write_text(text)
-    with pytest.raises(CheckpointError, match="lacks state.json|does not hold the name"):
+    with pytest.raises(
+        CheckpointError, match="lacks state.json|does not hold the name"
+    ):
         load(best)
 
 
@@ -316,19 +378,29 @@ def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
         assert loaded.step == step and loaded.path == str(store.path_of(tmp_path, step))
         assert_same(weights(loaded.model), tiny_state(step).averages[0].weights)
     for which in ("4", "01", "newest", "../x", "-1"):
-        with pytest.raises(CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"):
+        with pytest.raises(
+            CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"
+        ):
             load(tmp_path, checkpoint=which)
-    with pytest.raises(CheckpointError, match="--checkpoint best: .* is not a run folder"):
+    with pytest.raises(
+        CheckpointError, match="--checkpoint best: .* is not a run folder"
+    ):
         load(store.path_of(tmp_path, 1), checkpoint="best")
     (tmp_path / "best").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint 'best'; it has last, 1, 2, 3$"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint 'best'; it has last, 1, 2, 3$"
+    ):
         load(tmp_path, checkpoint="best")
 
 
-def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder(tmp_path):
+def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder(
+    tmp_path,
+):
     """A reader does not know whether a job owns it."""
     flip_byte(save(tmp_path, 1) / "ema.safetensors", 200)
-    with pytest.raises(CheckpointError, match="none of the 1 .*checksum of ema") as error:
+    with pytest.raises(
+        CheckpointError, match="none of the 1 .*checksum of ema"
+    ) as error:
         load(tmp_path)
     assert "move" not in str(error.value)
 
@@ -372,7 +444,9 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path):
 
 def test_what_a_killed_convert_left_is_removed_by_the_next(tmp_path):
     save(tmp_path / "run", 1)
-    script = "import os, convert; convert.write_json = lambda *a: os.kill(os.getpid(), 9)\n"
+    script = (
+        "import os, convert; convert.write_json = lambda *a: os.kill(os.getpid(), 9)\n"
+    )
     script += f"convert.convert({str(tmp_path / 'run')!r}, convert.Path({str(tmp_path / 'to')!r}))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
     assert done.returncode == -9 and len(list(tmp_path.iterdir())) == 2
@@ -390,7 +464,9 @@ for step in range(1, 1_000_000):
 """
 
 
-def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(tmp_path, capfd):
+def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
+    tmp_path, capfd
+):
     """Both as fast as they can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env=env) as writer:
@@ -398,12 +474,19 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(tm
             wait_for((tmp_path / "best").exists, writer)
             for checkpoint in ("last", "best"):
                 steps = []
-                while len(steps) < 30 or len(set(steps)) < 6:  # a busy machine may hold the writer
+                while (
+                    len(steps) < 30 or len(set(steps)) < 6
+                ):  # a busy machine may hold the writer
                     assert writer.poll() is None
                     loaded = load(tmp_path, checkpoint=checkpoint)
                     steps.append(loaded.step)
-                    assert_same(weights(loaded.model), tiny_state(loaded.step).averages[0].weights)
+                    assert_same(
+                        weights(loaded.model),
+                        tiny_state(loaded.step).averages[0].weights,
+                    )
                 assert steps == sorted(steps)
         finally:
             writer.kill()
-    assert capfd.readouterr().err == "", "nothing is told of checkpoints that were replaced"
+    assert capfd.readouterr().err == "", (
+        "nothing is told of checkpoints that were replaced"
+    )

@@ -9,7 +9,12 @@ from reference import accept, seeded, tempered, truncated
 
 from aogpt.sampling import token_choice
 from aogpt.sampling.race import RACES, draw, fresh_uniforms
-from aogpt.sampling.token_choice import TokenChoice, _nucleus, choose_tokens, probabilities
+from aogpt.sampling.token_choice import (
+    TokenChoice,
+    _nucleus,
+    choose_tokens,
+    probabilities,
+)
 
 GRID = 2**13
 JUST_BELOW_ONE = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
@@ -62,8 +67,12 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     expected = defined(SHAPES[shape], choice)
     drawn = choose_tokens(logits.expand(GRID, -1), even_uniforms(GRID), choice)
     shares = drawn.bincount(minlength=len(logits)) / GRID
-    allowed = 2.001 / GRID + 4.5 * (expected * (1 - expected) / GRID).clamp(min=0) ** 0.5
-    assert ((shares - expected).abs() <= allowed).all() and not shares[expected == 0].any()
+    allowed = (
+        2.001 / GRID + 4.5 * (expected * (1 - expected) / GRID).clamp(min=0) ** 0.5
+    )
+    assert ((shares - expected).abs() <= allowed).all() and not shares[
+        expected == 0
+    ].any()
     (got,) = probabilities(logits[None], choice)
     assert got.dtype == torch.float64 and abs(float(got.sum()) - 1) < 1e-12
     assert (((got > 0) == (expected > 0)) | (got < 1e-12)).all()
@@ -73,26 +82,48 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     "choice",
-    [TokenChoice(), TokenChoice(0.6, 0.9), TokenChoice(1.5, top_k=7), TokenChoice(0.8, 0.7, 9)]
+    [
+        TokenChoice(),
+        TokenChoice(0.6, 0.9),
+        TokenChoice(1.5, top_k=7),
+        TokenChoice(0.8, 0.7, 9),
+    ]
     + [TokenChoice(noise="float32"), TokenChoice(0.7, 0.8, 5, "float32")],
     ids=str,
 )
 def test_drawn_tokens_pass_chi_square(choice, seed, path):
     logits = 1.5 * torch.randn(12, generator=seeded(seed))
-    drawn = choose_tokens(logits.expand(10_000, 12), random_uniforms(10_000, seed + 100), choice)
-    assert accept(drawn.bincount(minlength=12), defined(logits.double().tolist(), choice))
+    drawn = choose_tokens(
+        logits.expand(10_000, 12), random_uniforms(10_000, seed + 100), choice
+    )
+    assert accept(
+        drawn.bincount(minlength=12), defined(logits.double().tolist(), choice)
+    )
 
 
 @pytest.mark.parametrize(
-    "choice", [TokenChoice(0), TokenChoice(top_p=0), TokenChoice(0.5, 0, 3), TokenChoice(top_k=1)]
+    "choice",
+    [
+        TokenChoice(0),
+        TokenChoice(top_p=0),
+        TokenChoice(0.5, 0, 3),
+        TokenChoice(top_k=1),
+    ],
 )
-def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform(choice, path):
-    logits = torch.randint(5, (30, 50), generator=seeded(0)).float()  # ten ties or so in every row
+def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform(
+    choice, path
+):
+    logits = torch.randint(
+        5, (30, 50), generator=seeded(0)
+    ).float()  # ten ties or so in every row
     first = [row.index(max(row)) for row in logits.tolist()]
     for u in (0.0, 0.5, float(JUST_BELOW_ONE)):
         drawn = choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice)
         assert drawn.tolist() == first
-    assert choice.greedy and probabilities(logits, choice).nonzero()[:, 1].tolist() == first
+    assert (
+        choice.greedy
+        and probabilities(logits, choice).nonzero()[:, 1].tolist() == first
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +151,9 @@ def test_no_probability_mass_is_lost_below_float32():
     early = 1 - fresh_uniforms(uniforms, RACES)  # E = -log of the rest, about this
     uniforms = uniforms[early < 2.0**-20]
     assert 1 <= len(uniforms) <= 24  # 8 are expected
-    first, second = (-fresh_uniforms(uniforms, RACES + column).log() for column in (0, 1))
+    first, second = (
+        -fresh_uniforms(uniforms, RACES + column).log() for column in (0, 1)
+    )
     for factor, token in ((1.001, 0), (0.999, 1)):
         weights = torch.stack([factor * first, second], dim=1)
         assert (draw(weights, uniforms) == token).all()
@@ -143,7 +176,9 @@ DISTRIBUTIONS = {
     "random": lambda vocab, seed: 2 * normal(vocab, seed),
     "peaked": lambda vocab, seed: 6 * normal(vocab, seed),
     # few distinct values, so that the boundary runs through hundreds of equal tokens
-    "ties": lambda vocab, seed: torch.randint(4, (vocab,), generator=seeded(seed)) * 0.5,
+    "ties": lambda vocab, seed: (
+        torch.randint(4, (vocab,), generator=seeded(seed)) * 0.5
+    ),
     "bfloat16": lambda vocab, seed: (2 * normal(vocab, seed)).bfloat16().float(),
     # probabilities down to below the least float32 number, where they are 0
     "underflow": lambda vocab, seed: 40 * normal(vocab, seed),
@@ -179,24 +214,33 @@ def test_a_flat_nucleus_of_exact_size_holds_the_lowest_ids(vocab, path):
         choice = TokenChoice(top_p=size / vocab)
         expected = (torch.arange(vocab) < size).expand(4, vocab)
         assert torch.equal(probabilities(logits, choice) > 0, expected)
-        uniforms = torch.tensor([0.0, size / vocab, 0.9, JUST_BELOW_ONE], dtype=torch.float64)
+        uniforms = torch.tensor(
+            [0.0, size / vocab, 0.9, JUST_BELOW_ONE], dtype=torch.float64
+        )
         assert int(choose_tokens(logits, uniforms, choice).max()) < size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [10, 257, 50_304])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dtype, monkeypatch):
+def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
+    name, vocab, dtype, monkeypatch
+):
     """All in the nucleus; of 10 tokens, which a grid of uniforms can reach, all of the nucleus."""
     seeds = 4 if vocab > 1000 else 60
-    logits = torch.stack([DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]).to(dtype)
+    logits = torch.stack(
+        [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]
+    ).to(dtype)
     uniforms = random_uniforms(seeds, 1)
     uniforms[0] = 0.0
     uniforms[1] = JUST_BELOW_ONE
     if vocab == 10:
         logits = logits[:9].repeat(400, 1)
         uniforms = even_uniforms(400).repeat_interleave(9)
-    for choice in [*(TokenChoice(top_p=p) for p in TOP_P[1::2]), TokenChoice(0.7, 0.777, 9)]:
+    for choice in [
+        *(TokenChoice(top_p=p) for p in TOP_P[1::2]),
+        TokenChoice(0.7, 0.777, 9),
+    ]:
         by_row = choose_tokens(logits, uniforms, choice)
         with monkeypatch.context() as patch:
             patch.setattr(token_choice, "_may_branch", lambda x: False)
@@ -204,7 +248,11 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(name, vocab, dty
         expected = probabilities(logits, choice)
         assert (expected.gather(1, by_row[:, None]) > 0).all()
         if vocab == 10:
-            drawn = torch.zeros(400, 9, 10).scatter_(2, by_row.view(400, 9, 1), 1).sum(dim=0)
+            drawn = (
+                torch.zeros(400, 9, 10)
+                .scatter_(2, by_row.view(400, 9, 1), 1)
+                .sum(dim=0)
+            )
             assert ((drawn > 0) | (expected[:9] < 16 / 400)).all()
 
 
@@ -217,7 +265,9 @@ def test_bfloat16_noise_lowers_the_entropy():
     n = 4000
     error = float((probs * (-probs.log() - entropy) ** 2).sum() / n) ** 0.5
     for noise in ("float64", "float32", "bfloat16"):
-        drawn = choose_tokens(logits.expand(n, -1), random_uniforms(n, 3), TokenChoice(noise=noise))
+        drawn = choose_tokens(
+            logits.expand(n, -1), random_uniforms(n, 3), TokenChoice(noise=noise)
+        )
         surprisal = -probs[drawn].log().mean()
         if noise == "bfloat16":
             assert surprisal < 0.6 * entropy
@@ -231,9 +281,13 @@ def test_noise_never_draws_a_token_that_is_cut_off(noise):
     logits = torch.zeros(5000, 6)
     logits[:, 4] = 30.0
     uniforms = random_uniforms(5000, 0)
-    assert (choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise)) == 4).all()
+    assert (
+        choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise)) == 4
+    ).all()
     possible = torch.full((5000, 6), -math.inf).index_fill(1, torch.tensor([2, 5]), 0.0)
-    assert set(choose_tokens(possible, uniforms, TokenChoice(noise=noise)).tolist()) == {2, 5}
+    assert set(
+        choose_tokens(possible, uniforms, TokenChoice(noise=noise)).tolist()
+    ) == {2, 5}
 
 
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
@@ -254,7 +308,10 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
         row = (part * 10).long()
         column = (new * 10).long()
         observed = (row * 10 + column).bincount(minlength=100)
-        shares = row.bincount(minlength=10).double() / n, column.bincount(minlength=10) / n
+        shares = (
+            row.bincount(minlength=10).double() / n,
+            column.bincount(minlength=10) / n,
+        )
         assert accept(observed, torch.outer(shares[0], shares[1].double()).flatten())
     assert abs(float(torch.corrcoef(torch.stack([old, new]))[0, 1])) < 4 / math.sqrt(n)
     several = fresh_uniforms(old[:, None], torch.tensor([salt, salt + 1]))
@@ -273,7 +330,9 @@ def test_draw_is_proportional_to_weights_that_need_not_sum_to_one():
 def test_a_draw_races_blocks_and_then_ids_and_pads_what_is_no_multiple(vocab):
     """Every id as often as its weight says; in two blocks or more the marginals of blocks, too."""
     weights = torch.rand(vocab, generator=seeded(0), dtype=torch.float64) ** 8
-    drawn = torch.cat([draw(weights.expand(2000, -1), random_uniforms(2000, s)) for s in range(20)])
+    drawn = torch.cat(
+        [draw(weights.expand(2000, -1), random_uniforms(2000, s)) for s in range(20)]
+    )
     expected = weights / weights.sum()
     assert accept(drawn.bincount(minlength=vocab), expected)
     blocks = torch.zeros(-(-vocab // 64), dtype=torch.float64)
@@ -289,7 +348,9 @@ def test_rounding_of_the_logits_moves_no_token():
         logits = 2.5 * torch.randn(100, 50_304, generator=noise)
         uniforms = torch.rand(100, generator=noise, dtype=torch.float64)
         rounded = logits + 1e-6 * torch.randn(logits.shape, generator=noise)
-        one, other = (choose_tokens(x, uniforms, TokenChoice()) for x in (logits, rounded))
+        one, other = (
+            choose_tokens(x, uniforms, TokenChoice()) for x in (logits, rounded)
+        )
         moved += int((one != other).sum())
     assert moved <= 1
 

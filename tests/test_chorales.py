@@ -28,19 +28,33 @@ def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "made.json"
     lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
     low = [[60, 55, 48, 41]]
-    made = {s: [low + rng.integers(0, 13, (n, 4)) for n in of] for s, of in lengths.items()}
+    made = {
+        s: [low + rng.integers(0, 13, (n, 4)) for n in of] for s, of in lengths.items()
+    }
     made["train"][1][:, 0] = 78  # goes up by 3 at most
-    made = {s: [np.where(rng.random(c.shape) < 0.02, -1, c) for c in of] for s, of in made.items()}
+    made = {
+        s: [np.where(rng.random(c.shape) < 0.02, -1, c) for c in of]
+        for s, of in made.items()
+    }
     path.write_text(json.dumps(made, default=np.ndarray.tolist))
-    return path, made, helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
+    return (
+        path,
+        made,
+        helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None),
+    )
 
 
 def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(source):
     (_, made, folder), expected = source, []
     (long, high), [val], (test, last) = made.values()
-    for notes, start, most in (*((long, at, 6) for at in range(0, 69, 16)), (high, 0, 3)):
+    for notes, start, most in (
+        *((long, at, 6) for at in range(0, 69, 16)),
+        (high, 0, 3),
+    ):
         crop = notes[start : start + CROP]
-        expected += [np.where(crop < 0, -1, crop + shift) for shift in range(-5, most + 1)]
+        expected += [
+            np.where(crop < 0, -1, crop + shift) for shift in range(-5, most + 1)
+        ]
     val = (val[:32], val[32:64])
     test = (test[:32], last[:32], last[32:64])
     for split, crops in {"train": expected, "val": val, "test": test}.items():
@@ -51,12 +65,18 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
 
 
 @pytest.mark.slow
-def test_crops_of_the_published_file_are_counted_as_the_documentation_says(real_data, tmp_path):
+def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
+    real_data, tmp_path
+):
     if not (path := real_data / "chorales" / "Jsb16thSeparated.json.xz").exists():
         pytest.skip("AOGPT_DATA has no chorales")
     folder = helpers.prepared("chorales", tmp_path / "real", path, tokenizer=None)
     splits = load_meta(folder)["splits"]
-    assert [splits[s]["documents"] for s in ("train", "val", "test")] == [35_502, 552, 570]
+    assert [splits[s]["documents"] for s in ("train", "val", "test")] == [
+        35_502,
+        552,
+        570,
+    ]
     assert TOKENIZER.decode(read_tokens(folder, "test")[:8]) == "F4  C4  A3  F3\n" * 2
 
 
@@ -65,7 +85,9 @@ def test_text_is_a_line_a_sixteenth_and_is_read_back():
     assert TOKENIZER.encode("r C2 A5 C4 Bb3 A#3") == [0, 1, 46, 25, 23, 23]
     assert TOKENIZER.pitches([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
     for wrong in ("C6", "B1", "H4", "c4", "<|endoftext|>"):
-        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match("not a note of a chorale")
+        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match(
+            "not a note of a chorale"
+        )
 
 
 def notes_of(data):
@@ -103,12 +125,19 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
     one = [72, 67, 60, 48, 72, 65, -1, 48, 71, 65, 60, 48, 71, -1, 60, 48]
     then = 4 + BAR
     two = [70] * 300 * 4 + [70]  # a length of three bytes, and a voice that goes on
-    upper = [(72, 0, 2), (71, 2, 2), (70, then, 301)], [(67, 0, 1), (65, 1, 2), (70, then, 300)]
+    upper = (
+        [(72, 0, 2), (71, 2, 2), (70, then, 301)],
+        [(67, 0, 1), (65, 1, 2), (70, then, 300)],
+    )
     lower = [(60, 0, 1), (60, 2, 2), (70, then, 300)], [(48, 0, 4), (70, then, 300)]
-    assert [*notes_of(midi_file([one, two])).items()] == [*zip(VOICES, upper + lower, strict=True)]
+    assert [*notes_of(midi_file([one, two])).items()] == [
+        *zip(VOICES, upper + lower, strict=True)
+    ]
 
 
-def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run, tmp_path):
+def test_three_voices_given_the_fourth_is_scored_and_written(
+    source, script, run, tmp_path
+):
     (path, _, folder), ids = source, read_tokens(source[2], "test")
     out = tmp_path / "alto"
     how = {"predict": ("alto",), "tokenizer": None}
@@ -118,7 +147,16 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run
     for one in (decoder, helpers.encoder_config(encoder)):
         assert train.train(one, helpers.ALONE) == 0
         scores, written = (tmp_path / f"{one.name}{end}" for end in (".json", ".jsonl"))
-        words = "--datasets", alto, "--split", "test", "--num-orders", 1, "--json", scores
+        words = (
+            "--datasets",
+            alto,
+            "--split",
+            "test",
+            "--num-orders",
+            1,
+            "--json",
+            scores,
+        )
         assert script(eval_ppl, one.run_folder, *words)[0] == 0
         assert json.loads(scores.read_text())["results"][-1]["tokens"] == 3 * CROP
         words = "--prompts", alto, "--rows", 2, "--num-samples", 1, "--jsonl", written
@@ -126,8 +164,13 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, run
         [record] = helpers.read_lines(written)
         same = (record["tokens"] == ids[128:256]).reshape(CROP, 4).all(axis=0)
         assert same.tolist() == [True, False, True, True]
-        assert record["prompt_index"] == 1 and record["infill"].count("[MASK:1]") == CROP
-    assert "--midi is for models of chorales" in script(sample, run, "--midi", tmp_path / "no")[2]
+        assert (
+            record["prompt_index"] == 1 and record["infill"].count("[MASK:1]") == CROP
+        )
+    assert (
+        "--midi is for models of chorales"
+        in script(sample, run, "--midi", tmp_path / "no")[2]
+    )
 
 
 def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
@@ -136,13 +179,36 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
     script = helpers.run_script
     done = script("data/prepare.py", "chorales", "--source", source[0], "--out", data)
     assert "next: python train.py configs/chorales.toml --name data " in done.stdout
-    words = "--data.folder", data, "--out", tmp_path, "--train.steps", 2, "--optim.warmup-steps", 1
+    words = (
+        "--data.folder",
+        data,
+        "--out",
+        tmp_path,
+        "--train.steps",
+        2,
+        "--optim.warmup-steps",
+        1,
+    )
     script("train.py", "configs/chorales.toml", *words, "--train.no-compile")
     np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
     music, page, rows = (tmp_path / f"made.{kind}" for kind in ("mid", "html", "jsonl"))
-    words = "--num-samples", 1, "--midi", music, "--html", page, "--jsonl", rows, "--mode", "order"
+    words = (
+        "--num-samples",
+        1,
+        "--midi",
+        music,
+        "--html",
+        page,
+        "--jsonl",
+        rows,
+        "--mode",
+        "order",
+    )
     script("sample.py", tmp_path / "chorales", *words, "--order", f"file:file={voices}")
-    [record], [shown] = helpers.read_lines(rows), helpers.data_of(page.read_text())["samples"]
+    [record], [shown] = (
+        helpers.read_lines(rows),
+        helpers.data_of(page.read_text())["samples"],
+    )
     assert record["order"] == np.load(voices)[0].tolist()
     assert shown["roll"] == TOKENIZER.pitches(record["tokens"])
     assert music.read_bytes() == midi_file([shown["roll"]])
@@ -160,7 +226,12 @@ def test_a_piano_roll_has_a_row_a_pitch_and_shows_no_note_before_its_step(tmp_pa
         tab = browser.new_page()
         tab.goto((tmp_path / "page.html").as_uri() + "#sample=1&step=3")
         names, seen, x, y = zip(*tab.evaluate(state), strict=True)
-    assert names == (*"C5 G4 G4 C3 D5 G4 C4 r".split(),) and seen == (True,) * 4 + (False,) * 4
-    assert x[0] == x[1] == x[3] < x[2] < x[4] == x[5] == x[6] == x[7]  # two on one pitch
+    assert (
+        names == (*"C5 G4 G4 C3 D5 G4 C4 r".split(),)
+        and seen == (True,) * 4 + (False,) * 4
+    )
+    assert (
+        x[0] == x[1] == x[3] < x[2] < x[4] == x[5] == x[6] == x[7]
+    )  # two on one pitch
     rows = [round(2 * (one - y[4]) / (y[0] - y[4])) for one in y]  # D5 is two above C5
     assert rows == [2, 7, 7, 26, 0, 7, 14, 27]

@@ -50,9 +50,19 @@ INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
         ("print('\\u00e9\\u4e2d\\ud800'); return", 0, "\\xe9\\u4e2d\\ud800", ""),
         ("print('x' * 10**6, 'end'); return", 0, "x" * 10**6 + " end", ""),
         ("raise UserError('give --x')", 2, "", "error (rank 3): give --x"),
-        ("open('/x')", 2, "", "error (rank 3): [Errno 2] No such file or directory: '/x'"),
+        (
+            "open('/x')",
+            2,
+            "",
+            "error (rank 3): [Errno 2] No such file or directory: '/x'",
+        ),
         ("raise MemoryError", 2, "", f"error (rank 3): out of memory; {SMALLER}"),
-        (NO_THREAD, 2, "", f"error (rank 3): too many processes; {RAISE}: can't start new thread"),
+        (
+            NO_THREAD,
+            2,
+            "",
+            f"error (rank 3): too many processes; {RAISE}: can't start new thread",
+        ),
         ("return 5", 5, "", ""),
     ],
 )
@@ -79,7 +89,10 @@ def test_a_bug_in_the_model_keeps_its_traceback(run, data, script, monkeypatch):
     """As a process; and another script in this one, where the error itself arrives."""
     done = run_script("-c", BUG, run, "--num-samples", 1, check=False)
     assert done.returncode == 1 and "Traceback" in done.stderr
-    assert "ValueError: too many values to unpack (expected 2)" in done.stderr.splitlines()[-1]
+    assert (
+        "ValueError: too many values to unpack (expected 2)"
+        in done.stderr.splitlines()[-1]
+    )
 
     def forward(self, *arguments):
         raise ValueError("a bug")
@@ -99,7 +112,9 @@ def test_the_traceback_of_a_mistake_is_shown_on_demand(tmp_path, script, monkeyp
 def test_a_reader_that_leaves_ends_the_script_without_a_traceback():
     body = MAIN.format("for i in range(10**6): print(i)")
     piped = f"{sys.executable} -c '{body}' | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", piped], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", piped], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (141, "0\n", "")
 
 
@@ -124,7 +139,13 @@ def warn(text):
     Log.warn(SimpleNamespace(_print=lambda line, file: show(line)), text)
 
 
-ROUTES = {"print": show, "print0": ALONE.print0, "error": fail, "sample": draw, "warning": warn}
+ROUTES = {
+    "print": show,
+    "print0": ALONE.print0,
+    "error": fail,
+    "sample": draw,
+    "warning": warn,
+}
 ROUTES["table"] = lambda text: show(*markdown_table([text], [[text]]), sep="\n")
 
 
@@ -140,7 +161,9 @@ def test_no_foreign_text_controls_the_terminal_or_forges_a_line(route, text):
     if route == "sample":  # what was generated is bold
         shown = re.sub("\x1b\\[[01]m", "", shown)
     assert not {c for c in shown if unicodedata.category(c) == "Cc"} - {"\n", "\t"}
-    assert not set(shown) & set("\u2028\u2029\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069")
+    assert not set(shown) & set(
+        "\u2028\u2029\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069"
+    )
     if route in ("error", "warning"):
         assert shown.count("\n") == 1
     if route == "print":
@@ -154,7 +177,9 @@ def test_no_name_is_html_or_a_cell_or_a_line_of_a_markdown_page(tmp_path_factory
     table = markdown_table(["run", "loss"], [[name, "1"]])
     Outputs({}).write_report(path.with_suffix(".json"), {}, [f"# {name}", *table])
     lines = path.read_text().split("\n")
-    assert len(lines) == 5 and not any(re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines)
+    assert len(lines) == 5 and not any(
+        re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines
+    )
     assert len(re.findall(r"(?<!\\)\|", lines[3])) == 3
 
 

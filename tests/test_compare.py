@@ -32,7 +32,9 @@ def raw(run):
 @pytest.fixture(scope="module")
 def longer(data, run):
     """A model of twice the block size."""
-    config = tiny_config(data, run.parent, "longer", steps=6, model__block_size=2 * LENGTH)
+    config = tiny_config(
+        data, run.parent, "longer", steps=6, model__block_size=2 * LENGTH
+    )
     train.train(config, ALONE)
     return config.run_folder
 
@@ -45,9 +47,13 @@ def compare(evaluate):
     return call
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one document", "several documents"])
+@pytest.mark.parametrize(
+    "several", [False, True], ids=["one document", "several documents"]
+)
 @pytest.mark.parametrize("kind, draws", [("l2r", 1), ("random", 3)])
-def test_the_difference_is_paired(compare, run, raw, data, several, kind, draws, tmp_path):
+def test_the_difference_is_paired(
+    compare, run, raw, data, several, kind, draws, tmp_path
+):
     """Against numpy, from the losses of each model along the same orders."""
     count = 21
     clusters = np.zeros(21)
@@ -69,13 +75,19 @@ def test_the_difference_is_paired(compare, run, raw, data, several, kind, draws,
     half = max(error * stats.t.ppf(0.975, degrees) for error, degrees in errors)
     error, degrees = errors[-1]
     [row] = report["differences"]
-    assert [r["nll"] for r in report["results"]] == pytest.approx([one.mean(), two.mean()])
+    assert [r["nll"] for r in report["results"]] == pytest.approx(
+        [one.mean(), two.mean()]
+    )
     assert row["nll"]["difference"] == pytest.approx(mean, abs=1e-7)
     assert row["nll"]["half_width_95"] == pytest.approx(half, rel=1e-3)
-    assert row["p"] == pytest.approx(2 * stats.t.sf(abs(mean) / error, degrees), rel=1e-2)
+    assert row["p"] == pytest.approx(
+        2 * stats.t.sf(abs(mean) / error, degrees), rel=1e-2
+    )
     assert row["p_by"] == ("document" if several else "sequence")
     per_byte = row["bits_per_byte"]["a"] / row["nll"]["a"]
-    assert row["bits_per_byte"]["half_width_95"] == pytest.approx(half * per_byte, rel=1e-3)
+    assert row["bits_per_byte"]["half_width_95"] == pytest.approx(
+        half * per_byte, rel=1e-3
+    )
     if draws > 1:  # of the same orders: less than that of two estimates
         expected = math.sqrt(gap.var(axis=1, ddof=1).mean() / (count * draws))
         assert row["monte_carlo_error"] == pytest.approx(expected, rel=1e-3)
@@ -83,16 +95,24 @@ def test_the_difference_is_paired(compare, run, raw, data, several, kind, draws,
 
 
 def test_a_model_does_not_differ_from_itself(compare, run, encoder):
-    for path, options in ((run, "--orders l2r random confidence --group 2"), (encoder, "")):
+    for path, options in (
+        (run, "--orders l2r random confidence --group 2"),
+        (encoder, ""),
+    ):
         report = compare(path, path, f"{options} --max-sequences 5")
         for row in report["differences"]:
             numbers = row["nll"]["difference"], row["nll"]["half_width_95"], row["p"]
             assert numbers == (0, 0, 1), row
     [one] = compare(run, run, "--orders l2r --text the", datasets=())["differences"]
-    assert (one["nll"]["difference"], one["p"]) == (0, None)  # one sequence tells nothing
+    assert (one["nll"]["difference"], one["p"]) == (
+        0,
+        None,
+    )  # one sequence tells nothing
 
 
-def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, tmp_path):
+def test_models_of_other_blocks_and_kinds(
+    compare, run, longer, encoder, plain, tmp_path
+):
     """In blocks of the shorter model; what both have in common; also shorter than a block."""
     text = tmp_path / "my.txt"
     text.write_text(SENTENCE)
@@ -101,10 +121,15 @@ def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, 
     for result, path in zip(report["results"], (longer, run), strict=True):
         rows = tokens[:, :LENGTH], tokens[:, LENGTH:]
         model = load_model(path)
-        nll = [-model.token_log_probs(r, torch.arange(r.shape[1])[None]).double() for r in rows]
+        nll = [
+            -model.token_log_probs(r, torch.arange(r.shape[1])[None]).double()
+            for r in rows
+        ]
         expected = torch.cat(nll, dim=1).mean().item()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
-        assert result["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
+        assert result["bits_per_byte"] == pytest.approx(
+            expected / math.log(2), rel=1e-6
+        )
         assert (result["sequences"], result["tokens"]) == (2, 21)
     for a, b, orders in ((longer, encoder, ["random"]), (run, plain, ["l2r"])):
         report = compare(a, b, "--max-sequences 3")
@@ -115,7 +140,9 @@ def test_models_of_other_blocks_and_kinds(compare, run, longer, encoder, plain, 
     assert one["p"] is None and one["tokens"] == 3
 
 
-def test_neither_scores_a_first_token_that_one_cannot(compare, run, plain, data, tmp_path):
+def test_neither_scores_a_first_token_that_one_cannot(
+    compare, run, plain, data, tmp_path
+):
     """Of an export without a start token, as GPT-2."""
     convert(str(plain), tmp_path / "export")
     place = tmp_path / "export" / "config.json"
@@ -132,18 +159,39 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
     text = tmp_path / "my.txt"
     report = tmp_path / "r.json"
     text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
-    command = [sys.executable, "eval_ppl.py", run, raw, "--datasets", "/dev/stdin", text]
+    command = [
+        sys.executable,
+        "eval_ppl.py",
+        run,
+        raw,
+        "--datasets",
+        "/dev/stdin",
+        text,
+    ]
     command += ["--text", f"{SENTENCE}\né", "--json", report]
-    pipe = {"input": f"{SENTENCE}\né", "capture_output": True, "text": True, "cwd": ROOT}
+    pipe = {
+        "input": f"{SENTENCE}\né",
+        "capture_output": True,
+        "text": True,
+        "cwd": ROOT,
+    }
     done = subprocess.run(list(map(str, command)), check=True, **pipe)
     rows = json.loads(report.read_text())["differences"]
     assert [(row["dataset"], row["orders"]) for row in rows] == [
-        (name, orders) for name in ("stdin", "my.txt", "text") for orders in ("l2r", "random")
+        (name, orders)
+        for name in ("stdin", "my.txt", "text")
+        for orders in ("l2r", "random")
     ]
     for row in rows:
-        assert_same(row | {"dataset": ""}, rows[row["orders"] == "random"] | {"dataset": ""})
+        assert_same(
+            row | {"dataset": ""}, rows[row["orders"] == "random"] | {"dataset": ""}
+        )
     assert rows[0]["tokens"] == rows[0]["data"]["tokens"] == 24
-    assert done.stdout.count("left to right") == 3 and "A: " in done.stdout and "B: " in done.stdout
+    assert (
+        done.stdout.count("left to right") == 3
+        and "A: " in done.stdout
+        and "B: " in done.stdout
+    )
 
 
 def test_what_cannot_be_compared_or_scored_is_told(
@@ -161,12 +209,24 @@ def test_what_cannot_be_compared_or_scored_is_told(
             [run, other, "--datasets", data],
             "has gpt2 tokens, of another vocabulary: compare models",
         ),
-        ([plain, encoder, "--datasets", data], "both score in one pass: give --orders l2r"),
+        (
+            [plain, encoder, "--datasets", data],
+            "both score in one pass: give --orders l2r",
+        ),
         ([run, raw, "third", "--datasets", data], "third"),
-        ([run, raw, "--datasets", data, "--ensemble", 1, 4], "leave out --ensemble and --bound"),
-        ([run, raw, "--datasets", data, "--bound", "iw"], "leave out --ensemble and --bound"),
+        (
+            [run, raw, "--datasets", data, "--ensemble", 1, 4],
+            "leave out --ensemble and --bound",
+        ),
+        (
+            [run, raw, "--datasets", data, "--bound", "iw"],
+            "leave out --ensemble and --bound",
+        ),
         ([run, raw], "give RUN first, then --datasets and names, or --text"),
-        ([run, "--text", ""], "text has 0 tokens, of which none can be scored: give a longer text"),
+        (
+            [run, "--text", ""],
+            "text has 0 tokens, of which none can be scored: give a longer text",
+        ),
         ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
         ([run, "--datasets", tmp_path / "latin.txt"], "save the file as UTF-8"),
         (
@@ -174,7 +234,10 @@ def test_what_cannot_be_compared_or_scored_is_told(
             "No such file or directory: '" + str(tmp_path / "none.txt"),
         ),
         ([run, "--datasets", "a/x.txt", "b/x.txt"], "two texts are called 'x.txt'"),
-        ([run, "--datasets", "/dev/stdin", "/dev/stdin"], "two texts are called 'stdin'"),
+        (
+            [run, "--datasets", "/dev/stdin", "/dev/stdin"],
+            "two texts are called 'stdin'",
+        ),
         ([run, "--datasets", "text", "--text", "a"], "two texts are called 'text'"),
     ):
         status, out, err = script(eval_ppl, *words)

@@ -33,9 +33,13 @@ def load(tmp_path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(path, load):
+def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(
+    path, load
+):
     config = configuration.load_toml(path)
-    assert config.name == path.stem, "two configs with one name would share a run folder"
+    assert config.name == path.stem, (
+        "two configs with one name would share a run folder"
+    )
     with torch.device("meta"):
         build_model(config.model)
     assert load(configuration.to_toml(config)) == config
@@ -73,7 +77,9 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert (o.schedule, o.warmup_steps, o.min_lr_ratio) == ("cosine", 2000, 0.1)
     assert (o.grad_clip, o.ema_decay) == (1.0, 0.0 if system == "sigmagpt" else 0.9999)
     assert (t.steps, t.batch_size * m.block_size) == (500_000, 2**19)
-    assert config.data.folder == "data/openwebtext" and not config.data.random_length_prob
+    assert (
+        config.data.folder == "data/openwebtext" and not config.data.random_length_prob
+    )
 
 
 def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
@@ -97,30 +103,54 @@ ENCODER_FILE = '[model]\nattention = "full"\ntarget = "none"\nmask_token = 50257
 
 REFUSED = [  # a config file, and what the message says besides the file's name
     # not a config file at all
-    *((text, NOT_TOML) for text in ("[optim\nlr = 1", "name = ", b"name = '\xff'", "import os")),
+    *(
+        (text, NOT_TOML)
+        for text in ("[optim\nlr = 1", "name = ", b"name = '\xff'", "import os")
+    ),
     # a key that does not exist: the nearest one is named
-    ("[optim]\nwarmup_step = 1", UNKNOWN.format("optim.warmup_step", "optim.warmup_steps")),
-    ("[train]\nstep = 2", UNKNOWN.format("train.step", "train.steps")),  # not schedule.step
+    (
+        "[optim]\nwarmup_step = 1",
+        UNKNOWN.format("optim.warmup_step", "optim.warmup_steps"),
+    ),
+    (
+        "[train]\nstep = 2",
+        UNKNOWN.format("train.step", "train.steps"),
+    ),  # not schedule.step
     ("lr = 1.0", UNKNOWN.format("lr", "optim.lr")),  # the right name in the wrong place
     # a value that is none, or out of its range
     ("model = 3", "model is 3, but it must be a table"),
     ("schedule = 3", "schedule is 3, but it must be a list"),
-    ('[optim]\nkind = "adam"', "optim.kind is 'adam'", "'adamw', 'muon'; did you mean 'adamw'?"),
+    (
+        '[optim]\nkind = "adam"',
+        "optim.kind is 'adam'",
+        "'adamw', 'muon'; did you mean 'adamw'?",
+    ),
     ('[order]\nkind = "randm"', "order.kind is 'randm'", "'mixture'"),
     ("[optim]\nlr = nan", "optim.lr is nan"),
     ("[data]\nrandom_length_prob = 1.5", "data.random_length_prob is 1.5", "at most 1"),
     *((f'name = "{name}"', "name is '") for name in ("", "a/b", ".", "..")),
     # values that do not go together
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),
-    ("[optim]\nwarmup_steps = 11\n[train]\nsteps = 10", "_steps (11)", "train.steps (10)"),
+    (
+        "[optim]\nwarmup_steps = 11\n[train]\nsteps = 10",
+        "_steps (11)",
+        "train.steps (10)",
+    ),
     (
         "[optim]\nema_decay = 0.9\nmore_ema_decays = [0.8, 0.9]",
         "must differ in their first six digits",
     ),
-    ("[train]\nsteps = 8\nepochs = 3", "train.steps and train.epochs: leave one of them out"),
+    (
+        "[train]\nsteps = 8\nepochs = 3",
+        "train.steps and train.epochs: leave one of them out",
+    ),
     ("[train]\ntimeout = 1e30", "train.timeout is 1", "at most 1000000"),
     ("[train]\nmax_iters = 2", UNKNOWN.format("train.max_iters", "train.steps")),
-    ('[order]\nkind = "fixed_blockwise"\nblock = 2048', "block 2048", "model.block_size 1024"),
+    (
+        '[order]\nkind = "fixed_blockwise"\nblock = 2048',
+        "block 2048",
+        "model.block_size 1024",
+    ),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
     ('[model]\ntarget = "none"', "model.target", "order.kind", "'l2r'"),
@@ -129,30 +159,47 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ('[objective]\nkind = "groupwise"', "needs model.target = 'two_stream'"),
     (ENCODER_FILE, "does not fit an encoder", "'score_entropy'"),
     (ENCODER_FILE + 'noise = true\n[objective]\nkind = "k_dce"', "belong together"),
-    (ENCODER_FILE + '[objective]\nkind = "k_dce"\n[[schedule]]', "an encoder has no order"),
+    (
+        ENCODER_FILE + '[objective]\nkind = "k_dce"\n[[schedule]]',
+        "an encoder has no order",
+    ),
 ]
 
 
 @pytest.mark.parametrize("text, words", [(text, words) for text, *words in REFUSED])
-def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(load, text, words):
+def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(
+    load, text, words
+):
     with pytest.raises(ValueError, match=r"run\.toml") as error:
         load(text)
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_model_without_target_positions_may_train_on_any_order_that_never_changes(load):
+def test_a_model_without_target_positions_may_train_on_any_order_that_never_changes(
+    load,
+):
     for kind in ('"l2r"', '"fixed_random"', '"mixture"\nl2r_prob = 1.0'):
         load(f'[model]\ntarget = "none"\n[order]\nkind = {kind}')
 
 
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
     path = ROOT / "configs" / "quickstart.toml"
-    options = "--optim.lr 3e-4 --model.target input --train.compile --name other".split()
+    options = (
+        "--optim.lr 3e-4 --model.target input --train.compile --name other".split()
+    )
     base = configuration.load_toml(path)
     config = configuration.from_command_line([str(path), *options], "")
-    changed = {key: after for key, (_, after) in configuration.differences(base, config).items()}
-    given = {"name": "other", "model.target": "input", "optim.lr": 3e-4, "train.compile": True}
+    changed = {
+        key: after
+        for key, (_, after) in configuration.differences(base, config).items()
+    }
+    given = {
+        "name": "other",
+        "model.target": "input",
+        "optim.lr": 3e-4,
+        "train.compile": True,
+    }
     assert changed == given
 
 
@@ -163,9 +210,13 @@ def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():
         (["--model.target", "none"], ["model.target", "order.kind"]),
     ],
 )
-def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(options, words, capsys):
+def test_a_bad_override_exits_with_status_2_and_names_the_key_and_the_file(
+    options, words, capsys
+):
     with pytest.raises(SystemExit) as stop:
-        configuration.from_command_line([str(ROOT / "configs" / "quickstart.toml"), *options], "")
+        configuration.from_command_line(
+            [str(ROOT / "configs" / "quickstart.toml"), *options], ""
+        )
     assert stop.value.code == 2
     # the box may break lines anywhere
     message = "".join(capsys.readouterr().err.replace("│", " ").split())
@@ -212,7 +263,9 @@ def test_whole_numbers_may_have_exponents_and_epochs_become_steps(load, tmp_path
     assert load("[train]\nsteps = 1e4\n[optim]\nlr = 1e0").train.steps == 10_000
     by_epochs = tmp_path / "epochs.toml"
     by_epochs.write_text("[train]\nepochs = 3")
-    steps = configuration.from_command_line([str(by_epochs), "--train.steps", "4000"], "")
+    steps = configuration.from_command_line(
+        [str(by_epochs), "--train.steps", "4000"], ""
+    )
     assert (steps.train.steps, steps.train.epochs) == (4000, 0)
     config = parsed("--train.epochs", "2.5").with_steps(num_blocks=1001)
     assert (config.train.steps, config.train.epochs) == (math.ceil(2.5 * 1001 / 16), 0)
@@ -224,11 +277,17 @@ def test_whole_numbers_may_have_exponents_and_epochs_become_steps(load, tmp_path
 
 @given(world=st.integers(1, 40), share=st.integers(1, 60), most=st.integers(1, 70))
 def test_micro_batches_fit_the_number_of_processes(world, share, most):
-    config = change(Config(), train__batch_size=world * share, train__micro_batch_size=most)
+    config = change(
+        Config(), train__batch_size=world * share, train__micro_batch_size=most
+    )
     size = config.micro_batch_size(world)
     assert share % size == 0 and size <= most
-    assert not any(share % larger == 0 for larger in range(size + 1, min(share, most) + 1))
-    with pytest.raises(UserError, match=f"multiple of the {world * share + 1} processes"):
+    assert not any(
+        share % larger == 0 for larger in range(size + 1, min(share, most) + 1)
+    )
+    with pytest.raises(
+        UserError, match=f"multiple of the {world * share + 1} processes"
+    ):
         config.micro_batch_size(world * share + 1)
 
 
@@ -238,7 +297,10 @@ def test_micro_batches_fit_the_number_of_processes(world, share, most):
         ("run.toml", "optim.warmup_steps"),
         ("nowhere.toml", "nowhere.toml"),
         (".", "Is a directory"),
-        ("--optim.lr", "config file first, e.g. python train.py configs/quickstart.toml"),
+        (
+            "--optim.lr",
+            "config file first, e.g. python train.py configs/quickstart.toml",
+        ),
     ],
 )
 def test_a_bad_file_ends_the_script_with_status_2_and_one_line(
@@ -257,7 +319,14 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     status, shown, _ = script(train, "--help")
     assert status == 0 and max(map(len, shown.splitlines())) <= columns
     first = "\n".join(shown.splitlines()[:28])
-    for key in ("name", "data.folder", "model.n-layer", "optim.lr", "train.steps", "eval.interval"):
+    for key in (
+        "name",
+        "data.folder",
+        "model.n-layer",
+        "optim.lr",
+        "train.steps",
+        "eval.interval",
+    ):
         assert f"--{key}" in first, key
     boxes = shown[shown.index("-h, --help") :]
     for key in KEYS:

@@ -51,7 +51,11 @@ def test_round_trip(tokenizer, text):
 @needs_gpt2
 def test_gpt2_has_gpt2s_ids():
     tokenizer = get_tokenizer("gpt2")
-    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == (
+        "gpt2",
+        50257,
+        50256,
+    )
     assert tokenizer.encode("hello world\n") == [31373, 995, 198]
     with pytest.raises(UserError, match="did you mean 'gpt2'"):
         get_tokenizer("gtp2")
@@ -61,11 +65,17 @@ def test_gpt2_has_gpt2s_ids():
 def test_encode_and_decode_of_the_unusual(tokenizer):
     tokenizer = get_tokenizer(tokenizer)
     encoded = tokenizer.encode("a<|endoftext|>b")  # text like any other
-    assert tokenizer.eot not in encoded and tokenizer.decode(encoded) == "a<|endoftext|>b"
+    assert (
+        tokenizer.eot not in encoded and tokenizer.decode(encoded) == "a<|endoftext|>b"
+    )
     assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
     assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
     encoded = tokenizer.encode("naïve")
-    assert tokenizer.decode(torch.tensor(encoded)) == tokenizer.decode(np.array(encoded)) == "naïve"
+    assert (
+        tokenizer.decode(torch.tensor(encoded))
+        == tokenizer.decode(np.array(encoded))
+        == "naïve"
+    )
     assert "\ufffd" in tokenizer.decode(tokenizer.encode("🤖")[:1])
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     for wrong in (-1, tokenizer.vocab_size):
@@ -78,7 +88,9 @@ def test_encode_and_decode_of_the_unusual(tokenizer):
 
 
 # every kind of byte that UTF-8 knows, in any order, which hardly ever is UTF-8
-BYTES = st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256])
+BYTES = st.sampled_from(
+    [0x41, 0x80, 0x9F, 0xA0, 0xC2, 0xE0, 0xE1, 0xED, 0xF0, 0xF4, 0xFF, 256]
+)
 
 
 @every_tokenizer
@@ -101,19 +113,29 @@ def test_pieces_hold_whole_characters_and_end_with_their_document(tokenizer):
         pieces = tokenizer.pieces(np.array(tokenizer.encode(text), int))
         assert "".join(pieces) == text
         if is_bytes:  # a character stands where its last byte is
-            assert pieces == [part for c in text for part in [""] * (len(c.encode()) - 1) + [c]]
+            assert pieces == [
+                part for c in text for part in [""] * (len(c.encode()) - 1) + [c]
+            ]
     part = tokenizer.encode("🤖")[:-1]
     half = [""] * (len(part) - 1) + ["\ufffd"]
-    assert tokenizer.pieces([*part, tokenizer.eot, *part]) == [*half, "<|endoftext|>", *half]
+    assert tokenizer.pieces([*part, tokenizer.eot, *part]) == [
+        *half,
+        "<|endoftext|>",
+        *half,
+    ]
 
 
 def routed(texts, fraction, limit=None):
-    return list(packing.route({"train": sources.Corpus(iter(texts), [])}, fraction, limit))
+    return list(
+        packing.route({"train": sources.Corpus(iter(texts), [])}, fraction, limit)
+    )
 
 
 def validation_documents(count, fraction, limit=None) -> list[int]:
     found = routed([str(i) for i in range(count)], fraction, limit)
-    assert [text for _, text in found] == [str(i) for i in range(min(count, limit or count))]
+    assert [text for _, text in found] == [
+        str(i) for i in range(min(count, limit or count))
+    ]
     return [int(text) for split, text in found if split == "val"]
 
 
@@ -130,7 +152,9 @@ def test_both_splits_get_documents_by_index_only(count, more, fraction):
 def test_the_draw_is_uniform_within_groups():
     places = np.array(validation_documents(20_000, 0.1)) % 10
     counts = np.bincount(places, minlength=10)
-    assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
     # fixed numbers: a prepared split must survive a change of numpy's version
     assert validation_documents(60, 0.1) == [4, 19, 24, 37, 46, 58]
 
@@ -138,7 +162,12 @@ def test_the_draw_is_uniform_within_groups():
 @given(st.text(st.sampled_from("ab \n"), max_size=50), st.floats(0.01, 0.5))
 def test_a_single_document_is_split_once(text, fraction):
     (one, train), (other, val) = routed([text + "the end"], fraction)
-    assert (one, other) == ("train", "val") and train + val == text + "the end" and train and val
+    assert (
+        (one, other) == ("train", "val")
+        and train + val == text + "the end"
+        and train
+        and val
+    )
 
 
 def write_dataset(folder: Path, tokens, **changes) -> Path:
@@ -146,8 +175,19 @@ def write_dataset(folder: Path, tokens, **changes) -> Path:
     content = np.asarray(tokens, dtype=np.uint16).tobytes()
     (folder / "train.bin").write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
-    entry = {"file": "train.bin", "tokens": len(tokens), "documents": 1, "sha256": sha256}
-    meta = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16"}
+    entry = {
+        "file": "train.bin",
+        "tokens": len(tokens),
+        "documents": 1,
+        "sha256": sha256,
+    }
+    meta = {
+        "format": 1,
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot": 256,
+        "dtype": "uint16",
+    }
     meta |= {"splits": {"train": entry}} | changes
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
@@ -161,8 +201,13 @@ def numbered(tmp_path_factory) -> TokenDataset:
 
 
 def test_blocks(numbered):
-    assert isinstance(numbered.tokens, np.memmap) and numbered.tail().tolist() == [[92, 93, 94]]
-    assert numbered.blocks(np.array([22, 0])).tolist() == [[88, 89, 90, 91], [0, 1, 2, 3]]
+    assert isinstance(numbered.tokens, np.memmap) and numbered.tail().tolist() == [
+        [92, 93, 94]
+    ]
+    assert numbered.blocks(np.array([22, 0])).tolist() == [
+        [88, 89, 90, 91],
+        [0, 1, 2, 3],
+    ]
     assert numbered.blocks(np.array([], dtype=np.int64)).shape == (0, 4)
     for wrong in (-1, 23):
         with pytest.raises(AssertionError):
@@ -198,18 +243,26 @@ def test_token_files_of_nanogpt_are_read(tmp_path):
         ids.tofile(tmp_path / f"{split}.bin")
     assert find_dataset(tmp_path) == tmp_path
     dataset = TokenDataset(tmp_path, "val", 4, verify=True)
-    assert dataset.tokens.tolist() == ids.tolist() and dataset.meta["tokenizer"] == "gpt2"
+    assert (
+        dataset.tokens.tolist() == ids.tolist() and dataset.meta["tokenizer"] == "gpt2"
+    )
     assert "tokenizer gpt2" in dataset.meta["notes"][0]
     (tmp_path / "meta.pkl").write_bytes(b"")  # of characters, e.g.
     with pytest.raises(UserError, match="a vocabulary of its own"):
         load_meta(tmp_path)
 
 
-@given(seed=st.integers(0, 2**64 - 1), global_batch=st.integers(1, 60), start=st.integers(0, 4))
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    global_batch=st.integers(1, 60),
+    start=st.integers(0, 4),
+)
 def test_every_block_once_per_epoch(numbered, seed, global_batch, start):
     # batches straddle epochs, or hold several
     steps = range(math.ceil(23 * (start + 2) / global_batch) + 1)
-    batches = [numbered.batch(seed, step, range(global_batch), global_batch) for step in steps]
+    batches = [
+        numbered.batch(seed, step, range(global_batch), global_batch) for step in steps
+    ]
     seen = torch.cat(batches)[:, 0] // 4
     for epoch in range(start + 2):
         assert sorted(seen[23 * epoch : 23 * (epoch + 1)].tolist()) == list(range(23))
@@ -221,7 +274,9 @@ def test_every_block_once_per_epoch(numbered, seed, global_batch, start):
     size=st.integers(1, 30),
     cuts=st.lists(st.integers(0, 30), max_size=4),
 )
-def test_any_partition_into_processes_gives_the_same_batch(numbered, seed, step, size, cuts):
+def test_any_partition_into_processes_gives_the_same_batch(
+    numbered, seed, step, size, cuts
+):
     whole = numbered.batch(seed, step, range(size), size)
     edges = itertools.pairwise([0, *sorted(min(cut, size) for cut in cuts), size])
     parts = [numbered.batch(seed, step, range(*edge), size) for edge in edges]
@@ -256,7 +311,9 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
         with pytest.raises(UserError, match="train.bin does not match its checksum"):
             TokenDataset(folder, "train", 16, verify=True)
     file.write_bytes(original[:-2])
-    with pytest.raises(UserError, match="train.bin has .* bytes, but .* tokens need .* damaged"):
+    with pytest.raises(
+        UserError, match="train.bin has .* bytes, but .* tokens need .* damaged"
+    ):
         TokenDataset(folder, "train", 16)
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train.bin"):
@@ -277,10 +334,28 @@ ENTRY = {"file": "train.bin", "tokens": 50, "sha256": ""}
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (50, "train", 1, {"format": 3}, "format 3.*update the code"),
         (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),
-        (50, "train", 1, {"splits": {"train": ENTRY | {"file": "../secret"}}}, "train.file is"),
-        (50, "train", 1, {"splits": {"train": ENTRY | {"tokens": True}}}, "train.tokens is"),
+        (
+            50,
+            "train",
+            1,
+            {"splits": {"train": ENTRY | {"file": "../secret"}}},
+            "train.file is",
+        ),
+        (
+            50,
+            "train",
+            1,
+            {"splits": {"train": ENTRY | {"tokens": True}}},
+            "train.tokens is",
+        ),
         (300, "train", 1, {}, "holds the id 299"),  # even where the checksum is right
-        (64, "train", 16, {"block_size": 32, "protocol": "sedd"}, "not of 16: .* --block-size 16"),
+        (
+            64,
+            "train",
+            16,
+            {"block_size": 32, "protocol": "sedd"},
+            "not of 16: .* --block-size 16",
+        ),
     ],
 )
 def test_loader_refuses(tmp_path, tokens, split, block_size, changes, says):
@@ -308,11 +383,18 @@ def test_find_dataset(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "DATA", tmp_path / "data")
     (tmp_path / "data").mkdir()
     folder = write_dataset(tmp_path / "data" / "mine", range(9))
-    assert find_dataset("mine") == find_dataset(str(folder)) == find_dataset(folder) == folder
+    assert (
+        find_dataset("mine")
+        == find_dataset(str(folder))
+        == find_dataset(folder)
+        == folder
+    )
     assert read_tokens(folder, "train").tolist() == list(range(9))
     monkeypatch.chdir(tmp_path / "data")
     assert find_dataset("mine") == Path("mine")
-    with pytest.raises(FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb "):
+    with pytest.raises(
+        FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb "
+    ):
         find_dataset("ptb")
 
 
@@ -331,7 +413,10 @@ def write_vocabulary(path, change=lambda lines: lines):
         (lambda lines: [*lines, "IHRoZQ== 259"], "ids must be 0, 1, ... each once"),
         (lambda lines: ["A*== 0", *lines[1:]], "line 1: not the base64 of a token"),
         (lambda lines: ["AA== x", *lines[1:]], "line 1: not the base64 of a token"),
-        (lambda lines: ["IHRoZQ== 0", *lines[1:]], "each of the 256 bytes must be a token"),
+        (
+            lambda lines: ["IHRoZQ== 0", *lines[1:]],
+            "each of the 256 bytes must be a token",
+        ),
         (lambda lines: [], "at least 256"),
     ],
 )
@@ -351,7 +436,9 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
     )
     found = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
     assert found[0] == found[1] != found[2] and found[0] == sha256_file(one)
-    with pytest.raises(UserError, match="tokenizer.tiktoken has changed .* put its file back"):
+    with pytest.raises(
+        UserError, match="tokenizer.tiktoken has changed .* put its file back"
+    ):
         get_tokenizer(str(other), found[0])
     english = Path(tokenizers.__file__).with_name("english.tiktoken")
     assert get_tokenizer("english").sha256 == sha256_file(english)
@@ -360,10 +447,15 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
         known, {"tokenizer": "english"}
     )
     assert not other_tokenizer(known, known | {"tokenizer": "tokenizer.tiktoken"})
-    for change in ({"tokenizer_sha256": found[2]}, {"tokenizer": "b", "tokenizer_sha256": None}):
+    for change in (
+        {"tokenizer_sha256": found[2]},
+        {"tokenizer": "b", "tokenizer_sha256": None},
+    ):
         assert other_tokenizer(known, known | change)
     for content in (None, b""):
-        (tmp_path / "none.tiktoken").write_bytes(content) if content is not None else None
+        (tmp_path / "none.tiktoken").write_bytes(
+            content
+        ) if content is not None else None
         with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
             get_tokenizer(str(tmp_path / "none.tiktoken"))
 
@@ -374,7 +466,9 @@ def test_gpt2s_vocabulary_is_the_published_one():
     assert get_tokenizer("gpt2").sha256 == expected
 
 
-def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(tmp_path):
+def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
+    tmp_path,
+):
     (tmp_path / "a.txt").write_text("the cat sat on the cat, " * 60)
     options = {"tokenizer": str(write_vocabulary(tmp_path / "v.tiktoken"))}
     data = prepared("text", tmp_path / "data", tmp_path / "a.txt", **options)
@@ -384,14 +478,24 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(t
     train.train(config, ALONE)
     convert(str(config.run_folder), tmp_path / "export")
     (tmp_path / "v.tiktoken").unlink()
-    for path in (config.run_folder, store.find(config.run_folder)[0], tmp_path / "export"):
+    for path in (
+        config.run_folder,
+        store.find(config.run_folder)[0],
+        tmp_path / "export",
+    ):
         loaded = load(path)
-        assert loaded.tokenizer_sha256 == meta["tokenizer_sha256"] == loaded.get_tokenizer().sha256
+        assert (
+            loaded.tokenizer_sha256
+            == meta["tokenizer_sha256"]
+            == loaded.get_tokenizer().sha256
+        )
         assert loaded.get_tokenizer().encode("the cat") == [256, 257]
         assert open_eval_set(data, None, loaded).bytes_per_token > 1.2
 
     (tmp_path / "export" / "tokenizer.tiktoken").unlink()
-    with pytest.raises(UserError, match="export.*tokenizer.tiktoken.* missing .* copy it back"):
+    with pytest.raises(
+        UserError, match="export.*tokenizer.tiktoken.* missing .* copy it back"
+    ):
         loaded.get_tokenizer()
 
     swap = {"tokenizer": str(tmp_path / "w.tiktoken"), "overwrite": True}
@@ -410,7 +514,9 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(t
         train.train(config, ALONE)
 
 
-def test_data_is_found_by_name_in_training_as_in_evaluation(tmp_path, monkeypatch, data):
+def test_data_is_found_by_name_in_training_as_in_evaluation(
+    tmp_path, monkeypatch, data
+):
     monkeypatch.setattr(loader, "DATA", tmp_path)
     shutil.copytree(data, tmp_path / "words")
     monkeypatch.chdir(data)
@@ -422,7 +528,13 @@ def test_data_is_found_by_name_in_training_as_in_evaluation(tmp_path, monkeypatc
 def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):
     folder = write_dataset(tmp_path, np.arange(95))
     few = TokenDataset(folder, "train", 4, max_tokens=22)
-    assert few.num_blocks == 5 and few.blocks(range(5))[:, 0].tolist() == [0, 16, 36, 52, 72]
+    assert few.num_blocks == 5 and few.blocks(range(5))[:, 0].tolist() == [
+        0,
+        16,
+        36,
+        52,
+        72,
+    ]
     seen = torch.cat([few.batch(3, step, range(5), 5) for step in range(4)])
     assert seen[:, 0].bincount(minlength=95)[[0, 16, 36, 52, 72]].tolist() == [4] * 5
     assert TokenDataset(folder, "train", 4, max_tokens=10**9).num_blocks == 23
@@ -433,7 +545,9 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     starts = {"a": 0, "b": 10_000, "c": 20_000}
     for name, start in starts.items():
         write_dataset(tmp_path / name, np.arange(start, start + 600), vocab_size=60_000)
-    mix = tuple(f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1)))
+    mix = tuple(
+        f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1))
+    )
     data = open_training_data(tmp_path / "a", 4, False, 0, mix)
     assert data.num_blocks == round(150 / 0.7)
     first = data.batch(3, 0, range(2000), 2000)[:, 0]
@@ -441,17 +555,30 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     assert [len(part) for part in parts] == [1400, 400, 200]
     for part in parts:
         for epoch in range(len(part) // 150):
-            assert part[150 * epoch : 150 * (epoch + 1)].sort().values.tolist() == [*range(150)]
-    alone = TokenDataset(tmp_path / "a", "train", 4).batch(3, 0, range(1400), 1400)[:, 0] // 4
-    assert torch.equal(parts[0], alone) and not torch.equal(parts[0][:150], parts[1][:150])
-    batches = [data.batch(3, step, range(r, r + 4), 8)[:, 0] for step in range(50) for r in (0, 4)]
+            assert part[150 * epoch : 150 * (epoch + 1)].sort().values.tolist() == [
+                *range(150)
+            ]
+    alone = (
+        TokenDataset(tmp_path / "a", "train", 4).batch(3, 0, range(1400), 1400)[:, 0]
+        // 4
+    )
+    assert torch.equal(parts[0], alone) and not torch.equal(
+        parts[0][:150], parts[1][:150]
+    )
+    batches = [
+        data.batch(3, step, range(r, r + 4), 8)[:, 0]
+        for step in range(50)
+        for r in (0, 4)
+    ]
     assert torch.equal(torch.cat(batches), first[:400])
     data.shift = 160
     assert torch.equal(data.batch(3, 2, range(8), 8)[:, 0], first[176:184])
     with pytest.raises(UserError, match="give FOLDER=SHARE, as data/own=0.1"):
         open_training_data(tmp_path / "a", 4, False, 0, ("b",))
     with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
-        open_training_data(tmp_path / "a", 4, False, 0, (mix[0], f"{tmp_path / 'c'}=0.8"))
+        open_training_data(
+            tmp_path / "a", 4, False, 0, (mix[0], f"{tmp_path / 'c'}=0.8")
+        )
     write_dataset(tmp_path / "d", np.arange(40))
     with pytest.raises(UserError, match="d has another tokenizer than"):
         open_training_data(tmp_path / "a", 4, False, 0, (f"{tmp_path / 'd'}=0.5",))

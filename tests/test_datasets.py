@@ -86,7 +86,10 @@ CASES = {
         ("", ""),
     ],
     "ptb": [
-        ("the company 's shares and two years ' time", "the company's shares and two years' time"),
+        (
+            "the company 's shares and two years ' time",
+            "the company's shares and two years' time",
+        ),
         ("it was n't so \n two", "it wasn't so\ntwo"),
         (r"N \/ N is 1\/2", "N / 1 is 1/2"),
         ("up N N to N N N N now", "up 1 1 to 1 1 1 1 now"),
@@ -95,7 +98,10 @@ CASES = {
         ("$ N", "$ N"),  # no space after it: it stays, and so does the dollar's
     ],
     "lm1b": [
-        ("see http : / / x.org and https : / / y.org", "see http://x.org and https://y.org"),
+        (
+            "see http : / / x.org and https : / / y.org",
+            "see http://x.org and https://y.org",
+        ),
         ("the man 's hat . It ended .", "the man's hat. It ended."),
         ("who ? me ! oh ?", "who? me! oh?"),
         ("one , two : three ; four / five !", "one, two: three; four/five!"),
@@ -103,12 +109,18 @@ CASES = {
         ("he said ' - yes ' twice", "he said '- yes' twice"),
         ("one ( or two ) more [ or less ] for", "one (or two) more [or less] for"),
         ("paid $ 5 or £ 5", "paid $5 or £5"),
-        ("at 5 p.m. ) .", "at 5 p.m. ) ."),  # a full stop after what is no word keeps its space
+        (
+            "at 5 p.m. ) .",
+            "at 5 p.m. ) .",
+        ),  # a full stop after what is no word keeps its space
     ],
     "lambada": [("  “ hi ” he said ’ \n", '\n" hi " he said ’'), ("", "\n")],
     # WikiText's rules alone would leave " / / " and the last full stop as they are.
     "scientific_papers": [
-        ("http : / / a.b gives ( 3 @.@ 5 ) of it , yes .", "http:// a.b gives (3.5) of it, yes.")
+        (
+            "http : / / a.b gives ( 3 @.@ 5 ) of it , yes .",
+            "http:// a.b gives (3.5) of it, yes.",
+        )
     ],
 }
 
@@ -132,7 +144,11 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
     # numpy's sizes of shards are the same: larger ones first
     for shard in np.array_split(np.arange(len(rows)), 8):
         for first in range(0, len(shard), group_rows):
-            flat = [i for row in shard[first : first + group_rows] for i in rows[row].tolist()]
+            flat = [
+                i
+                for row in shard[first : first + group_rows]
+                for i in rows[row].tolist()
+            ]
             expected += flat[: len(flat) // block_size * block_size]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "GROUP_ROWS", group_rows)
@@ -141,12 +157,17 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
         for row in rows:
             file.write(row.astype(np.uint16), None)
         if not expected:
-            with pytest.raises(UserError, match="lower --block-size, or use --protocol full"):
+            with pytest.raises(
+                UserError, match="lower --block-size, or use --protocol full"
+            ):
                 file.close()
             return
         entry = file.close()
     assert np.fromfile(path, np.uint16).tolist() == expected
-    assert (entry["tokens"], entry["dropped_tokens"]) == (len(expected), total - len(expected))
+    assert (entry["tokens"], entry["dropped_tokens"]) == (
+        len(expected),
+        total - len(expected),
+    )
     assert entry["documents"] == len(rows) and entry["sha256"] == sha256_file(path)
 
 
@@ -173,12 +194,20 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
     for number, (name, source, rows, block_size) in enumerate(cases):
         expected = torch.from_numpy(np.load(tmp_path / f"{number}.npy"))
         options = {"tokenizer": "gpt2", "limit": rows}
-        out = prepared(name, tmp_path / f"o{number}", source, block_size=block_size, **options)
+        out = prepared(
+            name, tmp_path / f"o{number}", source, block_size=block_size, **options
+        )
         data = TokenDataset(out, "test", block_size, verify=True)
-        assert len(expected) > 8 and torch.equal(data.blocks(range(data.num_blocks)), expected)
+        assert len(expected) > 8 and torch.equal(
+            data.blocks(range(data.num_blocks)), expected
+        )
         entry = data.meta["splits"]["test"]
-        full = prepared(name, tmp_path / f"f{number}", source, protocol="full", **options)
-        assert read_tokens(full, "test").size == entry["tokens"] + entry["dropped_tokens"]
+        full = prepared(
+            name, tmp_path / f"f{number}", source, protocol="full", **options
+        )
+        assert (
+            read_tokens(full, "test").size == entry["tokens"] + entry["dropped_tokens"]
+        )
 
 
 def test_both_protocols_and_what_meta_says(tmp_path):
@@ -195,19 +224,30 @@ def test_both_protocols_and_what_meta_says(tmp_path):
         assert meta["notes"] == ["40 rows, where the published test split has 3,761"]
         assert meta["splits"]["test"]["documents"] == 40
         assert (meta["splits"]["test"]["dropped_tokens"] == 0) == (folder == full)
-    shard = b"".join(row.encode() + b"\xff" for row in rows[:5])  # 5 of 40: a shard is a group
+    shard = b"".join(
+        row.encode() + b"\xff" for row in rows[:5]
+    )  # 5 of 40: a shard is a group
     data = TokenDataset(sedd, "test", 32)
-    assert data.blocks(range(3)).flatten().tolist() == [256 if i == 255 else i for i in shard[:96]]
-    source = write_jsonl(tmp_path / "a.jsonl", ["alpha beta gamma 's naïve 1234 " * 60] * 500)
+    assert data.blocks(range(3)).flatten().tolist() == [
+        256 if i == 255 else i for i in shard[:96]
+    ]
+    source = write_jsonl(
+        tmp_path / "a.jsonl", ["alpha beta gamma 's naïve 1234 " * 60] * 500
+    )
     options = {"block_size": 100, "protocol": "sedd", "val_fraction": 0.2}
     entries = load_meta(prepared("text", tmp_path / "o", source, **options))["splits"]
     assert [entries[split]["documents"] for split in ("train", "val")] == [400, 100]
-    assert all(entry["tokens"] % 100 == 0 < entry["dropped_tokens"] for entry in entries.values())
+    assert all(
+        entry["tokens"] % 100 == 0 < entry["dropped_tokens"]
+        for entry in entries.values()
+    )
 
 
 def parquet(path: Path, rows: list[str], field: str = "text") -> Path:
     arrow = pytest.importorskip("pyarrow")
-    table = arrow.table({"other": range(len(rows)), field: arrow.array(rows, arrow.string())})
+    table = arrow.table(
+        {"other": range(len(rows)), field: arrow.array(rows, arrow.string())}
+    )
     pytest.importorskip("pyarrow.parquet").write_table(table, path)
     return path
 
@@ -216,14 +256,19 @@ def pack(path: Path, compression: str) -> Path:
     if not compression:
         return path
     packed = path.with_name(path.name + compression)
-    packed.write_bytes({".gz": gzip, ".xz": lzma}[compression].compress(path.read_bytes()))
+    packed.write_bytes(
+        {".gz": gzip, ".xz": lzma}[compression].compress(path.read_bytes())
+    )
     return packed
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".xz"])
 def test_text_in_each_format(tmp_path, compression):
     write_jsonl(tmp_path / "c.jsonl", ["third", "", "naïve"])
-    contents = {"a.txt": b"first file,\r\n\r\nas it is\n", "b.MD": b"\xef\xbb\xbf# second\n"}
+    contents = {
+        "a.txt": b"first file,\r\n\r\nas it is\n",
+        "b.MD": b"\xef\xbb\xbf# second\n",
+    }
     contents["c.jsonl"] = (tmp_path / "c.jsonl").read_bytes() + b"\n"  # no document
     contents |= {"v.txt": b"validation", "t.txt": b"test"}
     for name, content in contents.items():
@@ -233,7 +278,10 @@ def test_text_in_each_format(tmp_path, compression):
     texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
     found = {split: documents(folder, split) for split in ("train", "val", "test")}
     assert found == {"train": texts, "val": ["validation"], "test": ["test"]}
-    told = [(part["split"], part["file"], part["sha256"]) for part in load_meta(folder)["source"]]
+    told = [
+        (part["split"], part["file"], part["sha256"])
+        for part in load_meta(folder)["source"]
+    ]
     splits = zip(["train"] * 3 + ["val", "test"], [*source, val, test], strict=True)
     assert told == [(split, file.name, sha256_file(file)) for split, file in splits]
     assert str(tmp_path) not in (folder / "meta.json").read_text()
@@ -260,7 +308,9 @@ WIKI = " \n = Title = \n \n One @-@ two . \n"
 
 
 def test_rows_of_every_kind_of_file(tmp_path):
-    published = [line if line.strip() else "" for line in WIKI.splitlines(keepends=True)]
+    published = [
+        line if line.strip() else "" for line in WIKI.splitlines(keepends=True)
+    ]
     rows = write_jsonl(tmp_path / "rows.jsonl", published)
     files = [
         write(tmp_path / "wiki.test.tokens", WIKI),
@@ -309,22 +359,31 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
 
     def load(repository, config=None, **keywords):
         if keywords.pop("revision", None) is None:
-            raise RuntimeError("Dataset scripts are no longer supported, but found lm1b.py")
+            raise RuntimeError(
+                "Dataset scripts are no longer supported, but found lm1b.py"
+            )
         return real(repository, config, **keywords)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for folder in ("test", "partial-train"):
         (tmp_path / "lm1b" / "plain_text" / folder).mkdir(parents=True)
-        parquet(tmp_path / "lm1b" / "plain_text" / folder / "0000.parquet", [f" {folder} . "])
+        parquet(
+            tmp_path / "lm1b" / "plain_text" / folder / "0000.parquet",
+            [f" {folder} . "],
+        )
     here = {"hub": (str(tmp_path / "lm1b"), "plain_text")}
     assert rows_of("lm1b", "test", (1, 1), catalogue.LM1B, **here) == ["test ."]
-    assert rows_of("lm1b", "train", (1, 1), catalogue.LM1B, **here) == ["partial-train ."]
+    assert rows_of("lm1b", "train", (1, 1), catalogue.LM1B, **here) == [
+        "partial-train ."
+    ]
 
 
 def test_rows_of_published_files(tmp_path):
     write(tmp_path / "ptb.valid.txt", " one \n two \n")
     write_jsonl(tmp_path / "lambada_test.jsonl", ["a\nb"])
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=tmp_path
+    )
     handler.log_message = lambda *_: None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -339,7 +398,9 @@ def test_rows_of_published_files(tmp_path):
 
 
 GOOD = b'{"text": "good"}\n'
-NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(200))
+NOISE = b"".join(
+    b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(200)
+)
 FILES = {
     "good.jsonl": GOOD * 3,
     "good.txt": b"one row\n" * 20,
@@ -365,32 +426,87 @@ FILES = {
         ("text", "one.txt", {}, "has 1 characters.*add documents"),
         ("text", "latin.txt", {}, "latin.txt: not UTF-8 .*iconv"),
         ("text", "syntax.jsonl", {}, "syntax.jsonl line 2: this is not JSON"),
-        ("text", "number.jsonl", {}, "number.jsonl line 2.*'text' holds int, not a string"),
+        (
+            "text",
+            "number.jsonl",
+            {},
+            "number.jsonl line 2.*'text' holds int, not a string",
+        ),
         ("text", "list.jsonl", {}, "list.jsonl line 1: this is a list, not an object"),
-        ("text", "other.jsonl", {}, "line 2: no field 'text'.*'body', 'title'.*--field"),
+        (
+            "text",
+            "other.jsonl",
+            {},
+            "line 2: no field 'text'.*'body', 'title'.*--field",
+        ),
         ("text", "cut.txt.gz", {}, "cut.txt.gz.*cut short"),
         ("text", "fake.parquet", {}, "fake.parquet: damaged"),
-        ("text", "page.html", {}, "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz"),
+        (
+            "text",
+            "page.html",
+            {},
+            "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz",
+        ),
         ("text", "lzma.txt.xz", {}, "not a .xz file"),
-        ("openwebtext", "good.txt", {}, "unknown kind of file; known here are .jsonl, .parquet"),
+        (
+            "openwebtext",
+            "good.txt",
+            {},
+            "unknown kind of file; known here are .jsonl, .parquet",
+        ),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence', but 'text'"),
-        ("ptb", "good.txt", {}, "160 tokens in 20 rows.* a block of 1,024: lower --block-size"),
+        (
+            "ptb",
+            "good.txt",
+            {},
+            "160 tokens in 20 rows.* a block of 1,024: lower --block-size",
+        ),
         ("shuffled", "one.txt", {"split": "test"}, "no document of shuffled is left"),
         # options that do not fit the dataset or each other
-        ("texts", "good.txt", {}, "'books', 'text', .*'openwebtext'.*did you mean 'text'"),
+        (
+            "texts",
+            "good.txt",
+            {},
+            "'books', 'text', .*'openwebtext'.*did you mean 'text'",
+        ),
         ("text", None, {}, "text needs files: --source FILE"),
         ("polya", "good.txt", {}, "takes no --source.*text --source"),
         ("stories", None, {"val": "good.txt"}, "takes no --val"),
         ("text", "good.txt", {"val": "good.txt"}, "belongs to one split"),
-        ("text", "good.txt", {"val": "one.txt", "val_fraction": 0.1}, "--val or --val-fraction"),
-        ("text", "good.txt", {"val_fraction": 0.7}, "--val-fraction is 0.7; .* at most 0.5"),
-        ("text", "good.txt", {"split": "val", "val_fraction": 0.1}, "--split is of all documents"),
-        ("ptb", "good.txt", {"block_size": 8, "protocol": "full"}, "--block-size is for --protoc"),
+        (
+            "text",
+            "good.txt",
+            {"val": "one.txt", "val_fraction": 0.1},
+            "--val or --val-fraction",
+        ),
+        (
+            "text",
+            "good.txt",
+            {"val_fraction": 0.7},
+            "--val-fraction is 0.7; .* at most 0.5",
+        ),
+        (
+            "text",
+            "good.txt",
+            {"split": "val", "val_fraction": 0.1},
+            "--split is of all documents",
+        ),
+        (
+            "ptb",
+            "good.txt",
+            {"block_size": 8, "protocol": "full"},
+            "--block-size is for --protoc",
+        ),
         ("text", "good.txt", {"skip_long": True}, "--skip-long is for records"),
         ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
         ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, shuffled"),
         ("text", "*.csv", {}, "csv: there is no file of a known kind"),
-        ("lambada", "good.jsonl", {"split": "val"}, "--split of lambada is 'val'.*one of 'test'"),
+        (
+            "lambada",
+            "good.jsonl",
+            {"split": "val"},
+            "--split of lambada is 'val'.*one of 'test'",
+        ),
     ],
 )
 def test_refusals(tmp_path, name, file, options, says):
@@ -410,9 +526,13 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     for name in ("a.txt", "deep/b.txt.gz", "c.MD", "empty.txt", "deep/other.csv"):
         text = "" if "empty" in name else f"{name} one\r\ntwo\r\n<|endoftext|>\nthree"
         data = text.encode()
-        (tmp_path / "in" / name).write_bytes(gzip.compress(data) if "gz" in name else data)
+        (tmp_path / "in" / name).write_bytes(
+            gzip.compress(data) if "gz" in name else data
+        )
     rows = [{"text": "a\r\nb", "id": 1, "title": "t"}] * 3
-    (tmp_path / "in" / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in" / "r.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     folder = prepared("text", tmp_path / "o", tmp_path / "in", split="test")
     cut = [
         text
@@ -430,7 +550,9 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         assert note in said
     assert load_meta(folder)["splits"]["test"]["documents"] == 6
     options = {"split": "test", "split_at": "<|endoftext|>"}
-    folder = prepared("text", tmp_path / "p", tmp_path / "in" / "**" / "*.[tT]*", **options)
+    folder = prepared(
+        "text", tmp_path / "p", tmp_path / "in" / "**" / "*.[tT]*", **options
+    )
     assert documents(folder) == [*cut[:2], *cut[4:]]
     assert "ordinary text" not in capsys.readouterr().out
     for number in range(101):  # meta.json does not grow with the number of files
@@ -450,13 +572,17 @@ def test_the_command_that_comes_next_fits_short_data_and_names_the_folder_as_it_
     source = write(tmp_path / "a.txt", "x" * 80)  # val: 4 and the end of the text
     prepared("text", Path("../o"), source)
     said = capsys.readouterr().out
-    assert "val: 5 tokens of 1 document, 0 tokens dropped" in said and "in ../o;" in said
+    assert (
+        "val: 5 tokens of 1 document, 0 tokens dropped" in said and "in ../o;" in said
+    )
     assert "quickstart.toml --name o --data.folder ../o --model.block-size 5\n" in said
 
 
 def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    meta = json.loads((prepared("text", tmp_path / "o", source) / "meta.json").read_text())
+    meta = json.loads(
+        (prepared("text", tmp_path / "o", source) / "meta.json").read_text()
+    )
     del meta["tokenizer_sha256"]
     for key in ("prompt_field", "split_at", "skip_long"):
         del meta["settings"][key]
@@ -483,7 +609,11 @@ PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
             {"HF_HUB_OFFLINE": "1"},
             ["Salesforce/wikitext: the hub failed", "wikitext2 --source FILE.parquet"],
         ),
-        (["wikitext2"], {"PYTHONPATH": "{tmp}"}, ["pip install datasets", "--source FILE"]),
+        (
+            ["wikitext2"],
+            {"PYTHONPATH": "{tmp}"},
+            ["pip install datasets", "--source FILE"],
+        ),
         (
             ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],
             {"TIKTOKEN_CACHE_DIR": "{tmp}/none"} | PROXY,
@@ -497,7 +627,9 @@ def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
         write(tmp_path / "datasets.py", "raise ImportError('not installed')")
     elif "HF_HUB_OFFLINE" in environment:
         pytest.importorskip("datasets")
-    environment = {key: value.format(tmp=tmp_path) for key, value in environment.items()}
+    environment = {
+        key: value.format(tmp=tmp_path) for key, value in environment.items()
+    }
     arguments = [value.format(tmp=tmp_path) for value in arguments]
     if "--tokenizer" not in arguments:
         arguments += ["--tokenizer", "bytes"]
@@ -507,7 +639,9 @@ def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
     assert not (tmp_path / "o").exists()
 
 
-def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(tmp_path):
+def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(
+    tmp_path,
+):
     """Nor the package datasets: the script starts in a moment."""
     for module in ("torch", "datasets", "pyarrow"):
         write(tmp_path / f"{module}.py", "raise AssertionError('imported')")
@@ -542,7 +676,9 @@ def test_a_second_run_does_nothing(tmp_path, capsys):
     again()
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    with pytest.raises(UserError, match="made with another protocol, block_size: .*--out"):
+    with pytest.raises(
+        UserError, match="made with another protocol, block_size: .*--out"
+    ):
         again(protocol="sedd", block_size=2)
     write_jsonl(source, ["one", "two", "three"])
     with pytest.raises(UserError, match="made with another source: .*--overwrite"):
@@ -555,7 +691,9 @@ def test_a_second_run_does_nothing(tmp_path, capsys):
     assert names(tmp_path) == ["a.jsonl", "o"]
 
 
-def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(tmp_path, monkeypatch):
+def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(
+    tmp_path, monkeypatch
+):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     folder = prepared("text", tmp_path / "o", source)
     before = tree(folder)
@@ -632,7 +770,10 @@ def test_kill_in_the_middle(tmp_path, big_text):
         process.wait()
     assert not out.exists()
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".o.partial-") and not (left / "new" / "meta.json").read_text()
+    assert (
+        left.name.startswith(".o.partial-")
+        and not (left / "new" / "meta.json").read_text()
+    )
     with pytest.raises(UserError, match=r"meta.json.*prepare the dataset again"):
         TokenDataset(left / "new", "train", 8)
     prepared("text", out, write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]))
@@ -642,13 +783,19 @@ def test_kill_in_the_middle(tmp_path, big_text):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, number):
-    out = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"]))
+    out = prepared(
+        "text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    )
     before = tree(out)
     with under_way(big_text, out, "--overwrite") as process:
         os.killpg(process.pid, number)  # what a terminal does
         stderr = process.stderr.read()
         process.wait()
-    assert process.returncode == 130 and "interrupted" in stderr and "Traceback" not in stderr
+    assert (
+        process.returncode == 130
+        and "interrupted" in stderr
+        and "Traceback" not in stderr
+    )
     assert tree(out) == before and names(tmp_path) == ["a.jsonl", "o"]
 
 
@@ -660,9 +807,7 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
     rows = [{"story": f"tale {i}", "id": i} for i in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "fine" / "train.jsonl").write_text(lines)
-    files = (
-        "configs:\n- config_name: fine\n  data_files:\n  - split: train\n    path: fine/*.jsonl\n"
-    )
+    files = "configs:\n- config_name: fine\n  data_files:\n  - split: train\n    path: fine/*.jsonl\n"
     (folder / "README.md").write_text(f"---\n{files}---\n")
     how = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
     run_script("data/prepare.py", "hub", folder, *how, "--out", tmp_path / "out")
@@ -674,8 +819,14 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
         ({"name": "hub"}, "hub needs a repository: prepare.py hub OWNER/NAME"),
         ({"name": "stories", "repository": "x/y"}, "stories takes no repository"),
         ({"name": "stories", "config": "x"}, "stories takes no --config"),
-        ({"name": "stories", "alphabet": "AB", "tokenizer": "gpt2"}, "--alphabet replaces"),
-        ({"name": "stories", "alphabet": "ABA", "out": tmp_path / "o"}, "--alphabet has 'A' twice"),
+        (
+            {"name": "stories", "alphabet": "AB", "tokenizer": "gpt2"},
+            "--alphabet replaces",
+        ),
+        (
+            {"name": "stories", "alphabet": "ABA", "out": tmp_path / "o"},
+            "--alphabet has 'A' twice",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             prepare_module.prepare(prepare_module.Prepare(**words))
@@ -698,12 +849,18 @@ def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch)
     file = tmp_path / "books.zip"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("repository-0/README.md", "about")
-        archive.writestr("repository-0/X Y/E\u0301 .md", "two!\r\n")  # as some file systems write É
+        archive.writestr(
+            "repository-0/X Y/E\u0301 .md", "two!\r\n"
+        )  # as some file systems write É
         archive.writestr("repository-0/X Y/One: 1.md", "one\r\n\r\none!\r\n")
     folder = prepared("books", tmp_path / "out", file, tokenizer="bytes")
-    assert documents(folder, "train") == ["one\n\none!"] and documents(folder, "val") == ["two!"]
+    assert documents(folder, "train") == ["one\n\none!"] and documents(
+        folder, "val"
+    ) == ["two!"]
     assert not (folder / "test.bin").exists()
-    with pytest.raises(UserError, match="X Y/Two.md is missing; the books are those of https"):
+    with pytest.raises(
+        UserError, match="X Y/Two.md is missing; the books are those of https"
+    ):
         (tmp_path / "books.tsv").write_text(listed.replace("One: 1", "Two"))
         prepared("books", tmp_path / "other", file, tokenizer="bytes")
 
@@ -718,10 +875,13 @@ def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     prepared("text", folder, source, alphabet=amino, tokenizer=None)
     meta = load_meta(folder)
     assert meta["vocab_size"] == 21 and meta["tokenizer"] == f"alphabet:{amino}"
-    assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted(proteins)
+    assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted(
+        proteins
+    )
     tokenizer = get_tokenizer(meta["tokenizer"])
     assert (
-        tokenizer.encode("YAC") == [19, 0, 1] and tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
+        tokenizer.encode("YAC") == [19, 0, 1]
+        and tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
     )
     source.write_text('{"text": "ACBD"}\n' * 30)
     with pytest.raises(UserError, match="'B' is not in the alphabet 'ACDEF"):

@@ -23,7 +23,9 @@ def short(steps):
 
 
 @pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
-def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_path, path):
+def test_a_debug_config_trains_resumes_evaluates_and_samples(
+    script, data, tmp_path, path
+):
     options = ["--out", tmp_path, "--data.folder", data]
     assert script(train, path, *options, *short(4))[0] == 0
     status, out, err = script(train, path, *options, *short(8))
@@ -43,7 +45,9 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(script, data, tmp_p
         assert 0 < result["nll"] < math.log(257)
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
-    status, out, err = script(sample, run, "--mode", mode, "--num-samples", 2, "--prompt", "The ")
+    status, out, err = script(
+        sample, run, "--mode", mode, "--num-samples", 2, "--prompt", "The "
+    )
     assert status == 0 and out.count("The ") == 2, err
 
 
@@ -53,12 +57,20 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
     assert script(train, gpt2, *options, *short(4))[0] == 0
     source = tmp_path / "debug_gpt2"
     changes = "--name any_order --model.target adaln --objective.kind ao_ar --order.kind mixture"
-    learning_nothing = [*changes.split(), "--optim.lr", "0", "--train.init-from", source]
+    learning_nothing = [
+        *changes.split(),
+        "--optim.lr",
+        "0",
+        "--train.init-from",
+        source,
+    ]
     status, out, err = script(train, gpt2, *options, *short(2), *learning_nothing)
     assert status == 0 and "started from the weights of" in out, err
 
     tokens = torch.randint(257, (3, 64), generator=torch.Generator().manual_seed(0))
     order = torch.arange(64).expand(3, 64)
     before = load_model(source).token_log_probs(tokens, order)
-    after = load_model(tmp_path / "any_order", weights="raw").token_log_probs(tokens, order)
+    after = load_model(tmp_path / "any_order", weights="raw").token_log_probs(
+        tokens, order
+    )
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)  # float32

@@ -64,7 +64,9 @@ def modes(text):
     return text.split(", ")
 
 
-FIXED = modes("l2r, l2r 3, random 1, random 2, exact 1, exact 3, even 2, cosine 3, even-cosine 3")
+FIXED = modes(
+    "l2r, l2r 3, random 1, random 2, exact 1, exact 3, even 2, cosine 3, even-cosine 3"
+)
 PACED = ["blocks-sure"]
 ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3, margin 2") + PACED
 SPECULATIVE = modes("speculative 3, speculative-random 2, pairs-random 3")
@@ -96,7 +98,11 @@ DECODER_MODES = modes(
 ENUMERATED = [  # systems, seed, modes
     (["AO-GPT"], 1, [*AOGPT_MODES, *PACES]),
     (["AO-GPT"], 0, AOGPT_MODES[::3]),
-    (modes("two_stream, sigma-GPT, shared, per_block") + ["AO-GPT, rotary"], 3, DECODER_MODES),
+    (
+        modes("two_stream, sigma-GPT, shared, per_block") + ["AO-GPT, rotary"],
+        3,
+        DECODER_MODES,
+    ),
     (["two_stream"], 4, modes("random 2, random 3, l2r 2, even 2, exact 2")),
     (modes("two_stream, encoder AO-GPT, sigma-GPT"), 4, PACED),
     ([ONE_BY_ONE], 3, modes("random 2, exact 3, confidence 2, blocks-sure")),
@@ -108,7 +114,11 @@ ENUMERATED = [  # systems, seed, modes
         4,
         modes("exact 3, confidence 2, speculative-random 4"),
     ),
-    (ENCODERS, 2, modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2")),
+    (
+        ENCODERS,
+        2,
+        modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2"),
+    ),
 ]
 
 
@@ -126,42 +136,70 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "system, seed, mode",
-    dict.fromkeys((s, seed, m) for systems, seed, ms in ENUMERATED for s in systems for m in ms),
+    dict.fromkeys(
+        (s, seed, m) for systems, seed, ms in ENUMERATED for s in systems for m in ms
+    ),
 )
 def test_samples_match_enumeration(system, seed, mode):
     model, _ = enumerated(system, seed)
-    counts = sampled_counts(model, make_plan(mode, SAMPLES, N, seed=seed + 10), seed + 20)
+    counts = sampled_counts(
+        model, make_plan(mode, SAMPLES, N, seed=seed + 10), seed + 20
+    )
     assert accept(counts, expected_distribution(mode, system, seed))
-    for other in modes(OTHERS[mode]) if (system, seed) == ("AO-GPT", 1) and mode in OTHERS else ():
+    for other in (
+        modes(OTHERS[mode])
+        if (system, seed) == ("AO-GPT", 1) and mode in OTHERS
+        else ()
+    ):
         expected = SAMPLES * expected_distribution(other, system, seed)
         assert reference.chi_square_p(counts, expected) < 1e-6, other
 
 
-PROMPTED_MODES = modes("l2r, random 2, exact 3, cosine 2, even-cosine 2, confidence 1, entropy 2")
+PROMPTED_MODES = modes(
+    "l2r, random 2, exact 3, cosine 2, even-cosine 2, confidence 1, entropy 2"
+)
 PROMPTED_MODES += modes("sure, bound, blocks") + SPECULATIVE
 ENDS = ({0: 1, 3: 0},)
 INFILLED = [  # systems, seed, prompts, modes
     (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
     ([*ENCODERS, "two_stream"], 2, ENDS, modes("exact 3, even 2, entropy 1")),
-    (RELATIVE, 1, ENDS, [*modes("l2r, random 2, exact 3, confidence 1, speculative 3"), *PACES]),
+    (
+        RELATIVE,
+        1,
+        ENDS,
+        [*modes("l2r, random 2, exact 3, confidence 1, speculative 3"), *PACES],
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     "system, seed, prompt, mode",
-    [(s, i, p, m) for ss, i, prompts, ms in INFILLED for s in ss for p in prompts for m in ms],
+    [
+        (s, i, p, m)
+        for ss, i, prompts, ms in INFILLED
+        for s in ss
+        for p in prompts
+        for m in ms
+    ],
 )
 def test_infilling_matches_enumeration(system, seed, prompt, mode):
     """Over the sequences that hold the prompt."""
     given, tokens = reference.prompt_rows(prompt, SAMPLES, N)
     plan = make_plan(mode, SAMPLES, N, given, seed=4)
     counts = sampled_counts(enumerated(system, seed)[0], plan, 5, tokens)
-    assert accept(counts, expected_distribution(mode, system, seed, prompt=tuple(prompt.items())))
+    assert accept(
+        counts, expected_distribution(mode, system, seed, prompt=tuple(prompt.items()))
+    )
 
 
 @pytest.mark.parametrize(
     "choice",
-    [TokenChoice(0.6), TokenChoice(top_p=0.75), TokenChoice(1.3, 0.9, 2), TokenChoice(0)],
+    [
+        TokenChoice(0.6),
+        TokenChoice(top_p=0.75),
+        TokenChoice(1.3, 0.9, 2),
+        TokenChoice(0),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["exact 3", "speculative 3", "speculative-random 3"])
@@ -181,7 +219,9 @@ def test_two_stages_and_one_stage_are_the_same_distribution(steps):
     """Lemma 4.1: token-or-mask drawn at every step, or the whole plan before; both enumerated."""
     conditional = enumerated("AO-GPT", 1)[1]
     one = reference.one_stage_distribution(conditional, N, steps)
-    two = reference.plan_distribution(conditional, reference.exact_plans(range(N), (), steps))
+    two = reference.plan_distribution(
+        conditional, reference.exact_plans(range(N), (), steps)
+    )
     assert abs(float(one.sum()) - 1) < 1e-12
     assert (one - two).abs().max() < 1e-12
 
@@ -193,32 +233,52 @@ RAGGED = [  # systems, modes
 ]
 
 
-@pytest.mark.parametrize("system, mode", [(s, m) for ss, ms in RAGGED for s in ss for m in ms])
-def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(system, mode):
+@pytest.mark.parametrize(
+    "system, mode", [(s, m) for ss, ms in RAGGED for s in ss for m in ms]
+)
+def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
+    system, mode
+):
     """Lengths 4, 2, 3 and 0 in one batch, 2000 rows each."""
     model, _ = enumerated(system, 2)
     lengths = torch.tensor([4, 2, 3, 0]).repeat(2000)
-    got = generate(model, make_plan(mode, len(lengths), lengths, seed=3), generator=seeded(4))
+    got = generate(
+        model, make_plan(mode, len(lengths), lengths, seed=3), generator=seeded(4)
+    )
     assert torch.equal(got.length, lengths)
     past = torch.arange(N) >= lengths[:, None]
     assert not got.tokens[past].any() and not got.log_probs[past].any()
     assert (got.step[past] == -1).all()
     for length in (2, 3, 4):
-        of = reference.encoder_conditionals if system in ENCODERS else reference.conditionals
+        of = (
+            reference.encoder_conditionals
+            if system in ENCODERS
+            else reference.conditionals
+        )
         counts = reference.sequence_counts(got.tokens[lengths == length, :length], V)
-        assert accept(counts, reference.distribution_of(mode, of(model, V, length), V, length))
+        assert accept(
+            counts, reference.distribution_of(mode, of(model, V, length), V, length)
+        )
 
 
-RULES = modes("confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3") + list(PACES)
+RULES = modes(
+    "confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3"
+) + list(PACES)
 
 
 @pytest.mark.parametrize(
     "system, seed, mode",
     [("AO-GPT", 1, mode) for mode in RULES]
-    + [(s, 2, mode) for s in ("two_stream", *ENCODERS) for mode in ("margin 1", "blocks-sure")]
+    + [
+        (s, 2, mode)
+        for s in ("two_stream", *ENCODERS)
+        for mode in ("margin 1", "blocks-sure")
+    ]
     + [("target rotary", 2, mode) for mode in ("l2r 1", "random 3")],
 )
-def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(system, seed, mode):
+def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
+    system, seed, mode
+):
     """All 81. Equals are taken in the order of the plan, here the same one for all."""
     model = enumerated(system, seed)[0]
     sequences = all_sequences(V, N)
@@ -233,13 +293,17 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(syste
 
 
 @pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"]
+)
 @pytest.mark.parametrize(
     "group, pace, block",
     [(1, None, None), (2, None, None), (2, None, 3), (1, Pace(threshold=0.4), None)]
     + [(1, Pace(entropy_bound=1.0, most=3), 2)],
 )
-def test_likelihoods_in_the_models_own_order_sum_to_one(system, rule, group, pace, block):
+def test_likelihoods_in_the_models_own_order_sum_to_one(
+    system, rule, group, pace, block
+):
     """Also where a token of each record is given: then for each value of it."""
     model = enumerated(system, 5)[0]
     sequences = all_sequences(V, N)
@@ -282,12 +346,16 @@ def test_the_oracle_order_is_for_texts_alone():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(seed):
+def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabilities(
+    seed,
+):
     """Over all K-tuples of the 6 orders of 3 positions, for all sequences."""
     model = enumerable_system("AO-GPT", seed, length=3)[0]
     sequences = all_sequences(V, 3)
     orders = torch.tensor(list(itertools.permutations(range(3))))
-    log_p = [model.token_log_probs(sequences, order.expand_as(sequences)) for order in orders]
+    log_p = [
+        model.token_log_probs(sequences, order.expand_as(sequences)) for order in orders
+    ]
     nll = torch.stack([-p.double().sum(1) for p in log_p], dim=1)
     scored = torch.full((len(sequences),), 3.0, dtype=torch.float64)
     means = []
@@ -310,7 +378,9 @@ LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     model = make_system(system, seed, dtype, 0.7, TOKENS, **sizes)
-    if model.config.tied_head:  # token vectors of size 1 would leave every prediction certain
+    if (
+        model.config.tied_head
+    ):  # token vectors of size 1 would leave every prediction certain
         with torch.no_grad():
             for p in model.norm_f.parameters():
                 p *= 0.2
@@ -324,7 +394,11 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 def fits(system, mode):
     """Whether a system decodes in a mode: without targets all positions have one prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
-    return conditioned or mode not in SPECULATIVE and (system in ENCODERS or mode not in ADAPTIVE)
+    return (
+        conditioned
+        or mode not in SPECULATIVE
+        and (system in ENCODERS or mode not in ADAPTIVE)
+    )
 
 
 def every_mode_of(*systems):
@@ -343,13 +417,23 @@ def logits_given(model, tokens, context, target, sizes=()):
     length = len(tokens)
     if model.config.is_encoder:
         masked = torch.tensor([[p not in context for p in range(length)]])
-        sigma = log_linear_noise(masked.double().mean(dim=1)) if model.config.noise else None
+        sigma = (
+            log_linear_noise(masked.double().mean(dim=1))
+            if model.config.noise
+            else None
+        )
         return model.logits(tokens[None], masked, sigma)[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
     order = torch.tensor([[*context, target, *rest]])
-    starts = reference.group_starts(sizes, length)[None] if reference.in_groups(model) else None
+    starts = (
+        reference.group_starts(sizes, length)[None]
+        if reference.in_groups(model)
+        else None
+    )
     groups = () if starts is None else (starts,)
-    return model.head_logits(model.hidden(tokens[None], order, *groups))[0, len(context)]
+    return model.head_logits(model.hidden(tokens[None], order, *groups))[
+        0, len(context)
+    ]
 
 
 @torch.no_grad()
@@ -362,7 +446,10 @@ def adaptive_reference(model, tokens, context, mode):
     sizes = [1] * len(context)
     while len(context) < len(tokens):
         rest = [p for p in range(len(tokens)) if p not in context]
-        said = {p: logits_given(model, tokens, context, p, sizes).log_softmax(-1) for p in rest}
+        said = {
+            p: logits_given(model, tokens, context, p, sizes).log_softmax(-1)
+            for p in rest
+        }
         entropy = {p: float((v.exp() * v).sum()) for p, v in said.items()}
         best = {p: v.exp().topk(2).values.tolist() for p, v in said.items()}
         margin = {p: first - second for p, (first, second) in best.items()}
@@ -390,8 +477,12 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
         given[:, 0] = True
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=9)
-    got = generate(model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12))
-    assert torch.equal(got.tokens[plan.given_positions()], tokens[plan.given_positions()])
+    got = generate(
+        model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12)
+    )
+    assert torch.equal(
+        got.tokens[plan.given_positions()], tokens[plan.given_positions()]
+    )
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
         row = got.tokens[b, :length]
@@ -408,7 +499,9 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
                     log_probs[now] = model.masked_log_probs(row[None], masked)[0, now]
         else:
             one = slice(b, b + 1)
-            log_probs = reference.uncached_log_probs(model, got.tokens[one], plan[one])[0, :length]
+            log_probs = reference.uncached_log_probs(model, got.tokens[one], plan[one])[
+                0, :length
+            ]
         if mode in FIXED:
             steps = torch.full((LENGTH,), -1).scatter(0, plan.order[b], plan.step[b])
             assert torch.equal(got.step[b, :length], steps[:length])
@@ -454,27 +547,41 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     assert torch.equal(generate(model, plan, other, **few).tokens, of_few)
     whole = generate(model, plan, tokens, uniforms=uniforms, choice=choice)
     for size in (2, 3, 100):
-        parts = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size)
-        assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.step, whole.step)
+        parts = generate(
+            model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size
+        )
+        assert torch.equal(parts.tokens, whole.tokens) and torch.equal(
+            parts.step, whole.step
+        )
         # stored as float32, in steps of up to 1e-6
         assert (parts.log_probs - whole.log_probs).abs().max() < 1e-5
-        assert parts.token_forwards == whole.token_forwards and torch.equal(parts.length, LENGTHS)
+        assert parts.token_forwards == whole.token_forwards and torch.equal(
+            parts.length, LENGTHS
+        )
     for b, length in ((1, 5), (5, 9), (6, 12)):
         row = slice(b, b + 1)
         one = plan[b : b + 1]
-        short = {"order": one.order[:, :length], "step": one.step[:, :length], "length": None}
+        short = {
+            "order": one.order[:, :length],
+            "step": one.step[:, :length],
+            "length": None,
+        }
         inputs = dataclasses.replace(one, **short), tokens[row, :length]
         alone = generate(model, *inputs, uniforms=uniforms[row, :length], choice=choice)
         assert torch.equal(alone.tokens, whole.tokens[row, :length])
         assert torch.equal(alone.step, whole.step[row, :length])
         assert (alone.log_probs - whole.log_probs[row, :length]).abs().max() < 1e-5
     before = torch.get_rng_state()
-    drawn, same = (generate(model, plan, tokens, generator=seeded(5)).tokens for _ in range(2))
+    drawn, same = (
+        generate(model, plan, tokens, generator=seeded(5)).tokens for _ in range(2)
+    )
     assert torch.equal(drawn, same) and torch.equal(before, torch.get_rng_state())
     changed = uniforms.clone()
     changed[3] = (changed[3] + 0.5) % 1
     other = generate(model, plan, tokens, uniforms=changed, choice=choice)
-    assert (other.tokens == whole.tokens).all(dim=1).tolist() == [b != 3 for b in range(7)]
+    assert (other.tokens == whole.tokens).all(dim=1).tolist() == [
+        b != 3 for b in range(7)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["l2r", "even 8", "exact 16"])
@@ -485,7 +592,9 @@ def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     plan = make_plan(mode, 8, 64)
     random = {"uniforms": uniforms_for(8, 64, seed=2), "choice": TokenChoice(top_p=0.9)}
     whole = generate(model, plan, **random)
-    assert torch.equal(generate(model, plan, batch_size=1, **random).tokens, whole.tokens)
+    assert torch.equal(
+        generate(model, plan, batch_size=1, **random).tokens, whole.tokens
+    )
 
 
 class OnDevice(torch.Tensor):
@@ -526,9 +635,13 @@ class FactoryFunctions(TorchDispatchMode):
         return OnDevice.__torch_dispatch__(function, types, arguments, keywords)
 
 
-@pytest.mark.parametrize("mode", ["exact 3", "entropy 2", "bound", "speculative 3", "pairs 2"])
+@pytest.mark.parametrize(
+    "mode", ["exact 3", "entropy 2", "bound", "speculative 3", "pairs 2"]
+)
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "SEDD"])
-def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, monkeypatch):
+def test_on_a_device_without_float64_the_same_tokens_are_drawn(
+    system, mode, monkeypatch
+):
     if system == "SEDD" and mode in ("speculative 3", "pairs 2"):
         return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
@@ -536,19 +649,27 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(system, mode, mon
     plan = make_plan(mode, 3, 6, given, seed=2)
     inputs = {"tokens": random_tokens(TOKENS, 3, 6, 1), "uniforms": uniforms_for(3, 6)}
     expected = generate(model, plan, choice=TokenChoice(top_p=0.9), **inputs)
-    monkeypatch.setattr(devices, "supports_float64", lambda device: device.type != "meta")
+    monkeypatch.setattr(
+        devices, "supports_float64", lambda device: device.type != "meta"
+    )
     with FactoryFunctions():
         moved = copy.deepcopy(model)
         for module in moved.modules():
             tensors = [*module._parameters.items(), *module._buffers.items()]
-            for name, values in ((name, values) for name, values in tensors if values is not None):
+            for name, values in (
+                (name, values) for name, values in tensors if values is not None
+            ):
                 there = OnDevice(values.detach().float())
                 if name in module._parameters:
                     there = torch.nn.Parameter(there, requires_grad=False)
                 setattr(module, name, there)
         got = generate(moved, plan, choice=TokenChoice(top_p=0.9), **inputs)
-    assert moved.wte.weight.device.type == "meta" and not isinstance(got.tokens, OnDevice)
-    assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.step, expected.step)
+    assert moved.wte.weight.device.type == "meta" and not isinstance(
+        got.tokens, OnDevice
+    )
+    assert torch.equal(got.tokens, expected.tokens) and torch.equal(
+        got.step, expected.step
+    )
     assert (got.log_probs - expected.log_probs).abs().max() < 1e-5
 
 
@@ -561,7 +682,9 @@ def work(monkeypatch):
 
     def counted_hidden(model, ordered, order, step, *more):
         # not compiled: no padding
-        assert step.inputs == int(step.count.sum()) and step.width == int(step.count.max())
+        assert step.inputs == int(step.count.sum()) and step.width == int(
+            step.count.max()
+        )
         seen["inputs"].append(step.inputs)
         return hidden(model, ordered, order, step, *more)
 
@@ -585,17 +708,27 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, 
     work is below 2n + steps inputs a row. By hand: groups of one, and a single group, compute every
     step once; 4 groups of 3 have 12 copies of a last known token, and after every group but the
     last the 2 of its tokens that no copy has left in the cache."""
-    plan = make_plan(mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None)
+    plan = make_plan(
+        mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None
+    )
     tokens = torch.zeros(7, LENGTH).long()
     uniforms = uniforms_for(7)
     progress = []
-    got = generate(text_model(), plan, tokens, uniforms=uniforms, progress=progress.append)
-    assert (got.model_calls, got.token_forwards) == (len(work["inputs"]), sum(work["inputs"]))
+    got = generate(
+        text_model(), plan, tokens, uniforms=uniforms, progress=progress.append
+    )
+    assert (got.model_calls, got.token_forwards) == (
+        len(work["inputs"]),
+        sum(work["inputs"]),
+    )
     assert sum(progress) == int(plan.generated().sum())
     fixed = mode in (*FIXED, "exact 100", "even 4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
-        assert got.model_calls == max(steps) == len(progress) and sum(progress) == work["heads"]
+        assert (
+            got.model_calls == max(steps) == len(progress)
+            and sum(progress) == work["heads"]
+        )
     calls = []
     for b, n in enumerate(plan.length.tolist()):
         row = slice(b, b + 1)
@@ -634,14 +767,19 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
             p.zero_()
         for block in model.blocks:
             block.attn.proj.weight.zero_()
-    got = generate(model, speculative_plan(4, LENGTH, draft, seeded(0)), generator=seeded(1))
+    got = generate(
+        model, speculative_plan(4, LENGTH, draft, seeded(0)), generator=seeded(1)
+    )
     rounds = -(-LENGTH // (draft + 1))
     assert got.model_calls == 2 * rounds - (LENGTH % (draft + 1) == 1) < LENGTH
     assert (got.step.max(dim=1).values == rounds - 1).all()
 
 
 def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps():
-    step = [[-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7], [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5]]
+    step = [
+        [-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7],
+        [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5],
+    ]
     plan = Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step))
     model = text_model()
     tokens = random_tokens(17, 2, LENGTH, seed=6)
@@ -653,7 +791,10 @@ def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps(
 def test_where_there_is_nothing_to_generate_no_call_is_made():
     tokens = random_tokens(17, 2, LENGTH, seed=0)
     all_given = torch.ones(2, LENGTH).bool()
-    for plan, given in ((l2r_plan(2, 0), None), (l2r_plan(2, LENGTH, all_given), tokens)):
+    for plan, given in (
+        (l2r_plan(2, 0), None),
+        (l2r_plan(2, LENGTH, all_given), tokens),
+    ):
         got = generate(text_model(), plan, given, generator=seeded(0))
         assert torch.equal(got.tokens, tokens[:, : got.tokens.shape[1]])
         assert (got.model_calls, got.token_forwards) == (0, 0)
@@ -681,7 +822,9 @@ def narrow(monkeypatch):
     return set_most
 
 
-def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(narrow, monkeypatch):
+def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
+    narrow, monkeypatch
+):
     """Progress ends at what is generated."""
     model = text_model(dtype=torch.float64)
     plan = make_plan("exact 5", 8, LENGTH)
@@ -722,7 +865,9 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     """Writing into a part of a tensor, compiled code would copy the whole: no buffer that it
     allocates may be as large as the cache of a layer, or as what a step reads of it."""
     torch._dynamo.reset()
-    model = make_system("AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29)
+    model = make_system(
+        "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
+    )
     plan = mdm_plan(5, 29, 1, seeded(0), given=torch.arange(29).expand(5, -1) > 1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     tokens = random_tokens(5, 5, 29, seed=2)
@@ -735,7 +880,9 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     assert (eager.log_probs - got.log_probs).abs().max() < 1e-6
     allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
     shapes = [[int(n) for n in shape.split(",") if n.strip()] for shape in allocated]
-    assert shapes and not [shape for shape in shapes if shape[:2] in ([5, 29], [5, 30])], shapes
+    assert shapes and not [
+        shape for shape in shapes if shape[:2] in ([5, 29], [5, 30])
+    ], shapes
     torch._dynamo.reset()
 
 
@@ -750,7 +897,9 @@ def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
 
     monkeypatch.setattr(compiled.GraphRunner, "record", record)
     monkeypatch.setattr(engine, "decoding_copy", lambda model, compile: model)
-    monkeypatch.setattr(engine, "triton_kernels", lambda device: SimpleNamespace(can_choose=bool))
+    monkeypatch.setattr(
+        engine, "triton_kernels", lambda device: SimpleNamespace(can_choose=bool)
+    )
     assert Engine(model, 2, LENGTH, compile=True).graphs is None
     made = Engine(model, 2, LENGTH, compile=True, kernels=True)
     made.kernels = None
@@ -758,14 +907,24 @@ def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
         eager = generate(model, plan, generator=seeded(2))
         got = made.generate(plan, generator=seeded(2))
         assert torch.equal(eager.tokens, got.tokens)
-        assert (eager.log_probs - got.log_probs).abs().max() < 1e-5  # batches of 4 and of 2
+        assert (
+            eager.log_probs - got.log_probs
+        ).abs().max() < 1e-5  # batches of 4 and of 2
     assert 0 < len(recorded) == len(made.graphs.graphs)
 
 
 @pytest.mark.parametrize(
     "system, mode, top_p",
-    [("AO-GPT", "even 2", 0.9), ("AO-GPT", "entropy 5", 1.0), ("AO-GPT", "blocks-sure", 1.0)]
-    + [("AO-GPT", "pairs 4", 0.9), ("two_stream", "speculative 4", 0.9), ("SEDD", "even 2", 0.9)]
+    [
+        ("AO-GPT", "even 2", 0.9),
+        ("AO-GPT", "entropy 5", 1.0),
+        ("AO-GPT", "blocks-sure", 1.0),
+    ]
+    + [
+        ("AO-GPT", "pairs 4", 0.9),
+        ("two_stream", "speculative 4", 0.9),
+        ("SEDD", "even 2", 0.9),
+    ]
     + [("encoder AO-GPT", "confidence 6", 1.0)],
 )
 def test_compiled_generation_is_eager_generation_and_compiles_once(
@@ -778,17 +937,24 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 
     def run(compile):
         more = {"choice": TokenChoice(0.9, top_p), "batch_size": 4, "vocab_size": 11}
-        return generate(model, plan, tokens, generator=seeded(1), compile=compile, **more)
+        return generate(
+            model, plan, tokens, generator=seeded(1), compile=compile, **more
+        )
 
     eager = run(False)
     got = run(True)
     assert torch.equal(eager.tokens, got.tokens) and torch.equal(eager.step, got.step)
     assert (eager.log_probs - got.log_probs).abs().max() < 1e-5  # stored as float32
-    assert eager.model_calls == got.model_calls and eager.token_forwards == got.token_forwards
+    assert (
+        eager.model_calls == got.model_calls
+        and eager.token_forwards == got.token_forwards
+    )
     graphs = counted_graphs.frame_count
     assert 0 < graphs <= got.model_calls  # one for all layers of a shape
     again = run(True)
-    assert counted_graphs.frame_count == graphs and torch.equal(again.tokens, eager.tokens)
+    assert counted_graphs.frame_count == graphs and torch.equal(
+        again.tokens, eager.tokens
+    )
 
 
 def steps_of(plan):
@@ -799,9 +965,13 @@ def steps_of(plan):
     return found
 
 
-@pytest.mark.parametrize("mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"])
+@pytest.mark.parametrize(
+    "mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"]
+)
 @pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
-def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode, prompted):
+def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
+    mode, prompted
+):
     given = None
     shapes = set()
     names = ("inputs", "width", "end")
@@ -849,13 +1019,37 @@ DOUBLE = {"dtype": torch.float64}
         (PROMPTED, {}, "given positions: pass their tokens"),
         (PROMPTED, {"tokens": torch.tensor([[17, 0, 0, 0]])}, "vocabulary of 17"),
         (l2r_plan(1, 4), {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
-        (l2r_plan(2, 4), {"uniforms": torch.zeros(2, 3, **DOUBLE)}, r"uniforms.*\(2, 3\)"),
-        (l2r_plan(2, 4), {"uniforms": torch.ones(2, 4, **DOUBLE)}, r"uniforms.*\[0, 1\)"),
+        (
+            l2r_plan(2, 4),
+            {"uniforms": torch.zeros(2, 3, **DOUBLE)},
+            r"uniforms.*\(2, 3\)",
+        ),
+        (
+            l2r_plan(2, 4),
+            {"uniforms": torch.ones(2, 4, **DOUBLE)},
+            r"uniforms.*\[0, 1\)",
+        ),
         (l2r_plan(1, 4), {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
-        (l2r_plan(1, 4), {"forced": torch.full((1, 4), 17)}, "outside the model's vocabulary"),
-        (speculative_plan(1, 4, 2), {"forced": torch.zeros(1, 4).long()}, "force no tokens"),
-        (speculative_plan(1, 4, 2), {"choice": TokenChoice(noise="float32")}, "another noise"),
-        (speculative_plan(1, 4, 2), {"choice": TokenChoice(no_repeat_ngram=2)}, "ban of repeats"),
+        (
+            l2r_plan(1, 4),
+            {"forced": torch.full((1, 4), 17)},
+            "outside the model's vocabulary",
+        ),
+        (
+            speculative_plan(1, 4, 2),
+            {"forced": torch.zeros(1, 4).long()},
+            "force no tokens",
+        ),
+        (
+            speculative_plan(1, 4, 2),
+            {"choice": TokenChoice(noise="float32")},
+            "another noise",
+        ),
+        (
+            speculative_plan(1, 4, 2),
+            {"choice": TokenChoice(no_repeat_ngram=2)},
+            "ban of repeats",
+        ),
     ],
 )
 def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words):
@@ -864,16 +1058,21 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
     with pytest.raises(ValueError, match="training mode.*eval"):
         generate(make_system("AO-GPT").train(), l2r_plan(2, 4), generator=seeded(0))
     for system in ("GPT-2", *ENCODERS):
-        with pytest.raises(ValueError, match="speculative decoding needs a decoder that is cond"):
+        with pytest.raises(
+            ValueError, match="speculative decoding needs a decoder that is cond"
+        ):
             generate(text_model(system), speculative_plan(2, 4, 2), generator=seeded(0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
-    "choice", [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)]
+    "choice",
+    [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)],
 )
 @pytest.mark.parametrize("mode", ["l2r", "even 3", "entropy 2", "speculative 3"])
-def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, choice, bad):
+def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
+    mode, choice, bad
+):
     model = make_system("AO-GPT")
     with torch.no_grad():
         model.head.bias[3] = bad
@@ -885,7 +1084,9 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(mode, 
 def test_the_lowest_temperatures_are_greedy(temperature):
     inputs = (text_model(), l2r_plan(4, LENGTH))
     choices = (TokenChoice(temperature), TokenChoice(0))
-    low, none = (generate(*inputs, uniforms=uniforms_for(4), choice=c).tokens for c in choices)
+    low, none = (
+        generate(*inputs, uniforms=uniforms_for(4), choice=c).tokens for c in choices
+    )
     assert torch.equal(low, none)
 
 
@@ -906,7 +1107,9 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(8, 7, LENGTH, 9)
     whole = generate(model, plan, tokens, uniforms=uniforms_for(7))
-    end = int(whole.tokens[0, whole.step[0] >= 0][2])  # one that at least a row generates
+    end = int(
+        whole.tokens[0, whole.step[0] >= 0][2]
+    )  # one that at least a row generates
     with mock.patch("aogpt.sampling.engine.STEPS_TO_END", 1):
         short = generate(model, plan, tokens, uniforms=uniforms_for(7), end_token=end)
     for b, (row, step, _) in enumerate(whole.rows()):
@@ -918,4 +1121,7 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         known = [p for p, s in enumerate(step) if s <= last]
         assert torch.equal(short.tokens[b, known], whole.tokens[b, known])
     if "l2r" in str(mode):
-        assert short.nfe.sum() < whole.nfe.sum() and short.token_forwards < whole.token_forwards
+        assert (
+            short.nfe.sum() < whole.nfe.sum()
+            and short.token_forwards < whole.token_forwards
+        )

@@ -5,11 +5,19 @@ import os
 import pytest
 import torch
 
-from aogpt.runtime.devices import deterministic, pick_device, pick_dtype, precision_note, tf32
+from aogpt.runtime.devices import (
+    deterministic,
+    pick_device,
+    pick_dtype,
+    precision_note,
+    tf32,
+)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-@pytest.mark.parametrize("name, local_rank, index", [("{}:1", 0, 1), ("{}", 1, 1), ("{}", 0, 0)])
+@pytest.mark.parametrize(
+    "name, local_rank, index", [("{}:1", 0, 1), ("{}", 1, 1), ("{}", 0, 0)]
+)
 def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
     kind, name, local_rank, index, monkeypatch
 ):

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import jobs
 import pytest
-from helpers import ALONE, assert_same_losses, change, tiny_config, torchrun, wait_for, write_config
+from helpers import (
+    ALONE,
+    assert_same_losses,
+    change,
+    tiny_config,
+    torchrun,
+    wait_for,
+    write_config,
+)
 
 import train
 from aogpt.checkpoints import store
@@ -20,7 +28,9 @@ needs_proc = pytest.mark.skipif(
 
 def undisturbed(data, out, **changes):
     """An undisturbed run of two processes that kept the checkpoint of every step."""
-    config = tiny_config(data, out, checkpoint__interval=1, checkpoint__keep=99, **changes)
+    config = tiny_config(
+        data, out, checkpoint__interval=1, checkpoint__keep=99, **changes
+    )
     torchrun(2, "train.py", write_config(config))
     return config
 
@@ -46,7 +56,9 @@ def start():
 
 
 def disturbed(reference, out, **changes):
-    return change(reference, out=str(out), checkpoint__interval=4, checkpoint__keep=2, **changes)
+    return change(
+        reference, out=str(out), checkpoint__interval=4, checkpoint__keep=2, **changes
+    )
 
 
 @pytest.mark.slow
@@ -61,7 +73,9 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     jobs.wait_for_moment(job, 1, "step", rng)
     hanging = job.workers()[rng.randrange(2)]
     os.kill(hanging, signal.SIGSTOP)
-    message = "another process did not answer within 15 seconds (train.timeout): it hangs"
+    message = (
+        "another process did not answer within 15 seconds (train.timeout): it hangs"
+    )
     wait_for(lambda: message in job.said)
     os.kill(hanging, signal.SIGKILL)  # torchrun would do so after half a minute
     assert job.wait() != 0
@@ -71,7 +85,9 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
 
 
 @needs_proc
-@pytest.mark.parametrize("receiver", ["rank 1", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "receiver", ["rank 1", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(
     data, tmp_path, start, receiver
 ):
@@ -83,7 +99,12 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
     os.kill(receiving, signal.SIGTERM)
     job.wait()  # with a process one step ahead, the other would wait for it in vain
     step = int(re.search(r"stopped at step (\d+) and saved", job.said)[1])
-    assert jobs.last_step(config) == store.step_of(store.find(config.run_folder)[-1]) == step >= 3
+    assert (
+        jobs.last_step(config)
+        == store.step_of(store.find(config.run_folder)[-1])
+        == step
+        >= 3
+    )
     assert "error (rank" not in job.said and 'train.py", line' not in job.said
 
 
@@ -140,15 +161,24 @@ def test_when_torchrun_is_killed_its_processes_end_and_another_number_goes_on(
             "not answer within 9 sec",
         ),
         ("wait timeout after 900ms, keys: /offer", "not answer within 9 seconds"),
-        ("[/gloo/tcp/pair.cc:537] Read error [::1]:1: Connection reset by peer", "was cut"),
+        (
+            "[/gloo/tcp/pair.cc:537] Read error [::1]:1: Connection reset by peer",
+            "was cut",
+        ),
         ("Connection closed by peer [127.0.0.1]:1", "was cut"),
         ("mat1 and mat2 shapes cannot be multiplied", None),
         ("CUDA error: the launch timed out", None),
     ],
 )
-def test_a_lost_process_is_said_in_words_and_any_other_error_keeps_its_traceback(text, said):
+def test_a_lost_process_is_said_in_words_and_any_other_error_keeps_its_traceback(
+    text, said
+):
     kind = ConnectionError if said else RuntimeError
-    words = f"another process.*{said}.*; see the messages of the others" if said else f"^{text}$"
+    words = (
+        f"another process.*{said}.*; see the messages of the others"
+        if said
+        else f"^{text}$"
+    )
     with pytest.raises(kind, match=words):
         with processes("cpu", 9.0, group=True):
             raise RuntimeError(text)

@@ -18,7 +18,9 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     other nearly certain."""
     rng = random.Random(0)
     text = tmp_path / "text.txt"
-    text.write_text("".join(rng.choice(LETTERS) * rng.randrange(100, 300) for _ in range(400)))
+    text.write_text(
+        "".join(rng.choice(LETTERS) * rng.randrange(100, 300) for _ in range(400))
+    )
     source = ["--source", text, "--val-fraction", 0.2, "--tokenizer", "bytes"]
     run_script("data/prepare.py", "text", *source, "--out", tmp_path / "data")
     folders = ["--data.folder", tmp_path / "data", "--out", tmp_path / "out"]
@@ -37,7 +39,16 @@ def test_from_a_text_file_to_samples_with_bytes(tmp_path):
     validated = read_lines(run / "metrics.jsonl")[-1]
     assert all(f"val_loss_{kind}" in validated for kind in losses)
 
-    options = ["--num-samples", 3, "--steps", 16, "--prompt", "cccccccc", "--jsonl", samples]
+    options = [
+        "--num-samples",
+        3,
+        "--steps",
+        16,
+        "--prompt",
+        "cccccccc",
+        "--jsonl",
+        samples,
+    ]
     run_script("sample.py", run, *options)
     lines = read_lines(samples)
     assert len(lines) == 3

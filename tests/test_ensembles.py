@@ -54,7 +54,9 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
         gains = cheap_gains(model, tokens, SIZES, seed, 0, range(len(tokens)), 4_000)
         for s, size in enumerate(SIZES):
             gain = exact[size][row] - exact[1][row]
-            assert gain < -1e-3, "an ensemble must gain something here, or nothing is tested"
+            assert gain < -1e-3, (
+                "an ensemble must gain something here, or nothing is tested"
+            )
             assert abs(z_score(gains[:, s], gain)) < 4
         assert gains.max() < 1e-12  # float64 rounding: no gain is a loss
 
@@ -75,18 +77,24 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
     assert torch.equal(gains, same) and gains.min() < -1e-3
 
 
-def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as_its_mean(system):
+def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as_its_mean(
+    system,
+):
     """`reference.direct_nll`, which trained models are checked with."""
     model, conditional, exact = system
     sequences = all_sequences(V, N)
     along = {"random": exact[3], "l2r": exact_loss(conditional, 3, [tuple(range(N))])}
     for kind, expected in along.items():
         tokens = sequences[60].expand(8_000, N)
-        draws = direct_nll(model, tokens, OrderConfig(kind), (3,), 0, 0, range(len(tokens)))
+        draws = direct_nll(
+            model, tokens, OrderConfig(kind), (3,), 0, 0, range(len(tokens))
+        )
         assert abs(z_score(draws.mean(dim=1)[:, 0], expected[60])) < 4
 
 
 def test_draws_uses_and_members_have_random_numbers_of_their_own():
-    streams = [RandomStream(d, u, m) for d in range(5) for u in range(5) for m in range(5)]
+    streams = [
+        RandomStream(d, u, m) for d in range(5) for u in range(5) for m in range(5)
+    ]
     assert len({stream.index for stream in streams}) == 125
     assert RandomStream(MAX_DRAWS - 1, 2**24 - 1, MAX_MEMBERS - 1).index == 2**64 - 1

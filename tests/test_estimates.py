@@ -60,8 +60,12 @@ def test_documents_are_clusters():
     assert got.document_error == pytest.approx(math.sqrt(2 * 2 * 16) / 5)
     assert got.standard_error == pytest.approx(float(values.std()) / math.sqrt(5))
     half = 12.70620 * got.document_error
-    assert got.interval() == pytest.approx((math.exp(3 - half), math.exp(3 + half)), rel=1e-4)
-    every = estimate(values, documents=torch.arange(5))  # of a document each: the same error
+    assert got.interval() == pytest.approx(
+        (math.exp(3 - half), math.exp(3 + half)), rel=1e-4
+    )
+    every = estimate(
+        values, documents=torch.arange(5)
+    )  # of a document each: the same error
     assert every.document_error == pytest.approx(every.standard_error)
     assert math.isnan(estimate(values).document_error)
 
@@ -82,7 +86,14 @@ def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
 
 
 def test_intervals_are_students_t():
-    table = {1: 12.70620, 2: 4.30265, 5: 2.57058, 30: 2.04227, 1000: 1.96234, math.inf: 1.95996}
+    table = {
+        1: 12.70620,
+        2: 4.30265,
+        5: 2.57058,
+        30: 2.04227,
+        1000: 1.96234,
+        math.inf: 1.95996,
+    }
     for degrees, expected in table.items():
         assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
     assert math.isnan(t_quantile(0))
@@ -97,7 +108,9 @@ TEXTS = 12
 def exact_losses(conditional):
     """The any-order loss of every sequence over all N! orders, nats per token, (V**N,)."""
     orders = list(itertools.permutations(range(N)))
-    total = sum(-conditional[order[:i], order[i]].log() for order in orders for i in range(N))
+    total = sum(
+        -conditional[order[:i], order[i]].log() for order in orders for i in range(N)
+    )
     return total / (N * len(orders))
 
 
@@ -116,24 +129,39 @@ def coverage(estimates, exact, degrees=None):
 
 @pytest.mark.parametrize("given_data", [True, False])
 @pytest.mark.parametrize("draws", [2, 5])
-def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(draws, given_data):
+def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
+    draws, given_data
+):
     """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand."""
     model, conditional = enumerable_system("AO-GPT", seed=0)
     exact = exact_losses(conditional)
     generator = torch.Generator().manual_seed(0)
-    index = torch.randint(V**N, (1 if given_data else REPEATS, TEXTS), generator=generator)
+    index = torch.randint(
+        V**N, (1 if given_data else REPEATS, TEXTS), generator=generator
+    )
     index = index.expand(REPEATS, TEXTS)
     tokens = all_sequences(V, N)[index.flatten()]
     rows = range(REPEATS * TEXTS)
     random = OrderConfig("random")
-    nll = [token_nll(model, tokens, random, 0, draw, rows, 0).mean(1) for draw in range(draws)]
-    estimates = [estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)]
+    nll = [
+        token_nll(model, tokens, random, 0, draw, rows, 0).mean(1)
+        for draw in range(draws)
+    ]
+    estimates = [
+        estimate(x) for x in torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)
+    ]
     target = float(exact[index[0]].mean() if given_data else exact.mean())
-    assert 0.90 <= coverage(estimates, target, TEXTS * (draws - 1) if given_data else None) <= 0.99
+    assert (
+        0.90
+        <= coverage(estimates, target, TEXTS * (draws - 1) if given_data else None)
+        <= 0.99
+    )
 
 
 @pytest.mark.parametrize("system", ["encoder AO-GPT", "RADD"])
-def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss(system):
+def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss(
+    system,
+):
     """Its masks are stratified over the texts, so that only whole draws are independent."""
     model, conditional = enumerable_system(system, seed=0)
     index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
@@ -143,7 +171,10 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     exact = float(exact_losses(conditional)[index].mean())
     estimates = []
     for seed in range(REPEATS):
-        nll = [token_nll(model, tokens, random, seed, d, rows, TEXTS).mean(1) for d in range(6)]
+        nll = [
+            token_nll(model, tokens, random, seed, d, rows, TEXTS).mean(1)
+            for d in range(6)
+        ]
         estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
     assert 0.90 <= coverage(estimates, exact, degrees=5) <= 0.99
     values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)

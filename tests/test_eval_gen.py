@@ -61,14 +61,24 @@ def save_bigram(folder, context=64, start=False):
 
     log_probs = torch.tensor(BIGRAM, dtype=torch.float64).log()
     V = len(log_probs)
-    sizes = {"vocab_size": V, "n_embd": V, "n_layer": 1, "n_head": 1, "n_positions": context}
+    sizes = {
+        "vocab_size": V,
+        "n_embd": V,
+        "n_layer": 1,
+        "n_head": 1,
+        "n_positions": context,
+    }
     ids = {"bos_token_id": V - 1, "eos_token_id": V - 1}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **ids, tie_word_embeddings=False))
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
         model.transformer.wte.weight.copy_(torch.eye(V))
-        low, high = F.layer_norm(torch.eye(V, dtype=torch.float64)[0], (V,)).sort().values[[0, -1]]
+        low, high = (
+            F.layer_norm(torch.eye(V, dtype=torch.float64)[0], (V,))
+            .sort()
+            .values[[0, -1]]
+        )
         model.transformer.ln_f.weight.fill_(1)
         model.transformer.ln_f.bias.fill_(-low)
         model.lm_head.weight.copy_(log_probs.T / (high - low))
@@ -90,7 +100,13 @@ def byte_judge(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("bytes")
     torch.manual_seed(3)
-    sizes = {"vocab_size": 257, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes = {
+        "vocab_size": 257,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+    }
     GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5)).save_pretrained(folder)
     save_tokenizer(folder, [symbol for _, symbol in sorted(bytes_to_unicode().items())])
     return folder
@@ -101,7 +117,9 @@ def write(tmp_path):
     """Write rows, or lines as they are, to a .jsonl file."""
 
     def call(*rows):
-        lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+        lines = [
+            row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows
+        ]
         (tmp_path / "samples.jsonl").write_text("".join(lines))
         return tmp_path / "samples.jsonl"
 
@@ -133,30 +151,49 @@ def scores_of(result, row=0):
 
 def assert_same(a, b):
     """The same names and numbers; float32 sums in another order differ by about 1e-7."""
-    for one, other in [(a, b), *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True)]:
+    for one, other in [
+        (a, b),
+        *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True),
+    ]:
         assert one.keys() == other.keys()
         for key, value in one.items():
             is_float = isinstance(value, float)
-            near = pytest.approx(other[key], rel=1e-6, nan_ok=True) if is_float else other[key]
+            near = (
+                pytest.approx(other[key], rel=1e-6, nan_ok=True)
+                if is_float
+                else other[key]
+            )
             assert value == near, key
 
 
-def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(report, write, bigram):
+def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
+    report, write, bigram
+):
     """`cb` costs 3 bits; the first token of each text is not scored."""
-    result = report("--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram)
+    result = report(
+        "--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram
+    )
     row, (first, second) = result["rows"][0], result["rows"][0]["per_sample"]
     for got, bits, count in ((first, BITS, 5), (second, 3, 1), (row, BITS + 3, 6)):
         assert got["perplexity"] == pytest.approx(2 ** (bits / count), rel=1e-6)
         assert got["scored_tokens"] == count
     assert row["mean_sample_perplexity"] == pytest.approx((4 + 8) / 2, rel=1e-6)
-    of_first = (3 * math.log(2) + math.log(6) + 2 * math.log(3)) / 6  # aaa, b, cc; and c, b
+    of_first = (
+        3 * math.log(2) + math.log(6) + 2 * math.log(3)
+    ) / 6  # aaa, b, cc; and c, b
     assert row["entropy"] == pytest.approx((of_first + math.log(2)) / 2)
-    assert row["tokens_judged"] == "text" and row["tokenizer"] is None and row["nfe"] is None
+    assert (
+        row["tokens_judged"] == "text"
+        and row["tokenizer"] is None
+        and row["nfe"] is None
+    )
     assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
 
 
-def test_samples_are_compared_to_the_n_grams_of_a_reference(report, write, byte_judge, tmp_path):
+def test_samples_are_compared_to_the_n_grams_of_a_reference(
+    report, write, byte_judge, tmp_path
+):
     """Pieces of the text itself are as near to it as other text is; repetition is not."""
     source = tmp_path / "text.txt"
     folder = tmp_path / "text"
@@ -166,13 +203,18 @@ def test_samples_are_compared_to_the_n_grams_of_a_reference(report, write, byte_
     text = source.read_text()
     few = ("--judge", byte_judge, "--reference", folder)
     near = [
-        {"text": text[n : n + 200], "tokens": list(text[n : n + 200].encode())} for n in (0, 800)
+        {"text": text[n : n + 200], "tokens": list(text[n : n + 200].encode())}
+        for n in (0, 800)
     ]
     found = report("--samples", write(*near), *few)["rows"][0]
-    as_text = report("--samples", write(*({"text": row["text"]} for row in near)), *few)["rows"][0]
+    as_text = report(
+        "--samples", write(*({"text": row["text"]} for row in near)), *few
+    )["rows"][0]
     far = report("--samples", write({"text": "a a " * 100}), *few)["rows"][0]
     for n in (1, 2, 3):
-        assert found[f"js_{n}"] == as_text[f"js_{n}"] < 0.05 < far[f"js_{n}"] < math.log(2)
+        assert (
+            found[f"js_{n}"] == as_text[f"js_{n}"] < 0.05 < far[f"js_{n}"] < math.log(2)
+        )
         assert found[f"js_{n}_text"] < 0.05
     assert "JS-3" in (tmp_path / "result.md").read_text()
 
@@ -204,7 +246,9 @@ def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path):
 
 def test_only_the_same_ids_are_scored_directly(report, write, byte_judge, bigram):
     assert load(byte_judge).has_ids_of("bytes") and not load(bigram).has_ids_of("bytes")
-    rows = [{"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")]
+    rows = [
+        {"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")
+    ]
     ids = report("--samples", write(*rows), "--judge", byte_judge)["rows"][0]
     texts = [{"text": row["text"]} for row in rows]
     text = report("--samples", write(*texts), "--judge", byte_judge)["rows"][0]
@@ -215,15 +259,27 @@ def test_only_the_same_ids_are_scored_directly(report, write, byte_judge, bigram
         assert one["nll"] == pytest.approx(other["nll"], rel=1e-6)
 
 
-def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(bigram):
+def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(
+    bigram,
+):
     """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
-    rows = [{"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)} for ids in tokens]
+    rows = [
+        {"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)}
+        for ids in tokens
+    ]
     samples = scoring.SampleSet("run", rows, {}, None, "bytes")
     row = scoring.score_samples(samples, load(bigram), 4, ALONE)
-    assert row["unscored_samples"] == 1 and row["samples"] == 2 and row["scored_tokens"] == 5
+    assert (
+        row["unscored_samples"] == 1
+        and row["samples"] == 2
+        and row["scored_tokens"] == 5
+    )
     assert row["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
-    assert math.isnan(row["per_sample"][0]["perplexity"]) and row["distinct_1"] == (1 + 1 / 2) / 2
+    assert (
+        math.isnan(row["per_sample"][0]["perplexity"])
+        and row["distinct_1"] == (1 + 1 / 2) / 2
+    )
 
 
 def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
@@ -237,10 +293,16 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
         expected = []
         for ids in tokens:
             order = torch.arange(len(ids))[None]
-            expected.append(-float(model.token_log_probs(torch.tensor([ids]), order).sum()))
-        np.testing.assert_allclose([s["nll"] for s in row["per_sample"]], expected, rtol=1e-5)
+            expected.append(
+                -float(model.token_log_probs(torch.tensor([ids]), order).sum())
+            )
+        np.testing.assert_allclose(
+            [s["nll"] for s in row["per_sample"]], expected, rtol=1e-5
+        )
         assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
-        assert row["perplexity"] == pytest.approx(math.exp(sum(expected) / 20), rel=1e-5)
+        assert row["perplexity"] == pytest.approx(
+            math.exp(sum(expected) / 20), rel=1e-5
+        )
         assert row["tokens_judged"] == "ids" and row["tokenizer"] == "bytes"
         assert f"{store.find(name)[-1]} (step" in result["judge"]["source"]
 
@@ -253,7 +315,9 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     window = torch.tensor([tokens[:LENGTH]])  # the second window has nothing to score
     log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
-    assert count == LENGTH - 1 and nll == pytest.approx(-float(log_probs.sum()), rel=1e-6)
+    assert count == LENGTH - 1 and nll == pytest.approx(
+        -float(log_probs.sum()), rel=1e-6
+    )
     assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
@@ -298,7 +362,9 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     assert "8 tokens were given, not generated" in out
 
 
-def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder, tmp_path):
+def test_a_sweep_over_runs_settings_and_steps_is_one_table(
+    script, run, encoder, tmp_path
+):
     options = ["--json", tmp_path / "gen.json"]
     options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.3,0.5".split()
     options += "--noise float32 --top-k 50".split()
@@ -309,11 +375,21 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder,
     samplers = [row["sampler"] for row in rows]
     keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
     settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
-    assert keys == [(str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)]
-    expected = {"noise": "float32", "dtype": "float32", "top_k": 50, "seed": 0, "length": LENGTH}
+    assert keys == [
+        (str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)
+    ]
+    expected = {
+        "noise": "float32",
+        "dtype": "float32",
+        "top_k": 50,
+        "seed": 0,
+        "length": LENGTH,
+    }
     for s in samplers:
         assert expected.items() <= s.items()
-        assert "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
+        assert (
+            "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
+        )
     for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
@@ -325,14 +401,20 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(script, run, encoder,
 
 
 @pytest.mark.parametrize(
-    "mode, option, sizes", [("l2r", "--group-size", [1, 4]), ("speculative", "--draft", [2, 5])]
+    "mode, option, sizes",
+    [("l2r", "--group-size", [1, 4]), ("speculative", "--draft", [2, 5])],
 )
-def test_a_run_in_another_mode_sweeps_what_that_mode_has(report, run, mode, option, sizes):
+def test_a_run_in_another_mode_sweeps_what_that_mode_has(
+    report, run, mode, option, sizes
+):
     common = [run, "--judge", run, "--mode", mode, "--num-samples", 2]
     rows = report(*common, option, *sizes)["rows"]
     key = option[2:].replace("-", "_")
     assert [row["sampler"][key] for row in rows] == sizes
-    assert all(row["sampler"]["steps"] is None for row in rows) and rows[1]["nfe"] < rows[0]["nfe"]
+    assert (
+        all(row["sampler"]["steps"] is None for row in rows)
+        and rows[1]["nfe"] < rows[0]["nfe"]
+    )
 
 
 @pytest.fixture
@@ -353,35 +435,56 @@ def fails(script):
         ([], "name a run (out/NAME)"),
         (["RUN", "--settings", "0.9"], "give temperature,top-p as in 0.9,0.95"),
         (["RUN", "--settings", "1,1", "--top-p", 0.9], "leave out the options"),
-        (["RUN", "--mode", "l2r", "--steps", 4], "--steps has no meaning with --mode l2r"),
+        (
+            ["RUN", "--mode", "l2r", "--steps", 4],
+            "--steps has no meaning with --mode l2r",
+        ),
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
-        (["PLAIN"], "--mode mdm needs a model that is conditioned on the target position"),
-        (["--samples", "nowhere.jsonl"], "--samples nowhere.jsonl: there is no such file"),
+        (
+            ["PLAIN"],
+            "--mode mdm needs a model that is conditioned on the target position",
+        ),
+        (
+            ["--samples", "nowhere.jsonl"],
+            "--samples nowhere.jsonl: there is no such file",
+        ),
         (["--samples", ["{"]], "line 1: this is not JSON"),
         (["--samples", [{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
         (["--samples", []], "there is no sample in it"),
     ],
 )
-def test_bad_arguments_are_refused(fails, write, run, encoder, plain, arguments, message):
+def test_bad_arguments_are_refused(
+    fails, write, run, encoder, plain, arguments, message
+):
     paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain}
-    arguments = [write(*a) if isinstance(a, list) else paths.get(a, a) for a in arguments]
+    arguments = [
+        write(*a) if isinstance(a, list) else paths.get(a, a) for a in arguments
+    ]
     assert message in fails(*arguments, "--judge", run)
 
 
-def test_what_is_no_judge_is_refused(fails, write, run, encoder, bigram, tmp_path, monkeypatch):
+def test_what_is_no_judge_is_refused(
+    fails, write, run, encoder, bigram, tmp_path, monkeypatch
+):
     """A name that is no path is looked for on Hugging Face; pickled weights are not read."""
     from transformers import GPT2LMHeadModel
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = GPT2LMHeadModel.from_pretrained(bigram)
-    pickled, partial, empty = (tmp_path / name for name in ("pickled", "partial", "empty"))
+    pickled, partial, empty = (
+        tmp_path / name for name in ("pickled", "partial", "empty")
+    )
     empty.mkdir()
     for folder in (pickled, partial):
         shutil.copytree(bigram, folder)
         (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    state = {name: weight for name, weight in model.state_dict().items() if "lm_head" not in name}
+    state = {
+        name: weight
+        for name, weight in model.state_dict().items()
+        if "lm_head" not in name
+    }
     model.save_pretrained(partial, state_dict=state)
     options = "--samples", write({"text": TEXT}), "--judge"
     for judge, message in (
@@ -403,7 +506,9 @@ def test_empty_samples_and_those_of_one_token_are_counted_and_said(
     script, run, byte_judge, tmp_path, judge
 ):
     """As --until-end writes them. A judge without a start token scores none of them."""
-    rows = [{"text": text, "tokens": list(text.encode())} for text in ("", "a", "any model")]
+    rows = [
+        {"text": text, "tokens": list(text.encode())} for text in ("", "a", "any model")
+    ]
     for name, some in (("all", rows), ("empty", rows[:1])):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in some))

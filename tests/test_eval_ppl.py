@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, encoder_config, flip_byte, make_data, tiny_config, torchrun
+from helpers import (
+    ALONE,
+    LENGTH,
+    encoder_config,
+    flip_byte,
+    make_data,
+    tiny_config,
+    torchrun,
+)
 from reference import order_through
 
 import eval_ppl
@@ -31,7 +39,12 @@ def evaluate(script, run, data, tmp_path):
     def call(options="", *more, path=run, other=(), datasets=(data,)):
         report = tmp_path / "ppl.json"
         models = [path, other][: 1 + bool(other)]
-        files = ["--datasets"] * bool(datasets) + [*datasets, "--overwrite", "--json", report]
+        files = ["--datasets"] * bool(datasets) + [
+            *datasets,
+            "--overwrite",
+            "--json",
+            report,
+        ]
         status, out, err = script(eval_ppl, *models, *files, *options.split(), *more)
         assert status == 0, err
         return json.loads(report.read_text()) | {"terminal": out}
@@ -63,7 +76,9 @@ def direct(run, data, kind, draws, seed, count, weights="ema"):
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, data, weights):
+def test_the_numbers_are_those_of_the_model_computed_directly(
+    evaluate, run, data, weights
+):
     report = evaluate(f"--num-orders 3 --max-sequences 21 --seed 5 --weights {weights}")
     for kind, draws in (("l2r", 1), ("random", 3)):
         per_draw = direct(run, data, kind, draws, 5, 21, weights).mean(axis=2)
@@ -78,40 +93,75 @@ def test_the_numbers_are_those_of_the_model_computed_directly(evaluate, run, dat
         interval = [math.exp(mean + sign * 2.0859634 * expected) for sign in (-1, 1)]
         assert result["perplexity_95"] == pytest.approx(interval, rel=1e-4)
         assert result["bits_per_token"] == pytest.approx(mean / math.log(2), rel=1e-6)
-        text = read_tokens(data, "val")[: result["tokens"]] != 256  # end-of-text is no byte
-        assert result["bits_per_byte"] * text.mean() == pytest.approx(result["bits_per_token"])
-        monte_carlo = math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3)) if draws > 1 else 0
+        text = (
+            read_tokens(data, "val")[: result["tokens"]] != 256
+        )  # end-of-text is no byte
+        assert result["bits_per_byte"] * text.mean() == pytest.approx(
+            result["bits_per_token"]
+        )
+        monte_carlo = (
+            math.sqrt(per_draw.var(axis=1, ddof=1).mean() / (21 * 3))
+            if draws > 1
+            else 0
+        )
         assert result["monte_carlo_error"] == pytest.approx(monte_carlo, rel=1e-4)
-        assert (result["sequences"], result["tokens"], result["draws"]) == (21, 21 * LENGTH, draws)
+        assert (result["sequences"], result["tokens"], result["draws"]) == (
+            21,
+            21 * LENGTH,
+            draws,
+        )
 
 
 def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_path):
-    texts = [letter * 15 * LENGTH for letter in "aeiou"]  # end-of-text makes a block of two
-    (tmp_path / "letters.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    texts = [
+        letter * 15 * LENGTH for letter in "aeiou"
+    ]  # end-of-text makes a block of two
+    (tmp_path / "letters.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in texts)
+    )
     source = (tmp_path / "letters.jsonl",)
-    prepare(Prepare("text", source=source, tokenizer="bytes", split="val", out=tmp_path / "data"))
+    prepare(
+        Prepare(
+            "text", source=source, tokenizer="bytes", split="val", out=tmp_path / "data"
+        )
+    )
     [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
     nll = direct(run, tmp_path / "data", "l2r", 1, 0, 75).mean(axis=(1, 2))
     sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
     error = math.sqrt((sums**2).sum() * 5 / 4) / 75
     assert result["documents"] == 5
-    assert result["document_error"] == pytest.approx(error, rel=0.1)  # and a tail of 5 tokens
+    assert result["document_error"] == pytest.approx(
+        error, rel=0.1
+    )  # and a tail of 5 tokens
     assert result["document_error"] > 2 * result["standard_error"]
     low, high = result["perplexity_95"]
-    assert math.log(high / low) / 2 == pytest.approx(2.776445 * result["document_error"], rel=1e-5)
+    assert math.log(high / low) / 2 == pytest.approx(
+        2.776445 * result["document_error"], rel=1e-5
+    )
 
 
 def test_orders_of_any_distribution(evaluate):
-    names = ["mixture:l2r_prob=1", "mixture:l2r_prob=0.0", "fixed_random:seed=4", "l2r", "random"]
+    names = [
+        "mixture:l2r_prob=1",
+        "mixture:l2r_prob=0.0",
+        "fixed_random:seed=4",
+        "l2r",
+        "random",
+    ]
     results = by_name(evaluate("--max-sequences 9 --orders", *names))
-    for one, other in [("mixture:l2r_prob=1", "l2r"), ("mixture:l2r_prob=0.0", "random")]:
+    for one, other in [
+        ("mixture:l2r_prob=1", "l2r"),
+        ("mixture:l2r_prob=0.0", "random"),
+    ]:
         assert results[one, 1]["nll"] == results[other, 1]["nll"]
     assert len({r["nll"] for r in results.values()}) == 3
     assert results["fixed_random:seed=4", 1]["monte_carlo_error"] == 0
 
 
 @pytest.mark.slow
-def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data, encoder, tmp_path):
+def test_the_answer_does_not_depend_on_processes_or_batches(
+    evaluate, run, data, encoder, tmp_path
+):
     for path, options in (
         (run, "--max-sequences 21 --num-orders 4 --seed 1 --ensemble 1 4"),
         (encoder, "--max-sequences 21 --num-orders 3"),
@@ -120,13 +170,21 @@ def test_the_answer_does_not_depend_on_processes_or_batches(evaluate, run, data,
         files = ["--datasets", data, "--json", two, "--overwrite"]
         torchrun(2, "eval_ppl.py", path, *files, *options.split())
         reports = [json.loads(two.read_text())]
-        reports += [evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)]
+        reports += [
+            evaluate(f"{options} --batch-size {size}", path=path) for size in (1, 7)
+        ]
         assert reports[0]["processes"] == 2
         one = by_name(evaluate(options, path=path))
         for report in reports:
             assert by_name(report).keys() == one.keys()
             for key, result in by_name(report).items():
-                for number in ("nll", "standard_error", "monte_carlo_error", "gain", "gain_error"):
+                for number in (
+                    "nll",
+                    "standard_error",
+                    "monte_carlo_error",
+                    "gain",
+                    "gain_error",
+                ):
                     expected = pytest.approx(one[key][number], abs=1e-6)
                     assert result[number] == expected, (key, number)
 
@@ -137,13 +195,18 @@ def test_what_is_left_after_the_last_block_counts(evaluate, run, left_over, tmp_
     folder = tmp_path / "left"
     length = 12 * LENGTH + left_over - 1  # and end-of-text
     text.write_text(("the order of any mask " * 20)[:length])
-    prepare(Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder))
+    prepare(
+        Prepare("text", source=(text,), tokenizer="bytes", split="test", out=folder)
+    )
     dataset = TokenDataset(folder, "test", LENGTH)
     results = by_name(evaluate("--orders l2r random --ensemble 1 2", datasets=[folder]))
     model = load_model(run)
     result = results["l2r", 1]
     rows = [*dataset.blocks(list(range(12))), dataset.tail()[0]]
-    nll = [-model.token_log_probs(row[None], torch.arange(len(row))[None]).double() for row in rows]
+    nll = [
+        -model.token_log_probs(row[None], torch.arange(len(row))[None]).double()
+        for row in rows
+    ]
     tokens = 12 * LENGTH + left_over
     mean = sum(float(x.sum()) for x in nll) / tokens
     assert (result["sequences"], result["tokens"]) == (13, tokens)
@@ -181,9 +244,16 @@ def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
 def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     source = tmp_path / "r.jsonl"
     folder = tmp_path / "records"
-    rows = [{"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)]
+    rows = [
+        {"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)
+    ]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"split": "test", "tokenizer": "bytes", "block_size": LENGTH, "out": folder}
+    options = {
+        "split": "test",
+        "tokenizer": "bytes",
+        "block_size": LENGTH,
+        "out": folder,
+    }
     prepare(Prepare("records", source=(source,), **options))
     report = by_name(evaluate("--orders l2r random confidence", datasets=(folder,)))
     model = load_model(run)
@@ -201,11 +271,17 @@ def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     per_token = report["l2r", 1]["nll"] / math.log(2) * count / predicted
     assert report["l2r", 1]["bits_per_byte"] == pytest.approx(per_token)
     of_two = by_name(evaluate("--orders random --ensemble 1 2", datasets=(folder,)))
-    assert of_two["random", 2]["nll"] < of_two["random", 1]["nll"] == report["random", 1]["nll"]
+    assert (
+        of_two["random", 2]["nll"]
+        < of_two["random", 1]["nll"]
+        == report["random", 1]["nll"]
+    )
 
 
 @torch.no_grad()
-def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluate, run, data):
+def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
+    evaluate, run, data
+):
     """Against a loop without a cache: all that is left, the most certain first; float32."""
     paced = "confidence:threshold=1.0", "entropy:most=2,block=8"
     report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
@@ -218,9 +294,13 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(evaluat
                 left = [p for p in range(LENGTH) if p not in context]
                 orders = torch.tensor([order_through(context, p, LENGTH) for p in left])
                 hidden = model.hidden(tokens.expand_as(orders), orders)[:, len(context)]
-                probs = dict(zip(left, model.head_logits(hidden).softmax(-1), strict=True))
+                probs = dict(
+                    zip(left, model.head_logits(hidden).softmax(-1), strict=True)
+                )
                 first = {p: v.topk(2).values for p, v in probs.items()}
-                score = {p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()}
+                score = {
+                    p: float(v[0] - (rule == "margin") * v[1]) for p, v in first.items()
+                }
                 chosen = max(score, key=score.get)
                 total[rule] -= math.log(probs[chosen][tokens[chosen]])
                 context.append(chosen)
@@ -242,7 +322,9 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     model = load_model(path)
     rows = range(4)
     tokens = blocks_of(data, len(rows))
-    for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:  # else an ELBO
+    for name in ("l2r", "random")[
+        : 1 if (kind, size) == ("encoder", 1) else 2
+    ]:  # else an ELBO
         order = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS)
         nll = 0.0
         step_of = order.argsort(dim=1)
@@ -252,7 +334,10 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
                 log_probs = model.masked_log_probs(tokens, step_of >= start)
                 nll -= float(log_probs[now].double().sum())
                 continue
-            for b, position in now.nonzero().tolist():  # alone, after the groups before it
+            for (
+                b,
+                position,
+            ) in now.nonzero().tolist():  # alone, after the groups before it
                 context = order[b, :start].tolist()
                 single = torch.tensor([order_through(context, position, LENGTH)])
                 nll -= float(model.token_log_probs(tokens[b : b + 1], single)[0, start])
@@ -272,29 +357,50 @@ def test_sedd_is_scored_as_probabilities_and_by_its_own_bound(evaluate, data, tm
     model = load_model(config.run_folder)
     tokens = blocks_of(data, 4)
     with torch.no_grad():
-        draws = [token_score_entropy(model, tokens, 0, d, range(4), 4).mean() for d in range(8)]
-    assert results["score_entropy", 1]["nll"] == pytest.approx(float(sum(draws)) / 8, rel=1e-6)
+        draws = [
+            token_score_entropy(model, tokens, 0, d, range(4), 4).mean()
+            for d in range(8)
+        ]
+    assert results["score_entropy", 1]["nll"] == pytest.approx(
+        float(sum(draws)) / 8, rel=1e-6
+    )
     assert "any order, score entropy" in report["terminal"]
     assert "SEDD's own bound" in report["terminal"]
 
 
-def test_the_report_holds_settings_checkpoint_data_seed_and_versions(evaluate, run, data, tmp_path):
+def test_the_report_holds_settings_checkpoint_data_seed_and_versions(
+    evaluate, run, data, tmp_path
+):
     other = make_data(tmp_path, words=900, seed=1).rename(tmp_path / "other")
     options = "--max-sequences 3 --seed 5 --orders l2r --split train"
     report = evaluate(options, datasets=[data, other])
     result, second = report["results"]
     assert (result["dataset"], second["dataset"]) == ("data", "other")
-    expected = {"path": str(store.find(run)[-1]), "step": 40, "weights": "ema", "system": None}
+    expected = {
+        "path": str(store.find(run)[-1]),
+        "step": 40,
+        "weights": "ema",
+        "system": None,
+    }
     assert report["checkpoint"] == expected
     assert (report["settings"]["seed"], report["settings"]["dtype"]) == (5, "float32")
     meta = json.loads((data / "meta.json").read_text())
     text = result["data"]
-    assert text.items() >= meta["splits"]["train"].items() and {"sha256", "tokens"} <= text.keys()
-    assert (text["tokenizer"], text["split"], text["block_size"]) == ("bytes", "train", LENGTH)
+    assert (
+        text.items() >= meta["splits"]["train"].items()
+        and {"sha256", "tokens"} <= text.keys()
+    )
+    assert (text["tokenizer"], text["split"], text["block_size"]) == (
+        "bytes",
+        "train",
+        LENGTH,
+    )
     assert report["versions"]["torch"] == torch.__version__
 
 
-def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, data, tmp_path):
+def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(
+    evaluate, data, tmp_path
+):
     report = evaluate("--max-sequences 20 --ensemble 1 4")
     table = (tmp_path / "ppl.md").read_text()
     assert table.strip() == report["terminal"].strip()
@@ -306,7 +412,9 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(evaluate, d
     assert four["gain"] > 0 and four["nll"] == pytest.approx(one["nll"] - four["gain"])
     for ((kind, _), result), line in zip(results.items(), lines, strict=True):
         assert {"l2r": "left to right", "random": "any order"}[kind] in line
-        assert f" {result['nll']:.4f} " in line and f" {result['perplexity']:.3f} " in line
+        assert (
+            f" {result['nll']:.4f} " in line and f" {result['perplexity']:.3f} " in line
+        )
     assert f" {four['gain']:.5f}" in lines[-1]
 
 
@@ -331,7 +439,9 @@ def batches(capacity, **settings):
     dataset = SimpleNamespace(num_blocks=23)
     text["tokens"] = lambda rows: torch.zeros(len(rows), 256)
     eval_set = SimpleNamespace(**text, dataset=dataset)
-    runner = BatchRunner(ALONE, torch.float32, 256, **settings)  # 16 rows are 4,096 tokens
+    runner = BatchRunner(
+        ALONE, torch.float32, 256, **settings
+    )  # 16 rows are 4,096 tokens
     return runner.run(Task(None, eval_set, "l2r", None), work).tolist(), seen
 
 
@@ -343,14 +453,24 @@ def test_the_batch_is_halved_until_it_fits():
             batches(capacity, batch_size=size)
 
 
-def test_a_model_has_the_orders_that_it_knows_and_no_others(evaluate, script, plain, encoder, data):
+def test_a_model_has_the_orders_that_it_knows_and_no_others(
+    evaluate, script, plain, encoder, data
+):
     assert list(by_name(evaluate("--max-sequences 4", path=plain))) == [("l2r", 1)]
     for path, options, words in (
-        (plain, "--orders random", "is a plain GPT and has no 'random' order; give --orders l2r"),
+        (
+            plain,
+            "--orders random",
+            "is a plain GPT and has no 'random' order; give --orders l2r",
+        ),
         (plain, "--group 2", "--group is for any-order models"),
         (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
         (encoder, "--ensemble 1 8", "ensembles are for any-order decoders"),
-        (encoder, "--bound iw --num-orders 2", "needs several random orders of a decoder"),
+        (
+            encoder,
+            "--bound iw --num-orders 2",
+            "needs several random orders of a decoder",
+        ),
     ):
         status, _, err = script(eval_ppl, path, "--datasets", data, *options.split())
         assert status == 2 and words in " ".join(err.split()), err
@@ -361,7 +481,10 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data):
         ("--split tset", "no split 'tset'"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
         ("--orders fixed_blockwise:blocks=3", "'blocks' is not a setting"),
-        ("--orders confidence:threshold=0.9 --group 2", "leave out --group, or write most=2"),
+        (
+            "--orders confidence:threshold=0.9 --group 2",
+            "leave out --group, or write most=2",
+        ),
         (
             "--orders fixed_blockwise:block=17",
             "order.block 17 exceeds model.block_size 16; lower it",
@@ -374,7 +497,9 @@ def test_a_bad_option_ends_with_status_2_and_a_message(script, run, data):
         assert status == 2 and words in " ".join(err.split()), err
 
 
-def test_data_changed_or_of_another_tokenizer_or_block_are_refused(script, run, data, tmp_path):
+def test_data_changed_or_of_another_tokenizer_or_block_are_refused(
+    script, run, data, tmp_path
+):
     other = shutil.copytree(data, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     gpt2 = {"tokenizer": "gpt2", "vocab_size": 50257}

@@ -53,26 +53,38 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     for recipe, run_configs in experiment.recipes.items():
         assert len({json.dumps(one.tune) for one in run_configs.values()}) == 1
         for one in run_configs.values():
-            assert one.description and all(len(values) >= 3 for values in one.tune.values())
+            assert one.description and all(
+                len(values) >= 3 for values in one.tune.values()
+            )
             configs = [experiment.config(recipe, one, seed, {}) for seed in (0, 1)]
             differences = configuration.differences(*configs)
             assert differences.keys() == {"name", "seed", "order.seed"}
-            others = [experiment.config(recipe, other, 0, {}) for other in run_configs.values()]
+            others = [
+                experiment.config(recipe, other, 0, {})
+                for other in run_configs.values()
+            ]
             same_data = next(
                 other
                 for other in others
-                if (other.data, other.train.steps) == (configs[0].data, configs[0].train.steps)
+                if (other.data, other.train.steps)
+                == (configs[0].data, configs[0].train.steps)
             )
             assert configs[0].eval == same_data.eval
-            start = {"init_from": configs[0].train.init_from}  # what a run starts from may differ
+            start = {
+                "init_from": configs[0].train.init_from
+            }  # what a run starts from may differ
             assert configs[0].train == dataclasses.replace(same_data.train, **start)
             assert configs[0].model.block_size == same_data.model.block_size
     known = {one for recipe in experiment.recipes.values() for one in recipe}
-    sides = [side for claim in experiment.claims for side in (claim.lower, claim.higher)]
+    sides = [
+        side for claim in experiment.claims for side in (claim.lower, claim.higher)
+    ]
     sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
     sides = [term for side in sides for term in side.split(" - ")]
     assert all(side.partition(":")[0] in known or is_number(side) for side in sides)
-    assert known >= {one for measure in experiment.measures for one in measure.run_configs}
+    assert known >= {
+        one for measure in experiment.measures for one in measure.run_configs
+    }
     assert experiment.figure in figures.DRAWINGS
 
 
@@ -83,7 +95,9 @@ WITH_RESULTS = [name for name in SHIPPED if (pages.RESULTS / f"{name}.json").exi
 def test_the_pages_are_those_of_the_runs_that_are_shipped(name, monkeypatch):
     """Every claim is of something that was measured; with the rows nothing is trained again."""
     experiment, found = pages.results_of(name)
-    said = [c for claims in pages.judgements(experiment, found).values() for c in claims]
+    said = [
+        c for claims in pages.judgements(experiment, found).values() for c in claims
+    ]
     assert not any(claim["verdict"] == verdicts.UNMEASURED for claim in said)
     for suffix, lines in (
         ("md", pages.page_of(experiment, found)),
@@ -108,7 +122,9 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
             assert claim["mean"] == pytest.approx(mean)
             assert claim["p_holm"] == pytest.approx(p)
             word = (OPPOSITE, SUPPORTED)[mean + claim["margin"] > 0]
-            assert claim["verdict"].partition(" (")[0] == (word if p < 0.05 else UNDECIDED)
+            assert claim["verdict"].partition(" (")[0] == (
+                word if p < 0.05 else UNDECIDED
+            )
     assert not audited
 
 
@@ -119,7 +135,9 @@ def test_the_overviews_are_those_of_the_runs_that_are_shipped():
 
 
 def by_seed(*losses, **measured):
-    return {"runs": [row(seed, loss, 0.5, **measured) for seed, loss in enumerate(losses)]}
+    return {
+        "runs": [row(seed, loss, 0.5, **measured) for seed, loss in enumerate(losses)]
+    }
 
 
 def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
@@ -136,12 +154,16 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
         interval = expected.confidence_interval(0.95)
         assert found["p"] == pytest.approx(expected.pvalue) and found["verdict"] == ""
         ends = found["mean"] - found["half_width"], found["mean"] + found["half_width"]
-        assert ends == pytest.approx((interval.low, interval.high)) and found["seeds"] == 4
+        assert (
+            ends == pytest.approx((interval.low, interval.high)) and found["seeds"] == 4
+        )
     entries["c"] = by_seed(*np.add(low, 1))
     entries["d"] = by_seed(*np.multiply(low, 2))
     of_gaps = judged(Claim("", "b - a", "d - c"), "training", entries)
     means = [np.mean(v) for v in (low, high[:4])]
-    assert of_gaps["mean"] == pytest.approx(2 * means[0] - (means[0] + 1) - means[1] + means[0])
+    assert of_gaps["mean"] == pytest.approx(
+        2 * means[0] - (means[0] + 1) - means[1] + means[0]
+    )
     parts = [np.var(v, ddof=1) / 4 for v in (low, low, np.multiply(low, 2), high[:4])]
     degrees = sum(parts) ** 2 / sum(part**2 / 3 for part in parts)
     expected = stats.t.ppf(0.975, degrees) * math.sqrt(sum(parts))
@@ -149,7 +171,9 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
     within = judged(Claim("", "b", "a", margin=0.6), "training", entries)
     shifted = stats.ttest_ind([x + 0.6 for x in low], high[:4], equal_var=False)
     assert within["p"] == pytest.approx(shifted.pvalue) and within["mean"] < 0
-    assert judged(Claim("", "a:training@0.5", "9.5"), "training", entries)["mean"] == 0.5
+    assert (
+        judged(Claim("", "a:training@0.5", "9.5"), "training", entries)["mean"] == 0.5
+    )
     assert judged(Claim("", "a:training-2*l2r", "0"), "training", entries)["mean"] == 0
     assert judged(Claim("", "a", "1"), "training", {"a": by_seed(2.0)})["p"] is None
 
@@ -163,7 +187,10 @@ def test_an_error_that_all_seeds_share_is_added_once():
     assert found["p"] == pytest.approx(2 * stats.t.sf(0.45 / error, 3))
     found = judged(Claim("", "0", "same:gain"), "training", entries)
     assert found["p"] == pytest.approx(2 * stats.t.sf(3, 3))
-    assert judged(Claim("", "a:speed", "1"), "training", entries)["verdict"] == "not measured"
+    assert (
+        judged(Claim("", "a:speed", "1"), "training", entries)["verdict"]
+        == "not measured"
+    )
     assert judged(Claim("", "c:gain", "1"), "training", entries) is None
 
 
@@ -171,31 +198,54 @@ def test_a_claim_with_a_loss_on_the_unigram_plateau_or_a_run_that_did_not_end_is
     text = {"unigram": [3.0, None], "unigram_test": [2.6, None]}
     of = {"eval_random": [2.55, None], "ptb_random": [2.95, None]}
     entries = {"a": by_seed(2.95, 2.5, **text, **of), "b": by_seed(2.5, 2.6, **text)}
-    entries["c"] = by_seed(2.1, 2.2, eval_random=[2.4, None], ptb_random=[2.0, None], **text)
+    entries["c"] = by_seed(
+        2.1, 2.2, eval_random=[2.4, None], ptb_random=[2.0, None], **text
+    )
     for lower, higher, word in (
         ("b", "a", verdicts.PLATEAU),  # either side, in any run
         ("a", "b", verdicts.PLATEAU),
         ("c", "b", ""),
         ("c", "a:lowest_training", verdicts.PLATEAU),
-        ("c:eval_random", "a:eval_random", verdicts.PLATEAU),  # of the text that it is scored on
+        (
+            "c:eval_random",
+            "a:eval_random",
+            verdicts.PLATEAU,
+        ),  # of the text that it is scored on
         ("c:ptb_random", "a:ptb_random", ""),  # of other text
     ):
         assert judged(Claim("", lower, higher), "training", entries)["verdict"] == word
-    entries["b"]["runs"][1] = {"seed": 1, "tokens": [], "losses": {}, "commit": "", "measured": {}}
-    assert judged(Claim("", "c", "b"), "training", entries)["verdict"] == verdicts.UNFINISHED
+    entries["b"]["runs"][1] = {
+        "seed": 1,
+        "tokens": [],
+        "losses": {},
+        "commit": "",
+        "measured": {},
+    }
+    assert (
+        judged(Claim("", "c", "b"), "training", entries)["verdict"]
+        == verdicts.UNFINISHED
+    )
 
 
 def test_tokens_to_a_goal_are_a_lower_bound_where_a_run_does_not_reach_it():
     def runs(*curves):
         tokens = [1_000_000, 2_000_000, 4_000_000]
         losses = [{"training": list(curve)} for curve in curves]
-        return {"runs": [{"seed": 0, "tokens": tokens, "losses": one} for one in losses]}
+        return {
+            "runs": [{"seed": 0, "tokens": tokens, "losses": one} for one in losses]
+        }
 
-    entries = {"soon": runs((3, 2, 1), (2.6, 2, 2)), "late": runs((4, 3, 2.9), (4, 3, 2))}
+    entries = {
+        "soon": runs((3, 2, 1), (2.6, 2, 2)),
+        "late": runs((4, 3, 2.9), (4, 3, 2)),
+    }
     claim = Claim("", "soon:tokens_to_2.5", "late:tokens_to_2.5")
     found = judged(claim, "x", entries)
     soon = 1.5, 1 + 0.1 / 0.6
-    assert found["mean"] == pytest.approx((4 + 3) / 2 - sum(soon) / 2) and found["verdict"] == ""
+    assert (
+        found["mean"] == pytest.approx((4 + 3) / 2 - sum(soon) / 2)
+        and found["verdict"] == ""
+    )
     turned = Claim("", "late:tokens_to_2.5", "soon:tokens_to_2.5")
     assert judged(turned, "x", entries)["verdict"] == verdicts.UNFINISHED
 
@@ -207,10 +257,22 @@ def test_primary_claims_share_the_error_of_an_experiment():
         return {"says": "", "p": p, "mean": mean, "verdict": verdict, "margin": margin}
 
     for claims, words in (
-        ([claim(0.02), claim(0.016, -1.0), claim(0.5)], [SUPPORTED, OPPOSITE, UNDECIDED]),
-        ([claim(0.02), claim(0.024), claim(0.018)], [UNDECIDED] * 3),  # the first fails: all do
-        ([claim(0.01), claim(None, 0.2), claim(0.02)], [SUPPORTED, UNDECIDED, SUPPORTED]),
-        ([claim(0.001, verdict=verdicts.PLATEAU), claim(0.03)], [verdicts.PLATEAU, UNDECIDED]),
+        (
+            [claim(0.02), claim(0.016, -1.0), claim(0.5)],
+            [SUPPORTED, OPPOSITE, UNDECIDED],
+        ),
+        (
+            [claim(0.02), claim(0.024), claim(0.018)],
+            [UNDECIDED] * 3,
+        ),  # the first fails: all do
+        (
+            [claim(0.01), claim(None, 0.2), claim(0.02)],
+            [SUPPORTED, UNDECIDED, SUPPORTED],
+        ),
+        (
+            [claim(0.001, verdict=verdicts.PLATEAU), claim(0.03)],
+            [verdicts.PLATEAU, UNDECIDED],
+        ),
         ([claim(0.01, -0.05, margin=0.1)], [SUPPORTED]),
         ([claim(0.01, -0.05, margin=0.01)], [OPPOSITE]),
     ):
@@ -233,7 +295,11 @@ def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
 
 
 def row(seed, loss, error, **measured):
-    losses = {"training": [9.0, loss], "training_error": [1.0, error], "l2r": [8.0, loss / 2]}
+    losses = {
+        "training": [9.0, loss],
+        "training_error": [1.0, error],
+        "l2r": [8.0, loss / 2],
+    }
     told = {"seed": seed, "commit": "", "tokens": [1, 2], "losses": losses}
     return told | {"measured": measured}
 
@@ -256,7 +322,9 @@ def test_a_ratio_is_of_differences_seed_by_seed():
 
 def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     rates = {"a": [1, 2, 4, 8, 16], "b": [1, 2, 4, 8]}
-    found = runner.search(rates, lambda v: abs(math.log2(v["a"] * v["b"]) - 2) + v["a"] / 100)
+    found = runner.search(
+        rates, lambda v: abs(math.log2(v["a"] * v["b"]) - 2) + v["a"] / 100
+    )
     tried = [tuple(values.values()) for values, _ in found]
     best = tuple(runner.best_of(RunConfig("x", {}, rates), found).values())
     assert best == (1, 4) and {(2, 4), (1, 2), (1, 8)} <= set(tried) and len(tried) < 20
@@ -271,7 +339,11 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
 
     def result(self, recipe, config, commands):
         far = (config.optim.lr - wanted[config.optim.beta1]) ** 2
-        return {"seed": config.seed, "tokens": [1, 2], "losses": {"training": [-far, far]}}
+        return {
+            "seed": config.seed,
+            "tokens": [1, 2],
+            "losses": {"training": [-far, far]},
+        }
 
     monkeypatch.setattr(runner.Runner, "result", result)
     for more, tuned in (
@@ -280,7 +352,9 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         ({"as": "a"}, [2.0, 2.0, 5.0]),
         ({"tune_by": "lowest_training"}, [5.0, 1.0, 1.0]),
     ):
-        others = configs | {"b": dataclasses.replace(configs["b"], tuned_as=more.get("as", ""))}
+        others = configs | {
+            "b": dataclasses.replace(configs["b"], tuned_as=more.get("as", ""))
+        }
         how = {key: value for key, value in more.items() if key != "as"}
         experiment = experiments.Experiment(name="X", recipes={"r": others}, **how)
         found = runner.Runner(experiment, runner.Results()).train(1)["r"]
@@ -314,16 +388,23 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
     for losses, tried in (
         ([5, 4, 3, 2], [1, 2, 3]),
         ([9, 9, 5, 2, 4, 3, 9], [2, 3, 4]),
-        ([9, 1, 2, 4, 3, 9, 9], [0, 1, 2, 3, 4]),  # 3 beside 4 does not lead away from 1
+        (
+            [9, 1, 2, 4, 3, 9, 9],
+            [0, 1, 2, 3, 4],
+        ),  # 3 beside 4 does not lead away from 1
         ([9, 5, 3, math.inf], [1, 2, 3]),
         ([3, 2, math.inf, math.inf], [0, 1, 2, 3]),
         ([1], []),
     ):
         grid = {"x": list(range(len(losses)))}
         found = runner.search(grid, lambda values, at=losses: at[values["x"]])
-        assert found == [({"x": place}, losses[place]) for place in tried if len(losses) > 1]
+        assert found == [
+            ({"x": place}, losses[place]) for place in tried if len(losses) > 1
+        ]
         if found:
-            assert losses[runner.best_of(RunConfig("a", {}, {}), found)["x"]] == min(losses)
+            assert losses[runner.best_of(RunConfig("a", {}, {}), found)["x"]] == min(
+                losses
+            )
     with pytest.raises(ValueError, match="no run of a ended: lower the values"):
         runner.best_of(RunConfig("a", {}, {}), [({"x": 1}, math.inf)])
 
@@ -373,13 +454,19 @@ def tiny(data, tmp_path, monkeypatch, script):
     """An experiment of seconds: a run config that learns nothing, one that does."""
 
     def run_alone(name, *arguments, processes=1):
-        status, out, errors = script(importlib.import_module(Path(name).stem), *arguments)
+        status, out, errors = script(
+            importlib.import_module(Path(name).stem), *arguments
+        )
         return subprocess.CompletedProcess([name, *arguments], status, out, errors)
 
     sizes = {"model__n_layer": 1, "train__micro_batch_size": 8}
-    base = tiny_config(data, tmp_path, steps=20, eval__interval=5, eval__draws=2, **sizes)
+    base = tiny_config(
+        data, tmp_path, steps=20, eval__interval=5, eval__draws=2, **sizes
+    )
     pages.titles()  # kept: they are read from the folder that is replaced here
-    values = tomllib.loads(EXPERIMENT) | {"base": tomllib.loads(configuration.to_toml(base))}
+    values = tomllib.loads(EXPERIMENT) | {
+        "base": tomllib.loads(configuration.to_toml(base))
+    }
     for module in (experiments, pages):
         monkeypatch.setattr(module, "CONFIGS", tmp_path)
     for module in (experiments, pages, findings):
@@ -391,7 +478,9 @@ def tiny(data, tmp_path, monkeypatch, script):
     for module in (runs, measures):
         monkeypatch.setattr(module, "run_alone", run_alone)
     monkeypatch.setattr(runner, "ThreadPoolExecutor", OneByOne)
-    monkeypatch.setattr(verdicts, "NOTHING", -math.inf)  # 20 steps learn no more than frequencies
+    monkeypatch.setattr(
+        verdicts, "NOTHING", -math.inf
+    )  # 20 steps learn no more than frequencies
     (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     (tmp_path / "page.md").write_text("# Findings\n\nTABLE\n")
     (tmp_path / "front.md").write_text("It learns: {E7 slow: moving:l2r}\n")
@@ -418,14 +507,18 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
         assert entry["tuned"] == best["tuned"] and len(entry["tuning"]) == 2
     assert [one["seed"] for one in entries["moving"]["runs"]] == [0, 1]
     still, moving = (
-        [one["losses"]["random"][-1] for one in entries[name]["runs"]] for name in entries
+        [one["losses"]["random"][-1] for one in entries[name]["runs"]]
+        for name in entries
     )
     difference = sum(still) / 2 - sum(moving) / 2
     assert claims[0]["mean"] == pytest.approx(difference)
     assert claims[0]["primary"] and claims[0]["verdict"] in (SUPPORTED, UNDECIDED)
     assert claims[1]["mean"] < 0 and claims[1]["verdict"] == ""
     first = entries["moving"]["runs"][0]
-    assert first["measured"]["eval_l2r"][0] < entries["still"]["runs"][0]["losses"]["l2r"][-1]
+    assert (
+        first["measured"]["eval_l2r"][0]
+        < entries["still"]["runs"][0]["losses"]["l2r"][-1]
+    )
     name = f"moving_beta2{entries['moving']['tuned']['optim.beta2']}_s0"
     config = tiny / "runs" / "E7" / "slow" / name / "config.toml"
     tokens = read_tokens(configuration.load_toml(config).data.folder, "val")
@@ -448,13 +541,17 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
         shutil.rmtree(tiny / "runs", ignore_errors=True)
     run(monkeypatch, capsys, "page")
     page = (tiny / "results" / "E7.md").read_text()
-    assert "# E7. learning" in page and f"learn: {difference:.3f} (2 seeds) nats." in page
+    assert (
+        "# E7. learning" in page and f"learn: {difference:.3f} (2 seeds) nats." in page
+    )
     assert f"**{claims[0]['verdict']}**" in page
     assert "[learning](E7.md)" in (tiny / "results" / "README.md").read_text()
     assert (tiny / "README.md").read_text().startswith("It learns: ")
 
 
-def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypatch, capsys):
+def test_results_are_kept_of_the_runs_that_were_not_changed_since(
+    tiny, monkeypatch, capsys
+):
     trained = []
     alone = runs.run_alone
 
@@ -488,7 +585,10 @@ def test_results_are_kept_of_the_runs_that_were_not_changed_since(tiny, monkeypa
 
 def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     run_configs = tomllib.loads((tiny / "E7.toml").read_text())["run_configs"]
-    run_configs["moving"]["schedule"] = [{"step": 0, "kind": "l2r"}, {"step": 8, "kind": "random"}]
+    run_configs["moving"]["schedule"] = [
+        {"step": 0, "kind": "l2r"},
+        {"step": 8, "kind": "random"},
+    ]
     run_configs["moving"]["train.init_from"] = "first"
     helpers = {"first": {"description": "from left to right", "order.kind": "l2r"}}
     write(tiny, {"run_configs": run_configs, "helpers": helpers})
@@ -496,26 +596,38 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     one = experiment.recipes["slow"]["moving"]
     first = experiment.helper_configs("slow")["first"]
     assert first.seed == experiments.HELPER_SEED and first.order.kind == "l2r"
-    assert first.optim.beta2 == 0.95 and not first.train.init_from  # the middle of two values
+    assert (
+        first.optim.beta2 == 0.95 and not first.train.init_from
+    )  # the middle of two values
     config = experiment.config("slow", one, 1, {})
     assert config.train.init_from == str(first.run_folder)
     assert [stage.step for stage in config.schedule] == [0, 8]
 
 
-def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(tiny, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="there is no experiment 'E8'; choose one of E7"):
+def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(
+    tiny, monkeypatch, capsys
+):
+    with pytest.raises(
+        ValueError, match="there is no experiment 'E8'; choose one of E7"
+    ):
         load_experiment("E8")
     for changes, message in (
         ({"colour": 3}, "E7.toml is damaged: TypeError: .*colour"),
         ({"run_configs": {"still": {"tune": [1]}}}, "experiment E7: still.tune is"),
-        ({"claims": [{"says": "", "lower": "still"}]}, "experiment E7: it lacks .*higher"),
+        (
+            {"claims": [{"says": "", "lower": "still"}]},
+            "experiment E7: it lacks .*higher",
+        ),
     ):
         before = (tiny / "E7.toml").read_text()
         write(tiny, changes)
         with pytest.raises(FileError, match=message):
             load_experiment("E7")
         (tiny / "E7.toml").write_text(before)
-    of = {"script": "eval_ppl.py", "arguments": ["{run}", "--datasets", "data/bytes/nothing"]}
+    of = {
+        "script": "eval_ppl.py",
+        "arguments": ["{run}", "--datasets", "data/bytes/nothing"],
+    }
     write(tiny, {"measures": [of], "recipes": {"slow": {"optim.beta2": 0.9}}})
     with pytest.raises(FileNotFoundError, match="data/bytes/nothing"):
         run(monkeypatch, capsys, "E7")
@@ -524,7 +636,9 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(tiny, m
 
 @pytest.mark.slow
 def test_experiments_run_quickly_from_the_text_of_the_repository():
-    done = run_script("-m", "studies.findings", name := "E13", "--seeds", 1, "--quick", "--jobs", 2)
+    done = run_script(
+        "-m", "studies.findings", name := "E13", "--seeds", 1, "--quick", "--jobs", 2
+    )
     assert "also looked at" in done.stdout or "undecided" in done.stdout
     assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000
 

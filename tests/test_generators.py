@@ -40,7 +40,9 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
     drawn = [polya(generator) for _ in range(4000)]
     weight = Fraction(1, 10)
     expected = collections.Counter()
-    for s in itertools.product(range(4), repeat=4):  # first letters in order of appearance
+    for s in itertools.product(
+        range(4), repeat=4
+    ):  # first letters in order of appearance
         if all(s[i] <= max(s[:i], default=-1) + 1 for i in range(4)):
             different = len(set(s))
             ways = math.perm(16, different)
@@ -75,7 +77,10 @@ def test_latin_squares_are_uniform_over_all_of_them():
     for counts, number in ((first_rows, 120), (reduced, 56)):
         observed = torch.tensor([*counts.values()]).double()
         assert len(observed) == number
-        assert chi_square_p(observed, torch.full((number,), 12_000 / number).double()) > LEVEL
+        assert (
+            chi_square_p(observed, torch.full((number,), 12_000 / number).double())
+            > LEVEL
+        )
 
 
 def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
@@ -87,10 +92,14 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
     text = tmp_path / "text.txt"
     held_out = tmp_path / "held_out.txt"
     for file in (text, held_out):
-        file.write_text("The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30)
+        file.write_text(
+            "The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30
+        )
     shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))
     for folder, length in ((latin, 25), (urns, 63), (shuffled, 63)):
-        train, val = (TokenDataset(folder, split, length + 1) for split in ("train", "val"))
+        train, val = (
+            TokenDataset(folder, split, length + 1) for split in ("train", "val")
+        )
         for data in (train, val):
             blocks = data.blocks(range(data.num_blocks))
             assert len(blocks) >= 20

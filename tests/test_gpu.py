@@ -11,10 +11,25 @@ import dataclasses
 import helpers
 import pytest
 import torch
-from helpers import ROOT, change, metrics, run_script, tiny_config, torchrun, write_config
+from helpers import (
+    ROOT,
+    change,
+    metrics,
+    run_script,
+    tiny_config,
+    torchrun,
+    write_config,
+)
 
 from aogpt.runtime.devices import autocast
-from aogpt.sampling import Engine, TokenChoice, l2r_plan, mdm_plan, random_plan, speculative_plan
+from aogpt.sampling import (
+    Engine,
+    TokenChoice,
+    l2r_plan,
+    mdm_plan,
+    random_plan,
+    speculative_plan,
+)
 from aogpt.sampling.token_choice import choose_tokens
 from aogpt.systems import build_model
 from aogpt.training.batches import make_batch
@@ -41,7 +56,9 @@ def small_configs():
             sizes["mask_token"] = SIZES["vocab_size"] - 1
         batch = {"batch_size": BATCH, "micro_batch_size": BATCH}
         model = dataclasses.replace(config.model, **sizes)
-        small = change(config, model=model, train=dataclasses.replace(config.train, **batch))
+        small = change(
+            config, model=model, train=dataclasses.replace(config.train, **batch)
+        )
         kind = small.model, small.objective, small.order
         if kind not in [(c.model, c.objective, c.order) for c in known.values()]:
             known[file.stem] = small
@@ -65,7 +82,9 @@ def batch_of(config, device="cpu"):
     ids = config.model.mask_token or config.model.vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ids, (BATCH, config.model.block_size), generator=generator)
-    return make_batch(tokens, config, 0, range(BATCH)).map(lambda tensor: tensor.to(device))
+    return make_batch(tokens, config, 0, range(BATCH)).map(
+        lambda tensor: tensor.to(device)
+    )
 
 
 def loss_and_gradients(model, config, dtype):
@@ -73,12 +92,18 @@ def loss_and_gradients(model, config, dtype):
     device = model.wte.weight.device
     with autocast(device, dtype):
         loss = training_loss(model, batch_of(config, device), config, 0)
-    gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
-    return loss.detach().double().cpu(), torch.cat([g.double().cpu().flatten() for g in gradients])
+    gradients = torch.autograd.grad(
+        loss, list(model.parameters()), materialize_grads=True
+    )
+    return loss.detach().double().cpu(), torch.cat(
+        [g.double().cpu().flatten() for g in gradients]
+    )
 
 
 def relative_errors(got, expected):
-    return [float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
+    return [
+        float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -97,8 +122,13 @@ def test_losses_and_gradients_are_those_of_float64(device, name):
     exact = random_model(config)
     expected = loss_and_gradients(exact, config, torch.float64)
     model = copy.deepcopy(exact).float().to(device)
-    for dtype, limits in ((torch.float32, (1e-5, 1e-5)), (torch.bfloat16, (1e-3, 2e-2))):
-        loss, gradients = relative_errors(loss_and_gradients(model, config, dtype), expected)
+    for dtype, limits in (
+        (torch.float32, (1e-5, 1e-5)),
+        (torch.bfloat16, (1e-3, 2e-2)),
+    ):
+        loss, gradients = relative_errors(
+            loss_and_gradients(model, config, dtype), expected
+        )
         assert loss < limits[0] and gradients < limits[1], (dtype, loss, gradients)
 
 
@@ -109,7 +139,10 @@ def test_compiled_training_is_eager_training_without_a_graph_break(device):
     expected = loss_and_gradients(model, config, torch.float32)
     torch._dynamo.reset()
     model.compile(dynamic=False)
-    assert max(relative_errors(loss_and_gradients(model, config, torch.float32), expected)) < 1e-5
+    assert (
+        max(relative_errors(loss_and_gradients(model, config, torch.float32), expected))
+        < 1e-5
+    )
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -137,10 +170,14 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
 
 
 @pytest.mark.slow
-def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device, tmp_path):
+def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(
+    device, tmp_path
+):
     sizes = {"model__n_embd": 64, "model__dropout": 0.0, "optim__warmup_steps": 2}
     config = tiny_config(helpers.make_data(tmp_path), tmp_path, steps=6, **sizes)
-    config = change(config, train__device=device, train__dtype="float32", checkpoint__interval=3)
+    config = change(
+        config, train__device=device, train__dtype="float32", checkpoint__interval=3
+    )
 
     def losses(name, run=run_script, **changes):
         of_run = change(config, name=name, **changes)
@@ -148,14 +185,20 @@ def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(device,
         return list(metrics(of_run, "loss").values())
 
     def parallel(*words):
-        return torchrun(min(2, torch.cuda.device_count()) if device == "cuda" else 2, *words)
+        return torchrun(
+            min(2, torch.cuda.device_count()) if device == "cuda" else 2, *words
+        )
 
     alone = losses("alone")
     for mode in ("ddp", "fsdp"):
-        assert losses(mode, parallel, train__parallel=mode) == pytest.approx(alone, abs=1e-4)
+        assert losses(mode, parallel, train__parallel=mode) == pytest.approx(
+            alone, abs=1e-4
+        )
     losses("halves", train__steps=3)
     assert losses("halves") == pytest.approx(alone, abs=1e-4)
-    once, again = (losses(name, train__deterministic=True) for name in ("once", "again"))
+    once, again = (
+        losses(name, train__deterministic=True) for name in ("once", "again")
+    )
     assert once == again
 
 
@@ -169,7 +212,9 @@ def test_tokens_are_drawn_as_on_a_cpu(device):
 
 
 def engine_of(model, plan, **options):
-    return Engine(model, len(plan), plan.order.shape[1], TokenChoice(0.9, 0.95), **options)
+    return Engine(
+        model, len(plan), plan.order.shape[1], TokenChoice(0.9, 0.95), **options
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -188,15 +233,21 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     for plan in plans:
         done = engine_of(model, plan).generate(plan, uniforms=uniforms)
         log_probs = done.log_probs.gather(1, plan.order)
-        expected = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
+        expected = model.token_log_probs(
+            done.tokens.to(device), plan.order.to(device)
+        ).cpu()
         assert (log_probs - expected).abs().max() < 1e-4
     plan = plans[0]
     model = copy.deepcopy(exact).bfloat16().to(device)
     done = engine_of(model, plan).generate(plan, uniforms=uniforms)
     expected = exact.token_log_probs(done.tokens, plan.order)
-    uncached = model.token_log_probs(done.tokens.to(device), plan.order.to(device)).cpu()
+    uncached = model.token_log_probs(
+        done.tokens.to(device), plan.order.to(device)
+    ).cpu()
     cached = done.log_probs.gather(1, plan.order)
-    of_cached, of_uncached = ((x.double() - expected).norm() for x in (cached, uncached))
+    of_cached, of_uncached = (
+        (x.double() - expected).norm() for x in (cached, uncached)
+    )
     assert of_cached < 4 / 3 * of_uncached
 
 

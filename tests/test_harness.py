@@ -32,7 +32,9 @@ EXACT = 1e-9  # float64 sums of tens of terms near 10; another batch shape round
 @pytest.fixture
 def adapter(monkeypatch):
     """Make a `HarnessModel` of a system, bytes as tokens, or of a model."""
-    pytest.importorskip("lm_eval", reason="needs: pip install -r requirements-harness.txt")
+    pytest.importorskip(
+        "lm_eval", reason="needs: pip install -r requirements-harness.txt"
+    )
 
     def make(system="AO-GPT", **options):
         model = system
@@ -50,7 +52,9 @@ def request(*arguments):
 
 
 def requests_of(texts, ends):
-    return [request(context, end) for context, end in itertools.product(texts, ends) if end]
+    return [
+        request(context, end) for context, end in itertools.product(texts, ends) if end
+    ]
 
 
 def tokens_of(context, end):
@@ -74,14 +78,18 @@ def any_order(model, known, new):
     tokens = torch.tensor([known + new])
     rest = range(c, c + n)
     if model.config.attention == "causal":
-        orders = torch.tensor([[*range(c), *order] for order in itertools.permutations(rest)])
+        orders = torch.tensor(
+            [[*range(c), *order] for order in itertools.permutations(rest)]
+        )
         log_probs = model.token_log_probs(tokens.expand(len(orders), -1), orders)
         return float(log_probs[:, c:].sum(dim=1).mean())
     given = {}  # log p(x_target | all but the masked positions)
     for subset in mask_sets(n):
         masked = torch.tensor([[p - c in subset for p in range(c + n)]])
         values = model.masked_log_probs(tokens, masked)[0]
-        given |= {(frozenset(subset), target): float(values[c + target]) for target in subset}
+        given |= {
+            (frozenset(subset), target): float(values[c + target]) for target in subset
+        }
     orders = itertools.permutations(range(n))
     return statistics.fmean(
         sum(given[frozenset(order[i:]), order[i]] for i in range(n)) for order in orders
@@ -89,13 +97,17 @@ def any_order(model, known, new):
 
 
 @pytest.mark.parametrize("system", DECODERS)
-def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(adapter, system):
+def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(
+    adapter, system
+):
     lm = adapter(system, batch_size=7)
     asked = requests_of(TEXTS, ENDS)
     got = lm.loglikelihood(asked)
     for one, (value, _) in zip(asked, got, strict=True):
         known, new = tokens_of(*one.args)
-        assert value == pytest.approx(left_to_right(lm.model, known, new), abs=EXACT), one.args
+        assert value == pytest.approx(left_to_right(lm.model, known, new), abs=EXACT), (
+            one.args
+        )
     assert lm.loglikelihood([request("the", "")]) == [(0.0, True)]
 
 
@@ -112,12 +124,16 @@ def test_a_token_across_context_and_continuation_is_scored(adapter, context, end
     """Both are encoded together; what is scored are all tokens that reach into the continuation."""
     english = get_tokenizer("english")
     model = make_system("AO-GPT", tokens=english.vocab_size, block_size=BLOCK)
-    loaded = Loaded(model, "test.pt", 0, "raw", tokenizer="english", vocab_size=english.vocab_size)
+    loaded = Loaded(
+        model, "test.pt", 0, "raw", tokenizer="english", vocab_size=english.vocab_size
+    )
     pytest.importorskip("lm_eval")
     lm = harness.HarnessModel(loaded, device="cpu")
     tokens = english.encode(context + end)
     known = max(
-        k for k in range(len(tokens)) if context.rstrip().startswith(english.decode(tokens[:k]))
+        k
+        for k in range(len(tokens))
+        if context.rstrip().startswith(english.decode(tokens[:k]))
     )
     [(got, _)] = lm.loglikelihood([request(context, end)])
     expected = left_to_right(model, tokens[:known] or [english.eot], tokens[known:])
@@ -135,14 +151,22 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
     given = torch.tensor([[5, 6, 0, 0]])
     greedy = TokenChoice(temperature=0)
     tokens = generate(model, plan, given, choice=greedy).tokens[0].tolist()
-    l2r = [(None, tokens[:2], end) for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])]
-    assert [best for _, best in adapter(model)._loglikelihood_tokens(l2r)] == [True, False]
+    l2r = [
+        (None, tokens[:2], end)
+        for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])
+    ]
+    assert [best for _, best in adapter(model)._loglikelihood_tokens(l2r)] == [
+        True,
+        False,
+    ]
     seen = set()
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
         passes = [lm.scoring_pass(tokens[:2], tokens[2:], draw) for draw in range(2)]
         drawn = [p.order.tolist() == [0, 1, 2, 3] for p in passes]
-        assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(drawn)
+        assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(
+            drawn
+        )
         seen.add(tuple(drawn))
     assert len(seen) == 4
 
@@ -178,7 +202,9 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
     """Rows of different lengths share passes: padding is not seen."""
     order = "l2r" if system == "GPT-2" else "random"
     asked = requests_of(TEXTS, ENDS)
-    whole = adapter(system, order=order, num_orders=3, batch_size=17).loglikelihood(asked)
+    whole = adapter(system, order=order, num_orders=3, batch_size=17).loglikelihood(
+        asked
+    )
     alone = adapter(system, order=order, num_orders=3, batch_size=1)
     backwards = alone.loglikelihood(asked[::-1])[::-1]
     for (value, best), (single, hit) in zip(whole, backwards, strict=True):
@@ -187,7 +213,13 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
     lm = adapter(batch_size=3)
-    texts = ["", "a", "x" * (BLOCK - 1), "y" * BLOCK, "It was the best of times, it was" * 3]
+    texts = [
+        "",
+        "a",
+        "x" * (BLOCK - 1),
+        "y" * BLOCK,
+        "It was the best of times, it was" * 3,
+    ]
     got = lm.loglikelihood_rolling([request(text) for text in texts])
     for text, value in zip(texts, got, strict=True):
         tokens = BYTES.encode(text)
@@ -236,17 +268,23 @@ def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter):
 
 
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
-SAMPLERS = [(s, m) for s in ("AO-GPT", "RADD") for m in "l2r mdm even random adaptive".split()]
+SAMPLERS = [
+    (s, m) for s in ("AO-GPT", "RADD") for m in "l2r mdm even random adaptive".split()
+]
 
 
 @pytest.mark.parametrize(("system", "mode"), [*SAMPLERS, ("AO-GPT", "speculative")])
-def test_samples_are_a_function_of_seed_and_request_in_every_mode(adapter, system, mode):
+def test_samples_are_a_function_of_seed_and_request_in_every_mode(
+    adapter, system, mode
+):
     model = ascii_model(system)
     asked = [request(text, SAMPLED) for text in TEXTS]
     lm = adapter(model, mode=mode, batch_size=5)
     got = lm.generate_until(asked)
     assert [len(text) for text in got] == [9] * len(TEXTS)
-    assert adapter(model, mode=mode, batch_size=2).generate_until(asked[::-1])[::-1] == got
+    assert (
+        adapter(model, mode=mode, batch_size=2).generate_until(asked[::-1])[::-1] == got
+    )
     assert adapter(model, mode=mode, seed=1).generate_until(asked) != got
     # the same request several times over is several samples, the first as if alone
     repeated = lm.generate_until([asked[2]] * 3)
@@ -257,9 +295,19 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
     lm = adapter(ascii_model())
     for given, *expected in (
         ({"max_new_tokens": 5, "until": "a"}, TokenChoice(0.0), 5, ("a",)),
-        ({"temperature": 0.5, "until": ["", "b"]}, TokenChoice(0.5), BLOCK // 2, ("b",)),
+        (
+            {"temperature": 0.5, "until": ["", "b"]},
+            TokenChoice(0.5),
+            BLOCK // 2,
+            ("b",),
+        ),
         ({"do_sample": True, "top_k": 3}, TokenChoice(1.0, top_k=3), BLOCK // 2, ()),
-        ({"do_sample": False, "temperature": 0.7, "top_k": 0}, TokenChoice(0.0), BLOCK // 2, ()),
+        (
+            {"do_sample": False, "temperature": 0.7, "top_k": 0},
+            TokenChoice(0.0),
+            BLOCK // 2,
+            (),
+        ),
         ({**SAMPLED, "top_k": -1}, TokenChoice(0.8, 0.95), 9, ()),
     ):
         assert lm.generation_settings(given) == tuple(expected)
@@ -270,7 +318,11 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
 
 def test_what_a_model_cannot_do_is_refused_by_name(adapter):
     for system, options, words in (
-        ("RADD", {"order": "l2r"}, "has no left-to-right likelihood; take order random"),
+        (
+            "RADD",
+            {"order": "l2r"},
+            "has no left-to-right likelihood; take order random",
+        ),
         ("GPT-2", {"order": "random"}, "is a plain GPT; take order l2r and mode l2r"),
         ("AO-GPT", {"order": "backwards"}, "order is 'backwards'; it must be one of"),
         ("AO-GPT", {"temperature": 0.5}, "is for the tasks to say; give --gen-kwargs"),
@@ -280,12 +332,16 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
             adapter(system, **options)
 
 
-def test_a_continuation_that_does_not_fit_is_an_error_before_any_score(adapter, monkeypatch):
+def test_a_continuation_that_does_not_fit_is_an_error_before_any_score(
+    adapter, monkeypatch
+):
     lm = adapter()
     assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
     monkeypatch.setattr(lm, "score", None)
     requests = [request("a", "b"), request("see this", "order" * BLOCK)]
-    with pytest.raises(ValueError, match="of 120 tokens does not fit in the model's 24"):
+    with pytest.raises(
+        ValueError, match="of 120 tokens does not fit in the model's 24"
+    ):
         lm.loglikelihood(requests)
 
 
@@ -304,7 +360,9 @@ run_script(eval_tasks.main)
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
     done = run_script("-c", WITHOUT_LM_EVAL, check=False)
-    assert_user_error(done, "this needs the package lm_eval: pip install -r requirements-harness")
+    assert_user_error(
+        done, "this needs the package lm_eval: pip install -r requirements-harness"
+    )
     assert "--num-orders" in done.stdout
 
 
@@ -323,11 +381,11 @@ doc_to_text: "{text}"
 """
 CHOICE = 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\ntarget_delimiter: ""\n'
 CHOICE += "metric_list: [{metric: acc}]\n"
-ANSWER = 'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
-ANSWER += "metric_list: [{metric: exact_match}]\n"
-ROLLING = (
-    'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
+ANSWER = (
+    'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
 )
+ANSWER += "metric_list: [{metric: exact_match}]\n"
+ROLLING = 'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
 
 
 @pytest.fixture
@@ -352,7 +410,9 @@ def tasks(tmp_path, monkeypatch, adapter, run):
         ("answer", "generate_until", "{{text}}", ANSWER),
         ("roll", "loglikelihood_rolling", "", ROLLING),
     ):
-        task = TASK.format(name=f"tiny_{name}", kind=kind, text=text, path=folder / "rows.jsonl")
+        task = TASK.format(
+            name=f"tiny_{name}", kind=kind, text=text, path=folder / "rows.jsonl"
+        )
         (folder / f"{name}.yaml").write_text(task + rest)
     only_ours = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", only_ours)
@@ -363,18 +423,36 @@ def expected_results(lm):
     """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
     right = 0
     for row in ROWS:
-        got = lm.loglikelihood([request(row["text"], choice) for choice in row["choices"]])
+        got = lm.loglikelihood(
+            [request(row["text"], choice) for choice in row["choices"]]
+        )
         values = [value for value, _ in got]
         right += values.index(max(values)) == row["gold"]
     nats = sum(lm.loglikelihood_rolling([request(row["text"]) for row in ROWS]))
-    return right / len(ROWS), -nats / math.log(2) / sum(len(row["text"]) for row in ROWS)
+    return right / len(ROWS), -nats / math.log(2) / sum(
+        len(row["text"]) for row in ROWS
+    )
 
 
 @pytest.mark.parametrize("order", [[], ["--order", "random", "--num-orders", 3]])
 def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, order):
     names = ["tiny_choose", "tiny_answer", "tiny_roll"]
-    files = ["--json", tmp_path / "results.json", "--samples", tmp_path / "samples.jsonl"]
-    options = ["--tasks", *names, "--include-path", tasks, "--device", "cpu", *order, *files]
+    files = [
+        "--json",
+        tmp_path / "results.json",
+        "--samples",
+        tmp_path / "samples.jsonl",
+    ]
+    options = [
+        "--tasks",
+        *names,
+        "--include-path",
+        tasks,
+        "--device",
+        "cpu",
+        *order,
+        *files,
+    ]
     status, out, err = script(eval_tasks, run, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "results.json").read_text())
@@ -389,14 +467,27 @@ def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, o
     assert results["tiny_roll"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
     assert all(name in out for name in names)
     assert f"log-likelihoods: {kind}, generation: l2r" in out
-    assert (settings["order"], settings["mode"], report["checkpoint"]["step"]) == (kind, "l2r", 40)
-    assert report["versions"]["lm_eval"] and report["command"].startswith("python eval_tasks.py")
+    assert (settings["order"], settings["mode"], report["checkpoint"]["step"]) == (
+        kind,
+        "l2r",
+        40,
+    )
+    assert report["versions"]["lm_eval"] and report["command"].startswith(
+        "python eval_tasks.py"
+    )
     samples = read_lines(tmp_path / "samples.jsonl")
     assert [line["task"] for line in samples] == [name for name in names for _ in ROWS]
 
 
 def test_limits_patterns_and_settings_reach_the_harness(script, run, tasks, tmp_path):
-    options = ["--tasks", "tiny_[ca]*", "--include-path", tasks, "--json", tmp_path / "r.json"]
+    options = [
+        "--tasks",
+        "tiny_[ca]*",
+        "--include-path",
+        tasks,
+        "--json",
+        tmp_path / "r.json",
+    ]
     options += "--device cpu --limit 2 --num-fewshot 0 --mode mdm --steps 1".split()
     status, _, err = script(eval_tasks, run, *options, "--gen-kwargs", "max_gen_toks=1")
     assert status == 0, err
@@ -421,10 +512,19 @@ def test_the_model_is_registered_under_its_name(run, tasks):
 def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
     for arguments, message in (
         ("RUN --tasks tiny_roll", "no task or prepared data 'tiny_roll'; "),
-        ("RUN --tasks data/qa --threshold 0.9", "--threshold has no meaning with --mode l2r"),
-        ("RUN --tasks a --html h.html", "--html is for prepared data, not for a: leave it out"),
+        (
+            "RUN --tasks data/qa --threshold 0.9",
+            "--threshold has no meaning with --mode l2r",
+        ),
+        (
+            "RUN --tasks a --html h.html",
+            "--html is for prepared data, not for a: leave it out",
+        ),
         ("TASKS/no --tasks a", "give a run folder"),
-        ("RUN --tasks tiny_answer --include-path TASKS --gen-kwargs max_gen_toks=99", "1 to 15"),
+        (
+            "RUN --tasks tiny_answer --include-path TASKS --gen-kwargs max_gen_toks=99",
+            "1 to 15",
+        ),
     ):
         arguments = arguments.replace("RUN", str(run)).replace("TASKS", str(tasks))
         status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")
@@ -434,17 +534,32 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
-    common = [run, "--tasks", tasks / "choose.yaml", tasks / "answer.yaml", "--device", "cpu"]
-    common += "--order random --gen-kwargs temperature=1.0,do_sample=True --samples".split()
+    common = [
+        run,
+        "--tasks",
+        tasks / "choose.yaml",
+        tasks / "answer.yaml",
+        "--device",
+        "cpu",
+    ]
+    common += (
+        "--order random --gen-kwargs temperature=1.0,do_sample=True --samples".split()
+    )
     assert script(eval_tasks, *common, tmp_path / "one.jsonl")[0] == 0
     json_file = ["--json", tmp_path / "two.json"]
     torchrun(2, "eval_tasks.py", *common, tmp_path / "two.jsonl", *json_file)
     assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
     found = (read_lines(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
-    one, two = (sorted(lines, key=lambda row: (row["task"], row["doc_id"])) for lines in found)
+    one, two = (
+        sorted(lines, key=lambda row: (row["task"], row["doc_id"])) for lines in found
+    )
     assert len(one) == len(two) == 8
     for row, other in zip(one, two, strict=True):
         assert (row["task"], row["doc_id"]) == (other["task"], other["doc_id"])
         for x, y in zip(row["resps"], other["resps"], strict=True):
             # an answer, or a log-likelihood and whether it is greedy
-            assert x == y if isinstance(x[0], str) else x[0] == pytest.approx(y[0], abs=1e-4)
+            assert (
+                x == y
+                if isinstance(x[0], str)
+                else x[0] == pytest.approx(y[0], abs=1e-4)
+            )

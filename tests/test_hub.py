@@ -51,13 +51,22 @@ def write_export(folder, model, **changes):
     """A folder as convert.py writes it, of a model of this process."""
     folder.mkdir()
     settings = {"format": "aogpt-export-2", "model": asdict(model.config), "step": 3}
-    settings |= {"weights": "raw", "tokenizer": "bytes", "vocab_size": VOCABULARY, "files": {}}
+    settings |= {
+        "weights": "raw",
+        "tokenizer": "bytes",
+        "vocab_size": VOCABULARY,
+        "files": {},
+    }
     settings |= {"scored_from": 0, "system": None, "source": "out/x"} | changes
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    settings["files"] = {"model.safetensors": store.sha256_file(folder / "model.safetensors")}
+    settings["files"] = {
+        "model.safetensors": store.sha256_file(folder / "model.safetensors")
+    }
     settings = json.loads(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps(settings | {"sha256": store.digest(settings)}))
+    (folder / "config.json").write_text(
+        json.dumps(settings | {"sha256": store.digest(settings)})
+    )
     return folder
 
 
@@ -78,13 +87,19 @@ def inputs_of(system):
         gap[0, 2:6] = MASK
     long = torch.zeros(1, LENGTH + 1, dtype=torch.long)
     refused = {"at most": ("forward", {"input_ids": long})}
-    refused["continuing too far"] = "generate", {"input_ids": tokens, "max_new_tokens": LENGTH}
+    refused["continuing too far"] = (
+        "generate",
+        {"input_ids": tokens, "max_new_tokens": LENGTH},
+    )
     padding = torch.ones(2, 12).index_fill(1, torch.tensor(11), 0)
     refused["padding"] = "forward", {"input_ids": tokens, "attention_mask": padding}
     refused["padded gap"] = "generate", {"input_ids": gap, "attention_mask": padding}
     refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
     refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
-    refused["start"] = "generate", {"input_ids": tokens.index_fill(1, torch.tensor(0), START)}
+    refused["start"] = (
+        "generate",
+        {"input_ids": tokens.index_fill(1, torch.tensor(0), START)},
+    )
     refused["unknown id"] = "forward", {"input_ids": tokens + 400}
     if system in ENCODERS:
         inputs = {"input_ids": gap}
@@ -97,7 +112,11 @@ def inputs_of(system):
         refused["gap"] = "generate", {"input_ids": gap.flip(1)}
     if system == "GPT-2":
         refused["no prompt"] = "generate", {"input_ids": gap * 0 + MASK}
-    place = None if system in PLAIN else torch.cat([order, torch.arange(12, 18).expand(2, 6)], 1)
+    place = (
+        None
+        if system in PLAIN
+        else torch.cat([order, torch.arange(12, 18).expand(2, 6)], 1)
+    )
     more = {"order": "l2r" if place is None else place.flip(1), "seed": 5}
     labels = torch.where(gap == MASK, tokens, -100) if system in ENCODERS else tokens
     generate = {"filled": {"input_ids": gap, "max_new_tokens": 6} | more}
@@ -147,7 +166,12 @@ def found(tmp_path_factory):
     cache = {"HF_HOME": str(root / "home"), "HF_MODULES_CACHE": str(root / "modules")}
     cache |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     names = [*NAMES, *others]
-    run_script("-I", ROOT / "tests" / "hub_client.py", *(root / name for name in names), **cache)
+    run_script(
+        "-I",
+        ROOT / "tests" / "hub_client.py",
+        *(root / name for name in names),
+        **cache,
+    )
     return result | {name: torch.load(root / f"{name}.found.pt") for name in names}
 
 
@@ -161,7 +185,11 @@ def test_transformers_computes_what_the_project_computes(found, system):
     with torch.no_grad():
         if system in ENCODERS:
             masked = inputs["input_ids"] == MASK
-            sigma = log_linear_noise(masked.double().mean(1)) if model.config.noise else None
+            sigma = (
+                log_linear_noise(masked.double().mean(1))
+                if model.config.noise
+                else None
+            )
             logits = model.logits(inputs["input_ids"], masked, sigma)
             log_p = logits.log_softmax(-1)[masked].gather(1, labels[masked][:, None])
         else:
@@ -174,7 +202,9 @@ def test_transformers_computes_what_the_project_computes(found, system):
 
 
 @pytest.mark.parametrize("system", NAMES)
-def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(found, system):
+def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
+    found, system
+):
     of = of_case(found, system)[1]["generate"]
     for name, keywords in of.items():
         gap = keywords["input_ids"]
@@ -203,7 +233,9 @@ def test_generate_draws_what_the_model_gives(found, system):
             temperature = keywords.get("temperature", 1.0)
             expected = filled_by_loop if system in ENCODERS else simple_generate
             how = {"temperature": temperature, "vocab_size": VOCABULARY}
-            made = expected(model, order, [1] * count, uniforms[row], ids[row], **how)[0]
+            made = expected(model, order, [1] * count, uniforms[row], ids[row], **how)[
+                0
+            ]
             assert torch.equal(found[system][name][row], made), name
 
 
@@ -211,7 +243,9 @@ def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_siz
     tokens = tokens.clone()
     for position in order[-len(sizes) :].tolist():
         masked = (tokens == MASK)[None]
-        sigma = log_linear_noise(masked.double().mean(1)) if model.config.noise else None
+        sigma = (
+            log_linear_noise(masked.double().mean(1)) if model.config.noise else None
+        )
         with torch.no_grad():
             p = model.logits(tokens[None], masked, sigma)[0, position].double()
         if temperature == 0:
@@ -240,13 +274,19 @@ REFUSALS = {
 @pytest.mark.parametrize("system", NAMES)
 def test_mistakes_are_told_in_one_line(found, system):
     for name, message in found[system]["refused"].items():
-        assert message and "\n" not in message and re.search(REFUSALS[name], message), name
+        assert message and "\n" not in message and re.search(REFUSALS[name], message), (
+            name
+        )
 
 
 def test_the_code_of_the_model_card_runs(found):
-    counts = {name: found[name]["printed"].count("\n") for name in ("AO-GPT", "GPT-2", "SEDD")}
+    counts = {
+        name: found[name]["printed"].count("\n") for name in ("AO-GPT", "GPT-2", "SEDD")
+    }
     assert all(count >= 2 for count in counts.values()), counts
-    assert "The cat" in found["AO-GPT"]["printed"] and "home." in found["SEDD"]["printed"]
+    assert (
+        "The cat" in found["AO-GPT"]["printed"] and "home." in found["SEDD"]["printed"]
+    )
 
 
 def of_case(found, system):
@@ -258,7 +298,11 @@ def of_case(found, system):
 
 
 def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found):
-    for name, key in (("bytes", "AO-GPT"), ("english", "english"), ("bytes", "library")):
+    for name, key in (
+        ("bytes", "AO-GPT"),
+        ("english", "english"),
+        ("bytes", "library"),
+    ):
         tokenizer = get_tokenizer(name)
         start = int(key == "library")
         mask = (
@@ -284,8 +328,17 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
 )
 def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
     if name == "own":  # no merge gives the last token
-        tokens = [*(bytes([i]) for i in range(256)), b"th", b"ath", b"hs", b" a", b" aaths"]
-        lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+        tokens = [
+            *(bytes([i]) for i in range(256)),
+            b"th",
+            b"ath",
+            b"hs",
+            b" a",
+            b" aaths",
+        ]
+        lines = [
+            base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)
+        ]
         (tmp_path / "own.tiktoken").write_bytes(b"".join(lines))
         name = str(tmp_path / "own.tiktoken")
     tokenizer = get_tokenizer(name)
@@ -311,11 +364,17 @@ def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            module = (
+                node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            )
             assert module.split(".")[0] in allowed
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = [
+        node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     assert len(names) == len(set(names)), "two sources have a function of one name"
-    assert "MIT License. Copyright" in text.splitlines()[0] and "generated" in text[:200]
+    assert (
+        "MIT License. Copyright" in text.splitlines()[0] and "generated" in text[:200]
+    )
     for name in hub.SOURCES:
         assert f"# ---- {name} ---" in text
         last = (ROOT / "aogpt" / name).read_text().rstrip().splitlines()[-3:]
@@ -328,22 +387,33 @@ def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers
 @pytest.mark.parametrize("system", NAMES)
 def test_a_folder_is_read_back_without_running_its_code(found, system, tmp_path):
     """Also the one that transformers saved after a step of training."""
-    for name, expected in ((system, tiny(system)), (f"{system}-tuned", found[system]["tuned"])):
+    for name, expected in (
+        (system, tiny(system)),
+        (f"{system}-tuned", found[system]["tuned"]),
+    ):
         folder = found["folder"] / name
         if not isinstance(expected, dict):
             expected = dict(expected.named_parameters())
-        (folder / "modeling_aogpt.py").write_text("raise SystemExit('this code was run')")
+        (folder / "modeling_aogpt.py").write_text(
+            "raise SystemExit('this code was run')"
+        )
         loaded = load(folder)
         parameters = dict(loaded.model.named_parameters())
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
         assert config_of(folder) == loaded.model.config
-        assert (loaded.step, loaded.tokenizer, loaded.vocab_size) == (3, "bytes", VOCABULARY)
+        assert (loaded.step, loaded.tokenizer, loaded.vocab_size) == (
+            3,
+            "bytes",
+            VOCABULARY,
+        )
     assert not torch.equal(parameters["wte.weight"], tiny(system).wte.weight)
 
 
 def test_a_changed_export_in_a_folder_is_refused(tmp_path):
-    convert(str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True)
+    convert(
+        str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True
+    )
     settings = json.loads((tmp_path / "hub" / "config.json").read_text())
     settings["aogpt"]["step"] = 4
     (tmp_path / "hub" / "config.json").write_text(json.dumps(settings))
@@ -355,16 +425,26 @@ def test_a_changed_export_in_a_folder_is_refused(tmp_path):
 def own(tmp_path):
     """The folder of a model with a vocabulary of the user's."""
     vocabulary = tmp_path / "mine.tiktoken"
-    vocabulary.write_bytes(b"".join(get_tokenizer("english").file.splitlines(True)[:300]))
+    vocabulary.write_bytes(
+        b"".join(get_tokenizer("english").file.splitlines(True)[:300])
+    )
     sha256 = get_tokenizer(str(vocabulary)).sha256
     model = make_system("AO-GPT", dtype=torch.float32, tokens=320, block_size=LENGTH)
-    names = {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": sha256, "vocab_size": 301}
+    names = {
+        "tokenizer": "tokenizer.tiktoken",
+        "tokenizer_sha256": sha256,
+        "vocab_size": 301,
+    }
     vocabulary.rename(tmp_path / "tokenizer.tiktoken")
-    convert(str(write_export(tmp_path / "x", model, **names)), tmp_path / "hub", hub=True)
+    convert(
+        str(write_export(tmp_path / "x", model, **names)), tmp_path / "hub", hub=True
+    )
     return tmp_path / "hub"
 
 
-def test_a_vocabulary_of_the_users_travels_through_a_repository(own, tmp_path, monkeypatch):
+def test_a_vocabulary_of_the_users_travels_through_a_repository(
+    own, tmp_path, monkeypatch
+):
     import huggingface_hub
 
     tokenizer = load(own).get_tokenizer()
@@ -407,14 +487,23 @@ def pushed(tmp_path, monkeypatch):
     return calls, lambda: convert(str(source), tmp_path / "dst", hub=True, push="me/it")
 
 
-FILES = ["README.md", "config.json", "model.safetensors", "modeling_aogpt.py", "tokenizer.json"]
+FILES = [
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "modeling_aogpt.py",
+    "tokenizer.json",
+]
 FILES += ["tokenizer_config.json"]
 
 
 def test_push_uploads_the_whole_folder_to_a_private_repository(pushed, capsys):
     calls, push = pushed
     push()
-    assert calls == [(("me/it",), {"private": True, "exist_ok": True}), ("me/it", FILES)]
+    assert calls == [
+        (("me/it",), {"private": True, "exist_ok": True}),
+        ("me/it", FILES),
+    ]
     assert "uploaded to https://hf.test/me/it" in capsys.readouterr().out
 
 
@@ -431,7 +520,9 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
         ("get_token", lambda: None, "hf auth login.*HF_TOKEN"),
     ):
         monkeypatch.setattr(huggingface_hub, name, call)
-        with pytest.raises(UserError, match=f"{told}.*hf upload --private me/it") as raised:
+        with pytest.raises(
+            UserError, match=f"{told}.*hf upload --private me/it"
+        ) as raised:
             pushed[1]()
         assert "\n" not in str(raised.value)
         assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES
@@ -474,7 +565,9 @@ def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
 
 
 def test_a_card_without_a_run_has_no_figures_of_one(tmp_path):
-    convert(str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True)
+    convert(
+        str(write_export(tmp_path / "x", tiny("AO-GPT"))), tmp_path / "hub", hub=True
+    )
     card = (tmp_path / "hub" / "README.md").read_text()
     assert "## Use" in card and "## Limits" in card
     assert not any(f"## {part}" in card for part in ("Data", "Training", "Validation"))

@@ -10,7 +10,13 @@ from reference import DECODERS, ENCODERS, make_system, order_through, random_tok
 
 import eval_infill
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.evaluation.infilling import Passages, find_last_words, find_passages, middle_nll, rouge
+from aogpt.evaluation.infilling import (
+    Passages,
+    find_last_words,
+    find_passages,
+    middle_nll,
+    rouge,
+)
 
 T = 9
 TOKENS = 11
@@ -28,7 +34,9 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     assert tokenizer.decode(middle) == " Then they all went home."
     assert len(find_passages(block, tokenizer, 40, 50)) == 0
     known = found.known(both_sides=True)[0]
-    assert bytes(block[0, known].tolist()).decode() == text.replace(" The cat sat on it.", "")
+    assert bytes(block[0, known].tolist()).decode() == text.replace(
+        " The cat sat on it.", ""
+    )
     left = found.known(both_sides=False)[0]
     assert bytes(block[0, left].tolist()).decode() == text.partition(" The")[0]
 
@@ -36,7 +44,13 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
 @pytest.mark.parametrize("name", ["bytes", "english"])
 def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     tokenizer = get_tokenizer(name)
-    documents = ["Who saw the cat", "One", "It was on the warm\u2019 mat ", "", "He came home late"]
+    documents = [
+        "Who saw the cat",
+        "One",
+        "It was on the warm\u2019 mat ",
+        "",
+        "He came home late",
+    ]
     row = [t for text in documents for t in [*tokenizer.encode(text), tokenizer.eot]]
     row += tokenizer.encode("never ended")
     found = find_last_words(row, tokenizer, 10, 20)
@@ -44,10 +58,14 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
     for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
-        given = tokenizer.decode(ids[:start]).strip("\ufffd")  # of a character that was cut
+        given = tokenizer.decode(ids[:start]).strip(
+            "\ufffd"
+        )  # of a character that was cut
         assert given and text.endswith(given)
     assert len(find_last_words(row, tokenizer, 2, 20)) == 2
-    assert len(find_last_words(row, tokenizer, 10, 1)) == 0  # no room for what stands before
+    assert (
+        len(find_last_words(row, tokenizer, 10, 1)) == 0
+    )  # no room for what stands before
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])
@@ -91,12 +109,24 @@ def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
         assert found == pytest.approx(expected)
 
 
-def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, tmp_path):
+def test_the_script_reports_what_the_functions_say(
+    run, plain, encoder, script, tmp_path
+):
     words = tmp_path / "said.txt"
     report = tmp_path / "infill.json"
     words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
     said = prepared("text", tmp_path / "said", words, split="val")
-    options = ("--data", said, "--shortest", 2, "--longest", 12, "--overwrite", "--json", report)
+    options = (
+        "--data",
+        said,
+        "--shortest",
+        2,
+        "--longest",
+        12,
+        "--overwrite",
+        "--json",
+        report,
+    )
     status, out, err = script(eval_infill, run, plain, encoder, *options)
     assert status == 0, err
     rows = json.loads(report.read_text())["rows"]
@@ -110,21 +140,35 @@ def test_the_script_reports_what_the_functions_say(run, plain, encoder, script, 
         assert all(0 <= score <= 1 for score in row["rouge_1"])
     assert rows[0]["nll"] != rows[1]["nll"] == rows[2]["nll"]
     settings = json.loads(report.read_text())["settings"]
-    assert (settings["temperature"], settings["mode"], settings["shortest"]) == (0, None, 2)
+    assert (settings["temperature"], settings["mode"], settings["shortest"]) == (
+        0,
+        None,
+        2,
+    )
     assert f"{run}: the right side is worth" in out and f"{plain}: the right" not in out
     assert report.with_suffix(".md").read_text() == out
-    status, _, err = script(eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15)
+    status, _, err = script(
+        eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15
+    )
     assert status == 2 and "no sentence of 15 to 15 tokens" in err
 
 
-def test_last_words_are_predicted_from_what_precedes(run, plain, encoder, tmp_path, script):
+def test_last_words_are_predicted_from_what_precedes(
+    run, plain, encoder, tmp_path, script
+):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60)))
+    rows.write_text(
+        "".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60))
+    )
     data = prepared("text", tmp_path / "rows", rows, split="val")
     report = tmp_path / "words.json"
     options = ("--data", data, "--last-word", "--num-passages", 5, "--json", report)
     status, out, err = script(eval_infill, run, plain, encoder, *options)
     assert status == 0, err
     found = json.loads(report.read_text())["rows"]
-    assert [(r["given"], r["mode"], len(r["nll"])) for r in found] == [("passage", "l2r", 5)] * 3
-    assert "5 last words. nats/token: of the true last word" in out and "worth" not in out
+    assert [(r["given"], r["mode"], len(r["nll"])) for r in found] == [
+        ("passage", "l2r", 5)
+    ] * 3
+    assert (
+        "5 last words. nats/token: of the true last word" in out and "worth" not in out
+    )

@@ -17,9 +17,14 @@ from aogpt.sampling.token_choice import TokenChoice, choose_tokens
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() and triton.__version__ < "3.7" and np.__version__ >= "2.4":
+if (
+    not torch.cuda.is_available()
+    and triton.__version__ < "3.7"
+    and np.__version__ >= "2.4"
+):
     pytest.skip(
-        "the interpreter of Triton before 3.7 needs NumPy before 2.4", allow_module_level=True
+        "the interpreter of Triton before 3.7 needs NumPy before 2.4",
+        allow_module_level=True,
     )
 from aogpt.sampling import kernels  # noqa: E402
 
@@ -31,8 +36,12 @@ CHOICES = [(1.0, 1.0), (1.4, 1.0), (0.9, 0.95), (1.1, 0.3), (1.0, 1e-9), (0.0, 1
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("V, N, banned, tile", [(2, 4, 0, 64), (97, 6, 7, 64), (5000, 3, 1, 1024)])
-def test_the_kernel_draws_what_the_reference_draws(V, N, banned, tile, choice, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "V, N, banned, tile", [(2, 4, 0, 64), (97, 6, 7, 64), (5000, 3, 1, 1024)]
+)
+def test_the_kernel_draws_what_the_reference_draws(
+    V, N, banned, tile, choice, dtype, monkeypatch
+):
     """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are cut."""
     logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
     logits[:, V - banned :] = -torch.inf
@@ -53,7 +62,9 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
     logits[0, 3] = torch.nan
     logits[1, 0] = torch.inf
     uniforms = torch.tensor([0.5, 0.999], dtype=torch.float64)
-    tokens, log_probs = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice())
+    tokens, log_probs = kernels.choose(
+        logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
+    )
     assert ((tokens >= 0) & (tokens < 5)).all() and not log_probs.isfinite().any()
 
 
@@ -62,12 +73,21 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     logits = torch.zeros(2, 5)
     min_p = [("min_p", float, 0.0)]
     more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
-    assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(logits, more())
+    assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(
+        logits, more()
+    )
     dropped = TokenChoice(top_p=0.5, crossing="drop")
     noisy = TokenChoice(noise="float32")
     penalised = TokenChoice(repetition_penalty=1.1)
     banned = TokenChoice(no_repeat_ngram=3)
-    for choice in (TokenChoice(top_k=3), dropped, noisy, penalised, banned, more(min_p=0.1)):
+    for choice in (
+        TokenChoice(top_k=3),
+        dropped,
+        noisy,
+        penalised,
+        banned,
+        more(min_p=0.1),
+    ):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
@@ -78,7 +98,9 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
     [("AO-GPT", "exact 3"), ("target rotary", "confidence 2"), ("GPT-2", "l2r")]
     + [("AO-GPT, rotary", "speculative 3"), ("two_stream", "even 3")],
 )
-def test_the_engine_generates_with_the_kernel_what_it_does_without(system, mode, monkeypatch):
+def test_the_engine_generates_with_the_kernel_what_it_does_without(
+    system, mode, monkeypatch
+):
     """Rows of different lengths, some tokens given. The kernel is opt in."""
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     model = make_system(system, 0, torch.float32, 0.7, 17, **sizes).to(DEVICE)
@@ -99,14 +121,17 @@ def test_the_engine_generates_with_the_kernel_what_it_does_without(system, mode,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)]
+)
 def test_kernels_assemble_for_an_h100(number, tmp_path):
     """Without a GPU. number: the type of floats, fp64 where torch.compile calls the kernel."""
     (tmp_path / "assemble.py").write_text(ASSEMBLE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, tmp_path / "assemble.py", number],
-        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        env=environment
+        | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
     )

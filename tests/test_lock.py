@@ -27,7 +27,9 @@ with locked_for_all(Path(sys.argv[1]), alone):
 def test_a_second_training_is_refused_and_the_next_one_is_not(data, tmp_path):
     config = tiny_config(data, tmp_path, steps=6)
     with locked_for_all(config.run_folder, ALONE):
-        with pytest.raises(ValueError, match=f"another job trains in {config.run_folder}.*--name"):
+        with pytest.raises(
+            ValueError, match=f"another job trains in {config.run_folder}.*--name"
+        ):
             train.train(config, ALONE)
         assert [path.name for path in config.run_folder.iterdir()] == ["lock"]
     train.train(config, ALONE)
@@ -38,7 +40,10 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path, number):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(ValueError, match="another job"), locked_for_all(tmp_path, ALONE):
+    with (
+        pytest.raises(ValueError, match="another job"),
+        locked_for_all(tmp_path, ALONE),
+    ):
         pass
     holder.send_signal(number)
     holder.wait()
@@ -47,8 +52,13 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path, number):
 
 
 def test_what_the_main_process_is_refused_all_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(Processes, "gather", lambda procs, value: ["another job", value])
+    monkeypatch.setattr(
+        Processes, "gather", lambda procs, value: ["another job", value]
+    )
     other = Processes(1, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="another job"), locked_for_all(tmp_path, other):
+    with (
+        pytest.raises(ValueError, match="another job"),
+        locked_for_all(tmp_path, other),
+    ):
         pass
     assert not list(tmp_path.iterdir())

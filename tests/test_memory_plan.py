@@ -24,13 +24,18 @@ B = 4
 T = 128
 D = 64
 V = 320
-LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # configs with a plan in their comments: for how many GPUs
+LARGE = {
+    "aogpt_1b": 8,
+    "aogpt_7b": 64,
+}  # configs with a plan in their comments: for how many GPUs
 H100 = "NVIDIA H100 80GB HBM3"
 PLAIN = {"order__kind": "l2r", "model__target": "none"}
 
 
 def small(layers=2, dtype="float32", **changes):
-    model = ModelConfig(vocab_size=V, block_size=T, n_layer=layers, n_head=4, n_embd=D, cond_dim=24)
+    model = ModelConfig(
+        vocab_size=V, block_size=T, n_layer=layers, n_head=4, n_embd=D, cond_dim=24
+    )
     train = TrainConfig(2000, batch_size=B, micro_batch_size=B, compile=False)
     return change(Config(model=model, train=train), train__dtype=dtype, **changes)
 
@@ -42,9 +47,13 @@ def loaded(name):
 def losses(model, config):
     """A training pass in the precision of the config: (B, T)."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(V - 20, (config.train.micro_batch_size, T), generator=generator)
+    tokens = torch.randint(
+        V - 20, (config.train.micro_batch_size, T), generator=generator
+    )
     order = torch.stack([torch.randperm(T, generator=generator) for _ in tokens])
-    with torch.autocast("cpu", torch.bfloat16, enabled=config.train.dtype == "bfloat16"):
+    with torch.autocast(
+        "cpu", torch.bfloat16, enabled=config.train.dtype == "bfloat16"
+    ):
         return model(tokens, order)
 
 
@@ -66,7 +75,9 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     optimizer = make_optimizer(model, config)
     losses(model, config).mean().backward()
     optimizer.step()
-    state = [t for values in named_state(model, optimizer).values() for t in values.values()]
+    state = [
+        t for values in named_state(model, optimizer).values() for t in values.values()
+    ]
     measured = {
         "weights": storage_bytes(model.parameters()),
         "gradients": storage_bytes(p.grad for p in model.parameters()),
@@ -74,7 +85,9 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
         "ema": storage_bytes(ema.weights.values()),
     }
     assert state_bytes(config, meta_model(config), 1) == measured
-    more = state_bytes(change(config, optim__more_ema_decays=(0.5, 0.6)), meta_model(config), 1)
+    more = state_bytes(
+        change(config, optim__more_ema_decays=(0.5, 0.6)), meta_model(config), 1
+    )
     assert more == measured | {"ema": 3 * measured["ema"]}
 
 
@@ -136,7 +149,9 @@ def test_the_peak_of_a_step_is_the_plans_within_a_factor(changes, dtype, monkeyp
     model = build_model(config.model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    for block in model.blocks if config.train.activation_checkpointing != "none" else ():
+    for block in (
+        model.blocks if config.train.activation_checkpointing != "none" else ()
+    ):
         checkpoint_activations(block, config)
     with Live([t for p in model.parameters() for t in (p, p.grad)]) as live:
         losses(model, config).mean().backward()
@@ -146,35 +161,56 @@ def test_the_peak_of_a_step_is_the_plans_within_a_factor(changes, dtype, monkeyp
 
 
 def test_the_time_of_a_step_by_hand():
-    config = small(layers=3, dtype="bfloat16", train__batch_size=48, train__parallel="fsdp")
+    config = small(
+        layers=3, dtype="bfloat16", train__batch_size=48, train__parallel="fsdp"
+    )
     gpu = GPU(1e12, 80)
     flops = (6 * (12 * 3 * D * D + D * V) + 12 * 3 * D * T) * 48 * T
     plan = plan_run(config, 4, gpu, 0.5)
     assert plan.tokens_per_step == 48 * T
     assert plan.seconds_per_step == pytest.approx(flops / (4 * 1e12 * 0.5))
-    block = plan_run(change(config, train__activation_checkpointing="block"), 4, gpu, 0.5)
+    block = plan_run(
+        change(config, train__activation_checkpointing="block"), 4, gpu, 0.5
+    )
     again = (2 * 12 * 3 * D * D + 4 * 3 * D * T) * 48 * T  # a third, without the head's
     assert block.seconds_per_step == pytest.approx((flops + again) / (4 * 1e12 * 0.5))
 
 
 def test_the_command_prints_the_plan_of_a_config_with_overrides(script, tmp_path):
-    options = ["--world-size", 2, "--gpu", "NVIDIA A10G", "--mfu", 0.3, "--optim.kind", "muon"]
+    options = [
+        "--world-size",
+        2,
+        "--gpu",
+        "NVIDIA A10G",
+        "--mfu",
+        0.3,
+        "--optim.kind",
+        "muon",
+    ]
     path = ROOT / "configs" / "aogpt_1b.toml"
     status, text, err = script(planning, path, *options, "--out", tmp_path / "run")
     assert status == 0, err
     config = change(loaded("aogpt_1b"), optim__kind="muon")
     plan = plan_run(config, 2, GPUS["NVIDIA A10G"], 0.3)
     assert plan_text(plan) in text and not (tmp_path / "run").exists()
-    assert f"{sum(plan.parameters.values()) / 1e6:,.0f} M" in text and "does NOT fit" in text
+    assert (
+        f"{sum(plan.parameters.values()) / 1e6:,.0f} M" in text
+        and "does NOT fit" in text
+    )
     status, text, err = script(planning, ROOT / "configs" / "quickstart.toml")
-    assert status == 0 and not re.search(r"(?<![\d.])0[.0]* (GiB|MiB|GB|s|days|M)", text), text
+    assert status == 0 and not re.search(
+        r"(?<![\d.])0[.0]* (GiB|MiB|GB|s|days|M)", text
+    ), text
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         ("configs/aogpt_1b.toml --world-size 0", "--world-size is 0"),
-        ("configs/aogpt_1b.toml --world-size 7", "must be a multiple of the 7 processes"),
+        (
+            "configs/aogpt_1b.toml --world-size 7",
+            "must be a multiple of the 7 processes",
+        ),
         ("configs/aogpt_1b.toml --gpu H100", "H100"),
         ("", "give a config file first"),
     ],
@@ -197,7 +233,10 @@ def test_what_configs_and_documentation_say_of_plans_is_not_stale(name):
     assert f"--world-size {LARGE[name]} says for {H100} at 40%" in text
     memory = f"{plan.memory_total / 2**30:.1f}"
     saved = f"{plan.checkpoint_bytes / 1e9:.1f}"
-    assert f"{total / 1e6:,.1f}M parameters, {share:.1%} of them conditioning; {memory} GiB" in text
+    assert (
+        f"{total / 1e6:,.1f}M parameters, {share:.1%} of them conditioning; {memory} GiB"
+        in text
+    )
     assert f"{seconds:.2f} s a step, {days:.1f} days; {saved} GB a checkpoint\n" in text
     shown = (ROOT / "docs" / "large_runs.md").read_text().replace("\n    ", "\n")
     assert name != "aogpt_7b" or f"\n{plan_text(plan)}\n" in shown

@@ -29,7 +29,9 @@ COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_st
 
 
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def val_data(data, count):
@@ -40,7 +42,9 @@ def val_data(data, count):
 def any_order(model, data, config):
     """Validation loss in random orders."""
     val_data = TokenDataset(data, "val", LENGTH)
-    return validation.validation_loss(model, val_data, OrderConfig("random"), config, ALONE)
+    return validation.validation_loss(
+        model, val_data, OrderConfig("random"), config, ALONE
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,12 @@ def test_a_run_is_judged_by_its_own_orders(data, order, target, names, best):
 def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     """And by the last stage of its schedule, from the first step on."""
     stages = StageConfig(0, "l2r", group=1), StageConfig(3, "random", group=4)
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=3, eval__draws=2, schedule=stages)
-    config = change(config, model__target="two_stream", objective=ObjectiveConfig("groupwise"))
+    config = tiny_config(
+        data, tmp_path, steps=6, eval__interval=3, eval__draws=2, schedule=stages
+    )
+    config = change(
+        config, model__target="two_stream", objective=ObjectiveConfig("groupwise")
+    )
     assert validation.best_by(config) == "own"
     train.train(config, ALONE)
     line = lines_of(config.run_folder)[-1]
@@ -71,10 +79,14 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     tokens = val_data(data, 7)
     for kind, group in (("own", 4), ("random", 1)):
         draws = [
-            token_nll(model, tokens, OrderConfig("random"), 7, draw, range(7), 7, group=group)
+            token_nll(
+                model, tokens, OrderConfig("random"), 7, draw, range(7), 7, group=group
+            )
             for draw in range(2)
         ]
-        assert line[f"val_loss_{kind}"] == pytest.approx(float(torch.stack(draws).mean()), abs=1e-5)
+        assert line[f"val_loss_{kind}"] == pytest.approx(
+            float(torch.stack(draws).mean()), abs=1e-5
+        )
     assert line["val_loss_own"] != line["val_loss_random"]
 
 
@@ -83,11 +95,20 @@ def test_what_is_no_row_is_left_out_and_later_rows_are_dropped(data, tmp_path):
     config = tiny_config(data, tmp_path)
     path = config.run_folder / "metrics.jsonl"
     rows = [{"step": 1, "mfu": "unknown"}, {"step": 3}]
-    lines = [json.dumps(rows[0]), "", "[1]", '{"loss": 1}', '{"step": "2"}', json.dumps(rows[1])]
+    lines = [
+        json.dumps(rows[0]),
+        "",
+        "[1]",
+        '{"loss": 1}',
+        '{"step": "2"}',
+        json.dumps(rows[1]),
+    ]
     path.parent.mkdir()
     path.write_bytes("\n".join([*lines, '{"step": 4, "lo']).encode() + b"\xff")
     assert read_metrics(path) == rows
-    metrics.Log(config, ALONE, Progress(step=2), TokenDataset(data, "train", LENGTH)).close()
+    metrics.Log(
+        config, ALONE, Progress(step=2), TokenDataset(data, "train", LENGTH)
+    ).close()
     assert path.read_text() == json.dumps(rows[0]) + "\n"
     assert read_metrics(tmp_path / "nowhere") == []
 
@@ -104,21 +125,33 @@ def test_a_full_disk_loses_rows_and_not_the_run(data, tmp_path, monkeypatch, cap
     monkeypatch.setattr(metrics, "to_json", on_a_full_disk)
     train.train(config, ALONE)
     assert [line["step"] for line in lines_of(config.run_folder)] == [1, 2, 5, 6]
-    assert capsys.readouterr().err.count("is lost: [Errno 28] No space left on device") == 2
+    assert (
+        capsys.readouterr().err.count("is lost: [Errno 28] No space left on device")
+        == 2
+    )
 
 
 def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
     data, tmp_path, monkeypatch, capsys
 ):
-    config = tiny_config(data, tmp_path, steps=25, train__log_interval=10, eval__interval=20)
+    config = tiny_config(
+        data, tmp_path, steps=25, train__log_interval=10, eval__interval=20
+    )
     train.train(config, ALONE)
     out, err = capsys.readouterr()
     step = r"step {}/25  loss \d\.\d{{4}}  [\d,]+ tokens/s  gradient norm [\d.]+  lr 0\.00\d+"
-    for number, left in {1: "", 10: r"  [\d.]+ s left", 20: r"  [\d.]+ s left", 25: ""}.items():
+    for number, left in {
+        1: "",
+        10: r"  [\d.]+ s left",
+        20: r"  [\d.]+ s left",
+        25: "",
+    }.items():
         assert len(re.findall(step.format(number) + left + "\n", out)) == 1
     blocks = TokenDataset(data, "val", LENGTH).num_blocks
     said = f"step 20/25  validation loss of the averaged weights on 7 of {blocks} blocks, nats per"
-    assert re.search(said + r" token: left to right \d\.\d{4}, any order \d\.\d{4}\n", out)
+    assert re.search(
+        said + r" token: left to right \d\.\d{4}, any order \d\.\d{4}\n", out
+    )
     assert "MFU" not in out and not err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: (80, 0))  # no rows: no bar
@@ -129,7 +162,12 @@ def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
     out, err = capsys.readouterr()
     assert "tokens/s" not in out and said in out
     every = train_losses(change(config, name="every", train__log_interval=1))
-    means = {1: every[1], 10: mean(every, 2, 10), 20: mean(every, 11, 20), 25: mean(every, 21, 25)}
+    means = {
+        1: every[1],
+        10: mean(every, 2, 10),
+        20: mean(every, 11, 20),
+        25: mean(every, 21, 25),
+    }
     rows = [line for line in lines_of(config.run_folder) if "loss" in line]
     assert {row["step"]: row["loss"] for row in rows} == pytest.approx(means)
     assert means[1] == pytest.approx(np.log(320), abs=0.1)  # before training
@@ -138,7 +176,11 @@ def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
 
 def train_losses(config):
     train.train(config, ALONE)
-    return {line["step"]: line["loss"] for line in lines_of(config.run_folder) if "loss" in line}
+    return {
+        line["step"]: line["loss"]
+        for line in lines_of(config.run_folder)
+        if "loss" in line
+    }
 
 
 def mean(losses, first, last):
@@ -162,13 +204,17 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
     found = {}
     for count in (100, dataset.num_blocks):
         config = change(config, eval__sequences=count)
-        found[count] = validation.validation_loss(model, dataset, RANDOM, config, ALONE).mean
+        found[count] = validation.validation_loss(
+            model, dataset, RANDOM, config, ALONE
+        ).mean
     part, whole = found.values()
     assert part == pytest.approx(whole, abs=0.2) and whole > 3
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
-def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run, encoder, data):
+def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(
+    system, run, encoder, data
+):
     """The error is that of what a draw gives, over draws; one draw has none. 1e-5: float32."""
     config = tiny_config(data, "")
     config = encoder_config(config) if system == "encoder" else config
@@ -185,28 +231,47 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(system, run
         means.append(float(nll.double().mean()))
     loss, error = any_order(model, data, change(config, eval__draws=3))
     assert loss == pytest.approx(np.mean(means), rel=1e-5)
-    assert error == pytest.approx(np.std(means, ddof=1) / 3**0.5, rel=1e-3) and error > 1e-4
+    assert (
+        error == pytest.approx(np.std(means, ddof=1) / 3**0.5, rel=1e-3)
+        and error > 1e-4
+    )
     single = any_order(model, data, config)
     assert single.mean == pytest.approx(means[0], rel=1e-5) and single.error is None
 
 
-def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(data, tmp_path):
+def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(
+    data, tmp_path
+):
     """Left to right is one order, whatever is drawn. An average of decay 0 is the last
     weights."""
     config = tiny_config(data, tmp_path, steps=20, eval__draws=3)
     config = change(config, optim__more_ema_decays=(0.0, 0.5))
     train.train(config, ALONE)
-    evaluations = [line for line in lines_of(config.run_folder) if "val_loss_l2r" in line]
+    evaluations = [
+        line for line in lines_of(config.run_folder) if "val_loss_l2r" in line
+    ]
     best = min(evaluations, key=lambda line: line["val_loss_random"])
-    assert newest(config)["best"] == {"step": best["step"], "loss": best["val_loss_random"]}
-    training = {line["step"]: line for line in lines_of(config.run_folder) if "loss" in line}
+    assert newest(config)["best"] == {
+        "step": best["step"],
+        "loss": best["val_loss_random"],
+    }
+    training = {
+        line["step"]: line for line in lines_of(config.run_folder) if "loss" in line
+    }
     for line in evaluations:
-        assert all(line[key] == training[line["step"]][key] for key in COSTS - {"memory_bytes"})
+        assert all(
+            line[key] == training[line["step"]][key] for key in COSTS - {"memory_bytes"}
+        )
         assert line["val_error_random"] > 0 and "val_error_l2r" not in line
         for kind in ("l2r", "random"):
-            of = {name: line[f"val_loss_{kind}{name}"] for name in ("", "_raw", "_ema0", "_ema0.5")}
+            of = {
+                name: line[f"val_loss_{kind}{name}"]
+                for name in ("", "_raw", "_ema0", "_ema0.5")
+            }
             assert of["_ema0"] == of["_raw"] != of[""]
-            assert line["step"] < 20 or len(set(of.values())) == 3  # both averages warm up alike
+            assert (
+                line["step"] < 20 or len(set(of.values())) == 3
+            )  # both averages warm up alike
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -214,7 +279,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def write_rows(folder, rows):
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return folder
 
 
@@ -222,17 +289,23 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     rows = [{"step": step, "loss": 1.0, "tokens": 100 * step} for step in (10, 20)]
     rows += [{"step": 15, "val_loss_l2r": 2.0, "val_loss_l2r_raw": 3.0}]
     axes = Figure().subplots()
-    plot.draw(axes, [*rows, {"step": 20, "val_loss_l2r": 1.5}], tuple(rows[-1])[1:], "black")
+    plot.draw(
+        axes, [*rows, {"step": 20, "val_loss_l2r": 1.5}], tuple(rows[-1])[1:], "black"
+    )
     averaged, raw = axes.lines
     assert averaged.get_xydata().tolist() == [[1500, 2.0], [2000, 1.5]]
     assert raw.get_xydata().tolist() == [[1500, 3.0]] and raw.get_linestyle() == "--"
 
 
-def test_plot_draws_runs_of_now_and_of_before_into_one_png(run, encoder, tmp_path, script):
+def test_plot_draws_runs_of_now_and_of_before_into_one_png(
+    run, encoder, tmp_path, script
+):
     keys = ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
     before = [{key: line[key] for key in keys if key in line} for line in lines_of(run)]
     old = write_rows(tmp_path / "old $x_1$ run", before)
-    many = [write_rows(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(10)]
+    many = [
+        write_rows(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(10)
+    ]
     out = tmp_path / "pictures" / "compare.png"
     status, said, _ = script(plot, run, old, encoder, *many, "--out", out)
     assert status == 0 and f"wrote {out}" in said and out.read_bytes().startswith(PNG)
@@ -253,7 +326,9 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
 
 
 @given(value=st.floats(1e-7, 1e12), digits=st.integers(2, 4))
-def test_a_number_in_units_is_never_shown_as_zero_and_is_right_to_its_digits(value, digits):
+def test_a_number_in_units_is_never_shown_as_zero_and_is_right_to_its_digits(
+    value, digits
+):
     text, unit = metrics.in_units(value, metrics.TIME, digits).split()
     size = {name: size for size, name in metrics.TIME}[unit]
     assert float(text.replace(",", "")) * size == pytest.approx(

@@ -82,10 +82,14 @@ def test_a_decoder_computes_its_formulas(variant, length):
     assert got.shape == (3, length) and not got.requires_grad
     assert (got - expected).abs().max() < 1e-9
     assert (-model(tokens, order) - expected).abs().max() < 1e-9
-    assert expected.std() > 0.3 or length < 3  # the weights matter: these are not nearly equal
+    assert (
+        expected.std() > 0.3 or length < 3
+    )  # the weights matter: these are not nearly equal
 
 
-@pytest.mark.parametrize("variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"])
+@pytest.mark.parametrize(
+    "variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"]
+)
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     model = make_variant(variant, 3)
     tokens = random_tokens(TOKENS, 3, 7, seed=4)
@@ -97,7 +101,9 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
     got = torch.autograd.grad((weights * model(tokens, order)).sum(), values)
     for name, a, b in zip(names, got, expected, strict=True):
         assert (a - b).abs().max() < 1e-9, name
-        assert b.abs().max() > 1e-3, f"{name} has no gradient: the comparison would prove nothing"
+        assert b.abs().max() > 1e-3, (
+            f"{name} has no gradient: the comparison would prove nothing"
+        )
 
 
 def test_dropout_acts_in_training_only():
@@ -138,17 +144,25 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
 
 
-@pytest.mark.parametrize("elements", [1, 2**25])  # chunks of 256 rows, the least, and one for all
+@pytest.mark.parametrize(
+    "elements", [1, 2**25]
+)  # chunks of 256 rows, the least, and one for all
 @pytest.mark.parametrize("tied", [False, True])
-def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, elements, tied):
+def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
+    monkeypatch, elements, tied
+):
     monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, "cpu", elements)
     model = make_system("AO-GPT", tied_head=tied)
     generator = seeded(1)
-    x = torch.randn(3, 200, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        3, 200, 12, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     weights = torch.randn(3, 200, generator=generator, dtype=torch.float64)
     targets = random_tokens(TOKENS, 3, 200, seed=2)
     chunks = []
-    model.head.register_forward_hook(lambda module, inputs, output: chunks.append(len(output)))
+    model.head.register_forward_hook(
+        lambda module, inputs, output: chunks.append(len(output))
+    )
 
     got = model.head_loss(x, targets)
     assert chunks == ([256, 256, 88] if elements == 1 else [600])
@@ -156,7 +170,9 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, el
     expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert (got - expected).abs().max() < 1e-12  # float64, eleven terms a row
     leaves = [x, model.head.weight, model.head.bias]
-    grads = [torch.autograd.grad((nll * weights).sum(), leaves) for nll in (got, expected)]
+    grads = [
+        torch.autograd.grad((nll * weights).sum(), leaves) for nll in (got, expected)
+    ]
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-11  # sums of 600 float64 terms
     with torch.no_grad():
@@ -167,7 +183,13 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(monkeypatch, el
 @pytest.mark.parametrize("seed", [0, 1])
 def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
     """Deviations (0.98658 s) and means within five of their own standard deviations."""
-    shape = {"vocab_size": 300, "block_size": 128, "n_layer": 3, "n_head": 2, "n_embd": 64}
+    shape = {
+        "vocab_size": 300,
+        "block_size": 128,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_embd": 64,
+    }
     config = ModelConfig(**shape, target=target, norm="layernorm")
     model = build_model(config)
     same = build_model(config)
@@ -188,7 +210,9 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
             assert p.abs().max() <= 3 * std * (1 + 1e-6), name
             pooled.append(p.detach().flatten() / std)
     values = torch.cat(pooled).double()
-    beyond = float((values.abs() > 2).double().mean())  # normal: 0.0455 - 0.0027 of the 0.9973 kept
+    beyond = float(
+        (values.abs() > 2).double().mean()
+    )  # normal: 0.0455 - 0.0027 of the 0.9973 kept
     assert abs(beyond - 0.04291) < 5 * math.sqrt(0.0429 / len(values))
 
 
@@ -201,7 +225,13 @@ def test_parameters_of_ao_gpt_have_their_names_and_order():
     ).split()
     expected = ["start", "wte.weight", "wpe.weight", "wtpe.weight"]
     expected += [f"blocks.{i}.{name}" for i in range(2) for name in block]
-    expected += ["norm_f.weight", "adaln_f.weight", "adaln_f.bias", "head.weight", "head.bias"]
+    expected += [
+        "norm_f.weight",
+        "adaln_f.weight",
+        "adaln_f.bias",
+        "head.weight",
+        "head.bias",
+    ]
     assert list(parameters(make_system("AO-GPT"))) == expected
 
 
@@ -216,9 +246,15 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     model = build_model(config).eval()
     tokens = random_tokens(96, 2, length, 0)
     order = random_orders(2, length, 0)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         model(tokens, order)
-    assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (2 * length)
+    assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (
+        2 * length
+    )
 
 
 ENCODER = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
@@ -226,16 +262,28 @@ SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim")
 REFUSED = [({name: 0}, rf"model\.{name} is 0.*at least 1") for name in SIZES]
 REFUSED += [
     *(({"dropout": p}, "model.dropout") for p in (-0.1, 1.0, float("nan"))),
-    ({"n_embd": 10, "n_head": 4}, r"n_embd \(10\) must be a multiple of model\.n_head \(4\)"),
-    ({"norm": "batch"}, "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'"),
+    (
+        {"n_embd": 10, "n_head": 4},
+        r"n_embd \(10\) must be a multiple of model\.n_head \(4\)",
+    ),
+    (
+        {"norm": "batch"},
+        "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'",
+    ),
     (ENCODER | {"mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
-    (ENCODER | {"mask_token": 320}, r"mask_token is 320.*below model\.vocab_size \(320\)"),
+    (
+        ENCODER | {"mask_token": 320},
+        r"mask_token is 320.*below model\.vocab_size \(320\)",
+    ),
     (ENCODER | {"mask_token": 0}, "mask_token is 0"),
     ({"mask_token": 257}, "mask_token = 257 is for encoders"),
     ({"noise": True}, "noise = True is for encoders"),
     ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
     (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
-    (ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12}, "even head width, but it is 3"),
+    (
+        ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12},
+        "even head width, but it is 3",
+    ),
 ]
 
 
@@ -258,14 +306,22 @@ def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
     for model in (make_system("AO-GPT"), make_system("RADD")):
         with pytest.raises(ValueError, match=words):
             model.masked_log_probs(tokens, torch.ones(shape).bool())
-        with pytest.raises(ValueError, match="every row of order must be a permutation of 0..4"):
-            model.token_log_probs(torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]]))
+        with pytest.raises(
+            ValueError, match="every row of order must be a permutation of 0..4"
+        ):
+            model.token_log_probs(
+                torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]])
+            )
     with pytest.raises(ValueError, match=words):
-        make_system("AO-GPT").token_log_probs(tokens, torch.arange(shape[-1]).expand(shape))
+        make_system("AO-GPT").token_log_probs(
+            tokens, torch.arange(shape[-1]).expand(shape)
+        )
 
 
 def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():
-    with pytest.raises(ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"):
+    with pytest.raises(
+        ValueError, match=f"tables of {LENGTH} positions.*such as {LENGTH + 1}"
+    ):
         set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)
     model = make_system("target rotary", 4)
     tokens = random_tokens(TOKENS, 3, LENGTH, seed=1)
@@ -286,7 +342,10 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
     order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
     for take in (
-        *(functools.partial(m.masked_log_probs, tokens) for m in (decoder, two_stream, encoder)),
+        *(
+            functools.partial(m.masked_log_probs, tokens)
+            for m in (decoder, two_stream, encoder)
+        ),
         lambda m: encoder(tokens, m),
         lambda m: encoder.logits(tokens, m),
         lambda m: encoder.parallel_log_probs(tokens, order, torch.ones(2), steps=m),
@@ -299,7 +358,9 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
             take(mask)
 
 
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "AO-GPT, rotary", "RADD", "SEDD"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "two_stream", "AO-GPT, rotary", "RADD", "SEDD"]
+)
 def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
     model = make_system(system)
     tokens = random_tokens(11, 3, 6, 0)

@@ -27,7 +27,9 @@ def ao_ar_by_enumeration(model, sequences):
     """ao_ar_loss of each sequence over all N! orders, as a sum over positions: (rows,)."""
     orders = torch.tensor(list(itertools.permutations(range(N))))
     with torch.no_grad():
-        losses = [ao_ar_loss(model, x.expand(len(orders), N), orders) for x in sequences]
+        losses = [
+            ao_ar_loss(model, x.expand(len(orders), N), orders) for x in sequences
+        ]
     return N * torch.stack(losses)
 
 
@@ -41,7 +43,9 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
-        contexts = list(itertools.permutations([p for p in range(N) if p not in masked]))
+        contexts = list(
+            itertools.permutations([p for p in range(N) if p not in masked])
+        )
         for position in masked:
             nll = sum(-conditional[context, position].log() for context in contexts)
             integral += float(mdm_weight(masked, N)) * nll / len(contexts)
@@ -61,7 +65,9 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         lengths = torch.full((len(orders),), known)
         for i, x in enumerate(sequences):
             logs = model.parallel_log_probs(x.expand(len(orders), N), orders, lengths)
-            middle[i] -= logs.sum(dim=1).mean() / (N - known)  # n * (1/n) * the sum over l
+            middle[i] -= logs.sum(dim=1).mean() / (
+                N - known
+            )  # n * (1/n) * the sum over l
     assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
 
 
@@ -71,7 +77,10 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
     tokens = random_tokens(V, 5, N, 0)
     order = random_orders(5, N, 1)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
-    assert loss.shape == () and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
+    assert (
+        loss.shape == ()
+        and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
+    )
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
@@ -84,7 +93,9 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
     assert nll.dtype == torch.float64 and nll.shape == (5, N)
-    assert torch.equal(nll.gather(1, order), -model.token_log_probs(tokens, order).double())
+    assert torch.equal(
+        nll.gather(1, order), -model.token_log_probs(tokens, order).double()
+    )
     late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
     assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
 

@@ -13,12 +13,22 @@ from reference import SYSTEMS, make_system
 
 from aogpt.systems import build_model
 from aogpt.training import muon as muon_module
-from aogpt.training.optimizers import learning_rate, learning_rates, make_optimizer, muon_matrices
+from aogpt.training.optimizers import (
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    muon_matrices,
+)
 
 
 def muon_config(**changes):
     return tiny_config(
-        "", "", optim__kind="muon", optim__muon_lr=2e-2, optim__weight_decay=0.5, **changes
+        "",
+        "",
+        optim__kind="muon",
+        optim__muon_lr=2e-2,
+        optim__weight_decay=0.5,
+        **changes,
     )
 
 
@@ -34,7 +44,9 @@ def with_gradients(config, seed=0):
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
-    config = tiny_config("", "", steps=100, optim__schedule=kind, optim__warmup_steps=10)
+    config = tiny_config(
+        "", "", steps=100, optim__schedule=kind, optim__warmup_steps=10
+    )
     config = change(config, optim__lr=0.5, optim__min_lr_ratio=0.2)
     rates = [learning_rate(step, config) for step in range(101)]
     np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
@@ -51,7 +63,9 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
 
 
 @given(steps=st.integers(1, 200), warmup=st.integers(0, 40), share=st.floats(0, 1))
-def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(steps, warmup, share):
+def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(
+    steps, warmup, share
+):
     end = steps + warmup
     config = tiny_config("", "", steps=400, optim__schedule="wsd", optim__lr=0.5)
     config = change(config, optim__warmup_steps=warmup, train__steps=end)
@@ -69,7 +83,9 @@ def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(step
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("target, tied", [("adaln", False), ("input", True), ("none", False)])
+@pytest.mark.parametrize(
+    "target, tied", [("adaln", False), ("input", True), ("none", False)]
+)
 def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     order = "l2r" if target == "none" else "random"
     config = muon_config(order__kind=order, model__target=target, model__tied_head=tied)
@@ -79,20 +95,30 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     matrices = muon_matrices(model) if kind == "muon" else {}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # then either optimizer moves a weight by its decay alone
+        p.grad = torch.zeros_like(
+            p
+        )  # then either optimizer moves a weight by its decay alone
     optimizer.step()
     for name, p in model.named_parameters():
         rate = 2e-2 if name in matrices else 3e-3
         factor = 1 - rate * 0.5 if p.dim() >= 2 else 1.0
-        torch.testing.assert_close(p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name)
+        torch.testing.assert_close(
+            p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name
+        )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothing_else(system):
+def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothing_else(
+    system,
+):
     model = make_system(system, dtype=torch.float32)
     layers = ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"]
     layers += ["mlp.gate"] * (model.config.mlp == "swiglu")
-    expected = {f"blocks.{i}.{layer}.weight" for i in range(len(model.blocks)) for layer in layers}
+    expected = {
+        f"blocks.{i}.{layer}.weight"
+        for i in range(len(model.blocks))
+        for layer in layers
+    }
     assert muon_matrices(model).keys() == expected
     optimizer = make_optimizer(model, muon_config())
     owned = [p for group in optimizer.param_groups for p in group["params"]]
@@ -109,13 +135,19 @@ def test_a_step_of_muon_reads_no_value_of_the_device(found):
     optimizer.found_inf = torch.tensor(found)
     with NoHostReads():
         optimizer.step()
-    for (name, p), old in zip(model.named_parameters(), before.parameters(), strict=True):
+    for (name, p), old in zip(
+        model.named_parameters(), before.parameters(), strict=True
+    ):
         assert torch.equal(p, old) == (bool(found) or name not in matrices)
 
 
 def newton_schulz(gradient):
     """Five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64 (Jordan et al.)."""
-    x = gradient.double() if gradient.shape[0] <= gradient.shape[1] else gradient.double().T
+    x = (
+        gradient.double()
+        if gradient.shape[0] <= gradient.shape[1]
+        else gradient.double().T
+    )
     x = x / x.norm()
     for _ in range(5):
         gram = x @ x.T
@@ -124,8 +156,12 @@ def newton_schulz(gradient):
 
 
 @pytest.mark.parametrize("momentum, elements", [(0.0, 2**26), (0.95, 2**26), (0.95, 1)])
-def test_two_steps_of_muon_and_adamw_follow_their_formulas(monkeypatch, momentum, elements):
-    monkeypatch.setattr(muon_module, "STACK_ELEMENTS", elements)  # 1: matrices one by one
+def test_two_steps_of_muon_and_adamw_follow_their_formulas(
+    monkeypatch, momentum, elements
+):
+    monkeypatch.setattr(
+        muon_module, "STACK_ELEMENTS", elements
+    )  # 1: matrices one by one
     config = muon_config(optim__muon_momentum=momentum)
     model = with_gradients(config)
     plain = with_gradients(config)
@@ -145,7 +181,9 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(monkeypatch, momentum
             gradient = gradients[name].grad.double()
             buffers[name] = momentum * buffers[name] + (1 - momentum) * gradient
             update = momentum * buffers[name] + (1 - momentum) * gradient  # Nesterov
-            parts = 3 if "qkv" in name else 1  # queries, keys and values are matrices of their own
+            parts = (
+                3 if "qkv" in name else 1
+            )  # queries, keys and values are matrices of their own
             update = torch.cat([newton_schulz(part) for part in update.chunk(parts)])
             factor = math.sqrt(max(1, len(weight) / parts / weight.shape[1]))
             expected[name] = weight * (1 - 2e-2 * 0.5) - 2e-2 * factor * update

@@ -19,7 +19,9 @@ KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_position(kind, length):
+def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_position(
+    kind, length
+):
     order = orders_at(OrderConfig(kind, block=5, l2r_prob=0.3), 3, 9, range(50), length)
     identity = torch.arange(length).expand(50, length)
     assert order.shape == (50, length) and order.dtype == torch.int64
@@ -43,15 +45,24 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path)
     assert torch.equal(orders_at(config, 5, 7, range(5), length), whole[:5])
     if kind == "file":
         for seed, step in ((6, 7), (5, 8)):
-            assert not torch.equal(orders_at(config, seed, step, range(60), length), whole)
+            assert not torch.equal(
+                orders_at(config, seed, step, range(60), length), whole
+            )
 
 
 @pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
 def test_seed_step_and_row_all_matter(kind):
     """By chance orders of 64 positions, and sets of context_l2r, collide once in 10^14."""
-    config = OrderConfig(kind, l2r_prob=0.0, block=64 if kind == "random_blockwise" else 2)
-    tables = [(seed, step) for seed in range(4) for step in range(4)] + [(2**62 - 1, 0), (0, 10**6)]
-    rows = torch.cat([orders_at(config, seed, step, range(6), 64) for seed, step in tables])
+    config = OrderConfig(
+        kind, l2r_prob=0.0, block=64 if kind == "random_blockwise" else 2
+    )
+    tables = [(seed, step) for seed in range(4) for step in range(4)] + [
+        (2**62 - 1, 0),
+        (0, 10**6),
+    ]
+    rows = torch.cat(
+        [orders_at(config, seed, step, range(6), 64) for seed, step in tables]
+    )
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
 
 
@@ -64,22 +75,32 @@ def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     taken = (found == other).all(1)
     assert torch.equal(found, other.where(taken[:, None], random))
     assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
-    assert parse_order(f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7", "--order") == config
+    assert (
+        parse_order(f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7", "--order")
+        == config
+    )
 
 
 @pytest.mark.parametrize("kind, block", [("fixed_random", 32), ("fixed_blockwise", 16)])
-def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(kind, block):
+def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(
+    kind, block
+):
     first = {tuple(range(48))}
     for seed in range(3):
         config = OrderConfig(kind, block=block, seed=seed)
-        run = [orders_at(config, *table, range(4), 48) for table in ((0, 0), (0, 5), (9, 1))]
+        run = [
+            orders_at(config, *table, range(4), 48)
+            for table in ((0, 0), (0, 5), (9, 1))
+        ]
         assert all((order == run[0][0]).all() for order in run)
         first.add(tuple(run[0][0].tolist()))
     assert len(first) == 4
 
 
 @pytest.mark.parametrize("length, block", [(12, 4), (14, 4), (13, 4), (3, 5)])
-def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(length, block):
+def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(
+    length, block
+):
     for seed in range(5):
         config = OrderConfig("fixed_blockwise", block=block, seed=seed)
         order = orders_at(config, 1, 2, range(1), length)[0]
@@ -93,14 +114,18 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(leng
 @pytest.mark.parametrize("block", [2, 3, 4])
 def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
     """With 600 seeds the identity would come up 300, 100 and 25 times."""
-    configs = [OrderConfig("fixed_blockwise", block=block, seed=seed) for seed in range(600)]
+    configs = [
+        OrderConfig("fixed_blockwise", block=block, seed=seed) for seed in range(600)
+    ]
     drawn = torch.cat([orders_at(config, 0, 0, range(1), block) for config in configs])
     counts = collections.Counter(map(tuple, drawn.tolist()))
     assert tuple(range(block)) not in counts
     assert len(counts) == math.factorial(block) - 1
     if len(counts) > 1:
         assert chisquare(list(counts.values())).pvalue > LEVEL
-    with pytest.raises(ValueError, match="blocks of one position are left to right.*at least 2"):
+    with pytest.raises(
+        ValueError, match="blocks of one position are left to right.*at least 2"
+    ):
         OrderConfig("fixed_blockwise", block=1)
 
 
@@ -140,10 +165,14 @@ def chances(kind, length, block=2, share=0.3, window=2):
     return {perm: p / total for perm, p in found.items() if p}
 
 
-@pytest.mark.parametrize("seed, size, share", [(0, 2, 0.3), (1, 2, 0.3), (2, 1, 0.0), (3, 9, 1.0)])
+@pytest.mark.parametrize(
+    "seed, size, share", [(0, 2, 0.3), (1, 2, 0.3), (2, 1, 0.0), (3, 9, 1.0)]
+)
 @pytest.mark.parametrize("length", [3, 4, 5])
 @pytest.mark.parametrize("kind", ["random", "mixture", "fixed_random", *NEW])
-def test_orders_have_the_probabilities_of_their_definition(kind, length, seed, size, share):
+def test_orders_have_the_probabilities_of_their_definition(
+    kind, length, seed, size, share
+):
     """Over rows, and over steps; of a fixed order, over its seeds."""
     block = 2 if kind == "random_blockwise" and size == 1 else size
     expected = chances(kind, length, block, share, size)
@@ -151,9 +180,13 @@ def test_orders_have_the_probabilities_of_their_definition(kind, length, seed, s
     seeds = range(6000 if kind == "fixed_random" else 1)
     configs = [OrderConfig(kind, seed=6000 * seed + s, **settings) for s in seeds]
     rows = range(6000 // len(configs))
-    tables = [torch.cat([orders_at(config, seed, 0, rows, length) for config in configs])]
+    tables = [
+        torch.cat([orders_at(config, seed, 0, rows, length) for config in configs])
+    ]
     if len(configs) == 1:
-        steps = [orders_at(configs[0], seed, step, range(2), length) for step in range(1500)]
+        steps = [
+            orders_at(configs[0], seed, step, range(2), length) for step in range(1500)
+        ]
         tables.append(torch.cat(steps))
     for drawn in tables:
         counts = collections.Counter(map(tuple, drawn.tolist()))
@@ -167,7 +200,9 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     path = tmp_path / "orders.npy"
     np.save(path, [[2, 0, 1], [0, 1, 2], [1, 2, 0]])
     config = OrderConfig("file", file=str(path))
-    counts = collections.Counter(map(tuple, orders_at(config, 0, 0, range(3000), 3).tolist()))
+    counts = collections.Counter(
+        map(tuple, orders_at(config, 0, 0, range(3000), 3).tolist())
+    )
     assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
     assert chisquare(list(counts.values())).pvalue > LEVEL
     shorter = set(map(tuple, orders_at(config, 0, 0, range(100), 2).tolist()))
@@ -199,7 +234,9 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
 
 def test_random_bits_are_fixed_numbers():
     """Orders and shuffles of a run must survive a change of numpy's version."""
-    orders, shuffle = (philox_bits(1, 2, range(1), 2, use).tolist() for use in (ORDERS, SHUFFLE))
+    orders, shuffle = (
+        philox_bits(1, 2, range(1), 2, use).tolist() for use in (ORDERS, SHUFFLE)
+    )
     assert orders == [[5705853004827290377, 6584680345644299050]]
     assert shuffle == [[10612419859462301991, 7774404274552179346]]
 
@@ -210,7 +247,10 @@ def test_philox_rows_are_windows_of_one_table(width):
     assert table.shape == (20, width)
     for start, stop in ((0, 1), (7, 8), (3, 20), (19, 20)):
         assert (philox_bits(2, 3, range(start, stop), width) == table[start:stop]).all()
-    numbers = [*table.flatten().tolist(), *philox_bits(2, 3, range(20), width, 1).flatten()]
+    numbers = [
+        *table.flatten().tolist(),
+        *philox_bits(2, 3, range(20), width, 1).flatten(),
+    ]
     assert len(set(numbers)) == 2 * table.size  # no number is used twice, in no stream
 
 
@@ -225,8 +265,14 @@ def test_philox_rows_are_windows_of_one_table(width):
             lambda: parse_order("slots:size=2", "--order"),
             "'size' is not a setting of slots; it has",
         ),
-        (lambda: parse_order("slots:block=x", "--order"), "block is 'x', not of type int"),
-        (lambda: parse_order("slot", "--order"), "--order slot: order.kind is 'slot'.*'slots'"),
+        (
+            lambda: parse_order("slots:block=x", "--order"),
+            "block is 'x', not of type int",
+        ),
+        (
+            lambda: parse_order("slot", "--order"),
+            "--order slot: order.kind is 'slot'.*'slots'",
+        ),
     ],
 )
 def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):

@@ -29,7 +29,9 @@ def there(tmp_path):
 
 def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link(there):
     there.chmod(0o640)
-    with pytest.raises(ValueError, match=r"--json .*o\.json exists already; pass --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"--json .*o\.json exists already; pass --overwrite"
+    ):
         write(there)
     assert there.read_text() == "mine"
     link = there.parent / "link"
@@ -56,7 +58,9 @@ def test_a_device_and_a_fifo_are_written_to_and_stay(tmp_path):
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     os.mkfifo(tmp_path / "fifo")
     found = []
-    reader = threading.Thread(target=lambda: found.append((tmp_path / "fifo").read_text()))
+    reader = threading.Thread(
+        target=lambda: found.append((tmp_path / "fifo").read_text())
+    )
     reader.start()
     write(tmp_path / "fifo")
     reader.join()
@@ -76,7 +80,9 @@ def test_what_cannot_be_written_is_told_before_the_work(there, tmp_path, monkeyp
         write(tmp_path / "x")
 
 
-def test_a_result_that_cannot_be_written_is_printed_and_others_are_written(tmp_path, capsys):
+def test_a_result_that_cannot_be_written_is_printed_and_others_are_written(
+    tmp_path, capsys
+):
     files = {"--json": tmp_path / "x.json", "--plot": tmp_path / "x.png"}
     with pytest.raises(OSError, match="could not write .*x.json: .*File too large"):
         with Outputs(files) as outputs:

@@ -42,7 +42,9 @@ def test_the_document_holds_its_data_whatever_the_text_and_names_no_other_resour
     assert sample["log_probs"] == [None, *MIXED.log_probs[1:]]  # JSON has no NaN
     assert not set("\x00\x07\x1b\x7f\u2028\u2029\u202e") & set(document)
     document = render([MIXED], {})
-    assert not re.search(r"https?:|//\w|url\(|@import|<(img|iframe|object|base)\b", document)
+    assert not re.search(
+        r"https?:|//\w|url\(|@import|<(img|iframe|object|base)\b", document
+    )
     assert re.findall(r'\b(?:src|href)="([^"]*)"', document) == ["data:,"]
 
 
@@ -99,12 +101,19 @@ def slide(tab, step: int) -> None:
 
 def test_it_opens_with_the_whole_text(show):
     tab = show([MIXED], {"mode": "mdm", "seed": None})
-    assert tab.locator("#text").evaluate("e => e.textContent") == "Once upon\n\n aé time"
+    assert (
+        tab.locator("#text").evaluate("e => e.textContent") == "Once upon\n\n aé time"
+    )
     assert state(tab) == (set(range(7)), "step 4 of 4, 5 of 5 tokens (and 2 given)")
     assert tab.locator("html").get_attribute("lang") == "en" and tab.title()
     assert tab.locator("#choice").is_hidden()
     tab.locator("summary").click()
-    assert tab.locator("#settings").inner_text().split() == ["mode", "mdm", "seed", "none"]
+    assert tab.locator("#settings").inner_text().split() == [
+        "mode",
+        "mdm",
+        "seed",
+        "none",
+    ]
 
 
 def test_the_slider_and_keys_show_what_is_unmasked_by_then(show):
@@ -114,12 +123,18 @@ def test_the_slider_and_keys_show_what_is_unmasked_by_then(show):
     before = tab.evaluate(boxes)
     for step in (0, 3, 1, 4, 2):
         slide(tab, step)
-        counter = f"step {step} of 4, {len(UNMASKED[step]) - 2} of 5 tokens (and 2 given)"
+        counter = (
+            f"step {step} of 4, {len(UNMASKED[step]) - 2} of 5 tokens (and 2 given)"
+        )
         assert state(tab) == (UNMASKED[step], counter)
-        now = tab.evaluate("[...document.querySelectorAll('#text .now')].map(t => t.position)")
+        now = tab.evaluate(
+            "[...document.querySelectorAll('#text .now')].map(t => t.position)"
+        )
         assert set(now) == (UNMASKED[step] - UNMASKED[step - 1] if step else set())
         assert tab.evaluate(boxes) == before, "the layout jumps"
-    tab.locator("#slider").focus()  # a range has arrow keys of its own: one step all the same
+    tab.locator(
+        "#slider"
+    ).focus()  # a range has arrow keys of its own: one step all the same
     for key, step in [("Right", 3), ("Right", 4), ("Right", 4), ("Left", 3)]:
         tab.keyboard.press(f"Arrow{key}")
         assert state(tab)[0] == UNMASKED[step]
@@ -135,7 +150,9 @@ def test_play_pause_and_speed(show):
     tab.keyboard.press("Space")
     assert tab.locator("#play").inner_text() == "Play"
     paused = state(tab)
-    tab.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    tab.evaluate(
+        "new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
+    )
     assert state(tab) == paused
     slide(tab, 1990)
     tab.locator("#play").click()
@@ -157,7 +174,9 @@ def test_every_token_tells_its_probability(show):
         lines = [text, f"position {position + 1} of 7", when]
         lines += [f"model's probability {value}" for value in probability]
         token = tab.locator("#text .token").nth(position)
-        box = token.evaluate("token => token.getClientRects()[0].toJSON()")  # its first line
+        box = token.evaluate(
+            "token => token.getClientRects()[0].toJSON()"
+        )  # its first line
         tab.mouse.move(box["x"] + 3, box["y"] + 8)
         assert tab.locator("#tip").inner_text().split("\n") == lines
         tab.mouse.move(5, 5)
@@ -188,7 +207,9 @@ def test_the_fragment_is_the_state(show):
 
 def test_hostile_text_is_shown_and_runs_nothing(show):
     tab = show([in_one_step(HOSTILE)], {HOSTILE[0]: HOSTILE[0]})
-    texts = tab.locator("#text .token").evaluate_all("tokens => tokens.map(t => t.textContent)")
+    texts = tab.locator("#text .token").evaluate_all(
+        "tokens => tokens.map(t => t.textContent)"
+    )
     # a lone surrogate does not travel back from the browser
     assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
     assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
@@ -207,7 +228,10 @@ def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(sh
             (token) => { const b = token.getBoundingClientRect(); return [b.x, b.y, b.width]; })"""
     )
     columns, rows = ([box[axis] for box in boxes] for axis in (0, 1))
-    assert all(columns[i] == columns[i % 4] for i in range(32)) and len(set(columns[:4])) == 4
+    assert (
+        all(columns[i] == columns[i % 4] for i in range(32))
+        and len(set(columns[:4])) == 4
+    )
     assert all(rows[i] == rows[i - i % 4] for i in range(32)) and len(set(rows)) == 8
     gaps = [rows[4 * i + 4] - rows[4 * i] for i in range(7)]
     assert gaps[3] > 1.5 * max(gaps[:3] + gaps[4:])
@@ -216,7 +240,9 @@ def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(sh
             ["borderRightWidth", "borderBottomWidth"].map((key) => getComputedStyle(token)[key]))"""
     )
     for i, (right, below) in enumerate(thick):
-        assert (right == "3px") == (i % 4 == 1) and (below == "3px") == (i // 4 % 4 == 1)
+        assert (right == "3px") == (i % 4 == 1) and (below == "3px") == (
+            i // 4 % 4 == 1
+        )
     assert tab.locator("#caption").inner_text() == "right"
     tab.locator("#sample").select_option("1")
     assert tab.locator("#caption").inner_text() == "wrong"

@@ -64,7 +64,10 @@ def everywhere(data, tmp_path_factory, pairs, halved):
     base = change(base, train__micro_batch_size=2, eval__interval=4)
     base = change(base, optim__kind="muon", model__position="rotary")
     base = change(base, checkpoint__keep=99, checkpoint__interval=MOVED)
-    runs = {to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0]) for to in PLACES}
+    runs = {
+        to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0])
+        for to in PLACES
+    }
     moves = {}
     for source, to in MOVES:
         name = f"{runs[source].name}_to_{runs[to].name}"
@@ -79,7 +82,11 @@ def everywhere(data, tmp_path_factory, pairs, halved):
 
     parts = []
     for world in (1, 2, 4):
-        own = [("run", config) for (_, processes), config in runs.items() if processes == world]
+        own = [
+            ("run", config)
+            for (_, processes), config in runs.items()
+            if processes == world
+        ]
         more = [("steps", shards) for _, shards in pairs.values()] + [("run", halved)]
         more = more if world == 2 else []
         more += [("orthogonal", change(c, name=f"orthogonal_{c.name}")) for _, c in own]
@@ -92,23 +99,31 @@ def everywhere(data, tmp_path_factory, pairs, halved):
 def halved(data, tmp_path_factory):
     """Its micro-batches of a whole batch become smaller on two processes, as in the quickstart."""
     sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
-    return tiny_config(data, tmp_path_factory.mktemp("halved"), steps=6, eval__interval=0, **sizes)
+    return tiny_config(
+        data, tmp_path_factory.mktemp("halved"), steps=6, eval__interval=0, **sizes
+    )
 
 
-def test_a_batch_is_shared_by_two_processes_and_its_losses_stay_the_same(everywhere, halved):
+def test_a_batch_is_shared_by_two_processes_and_its_losses_stay_the_same(
+    everywhere, halved
+):
     train.train(change(halved, name="alone"), ALONE)
     losses = metrics(change(halved, name="alone"), "loss")
     assert metrics(halved, "loss") == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != ("ddp", 1)])
-def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(everywhere, place):
+def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(
+    everywhere, place
+):
     runs, _ = everywhere
     assert_same_losses(runs[place], runs["ddp", 1], 1e-5)
 
 
 @pytest.mark.parametrize("source, to", MOVES)
-def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(everywhere, source, to):
+def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
+    everywhere, source, to
+):
     """The first loss differs by the order of a few sums in float32, 6e-8 of a loss of about 5.6;
     AdamW then amplifies that."""
     undisturbed = everywhere[0][source]
@@ -132,22 +147,34 @@ SYSTEMS = {  # changes of the model, objective, orders
     "per block": ({"target": "per_block"}, "ao_ar", "random"),
     "two streams": ({"target": "two_stream"}, "groupwise", "random"),
     "encoder": (ENCODER, "lambda_dce", "random"),
-    "score entropy": (ENCODER | {"noise": True, "position": "rotary"}, "score_entropy", "random"),
+    "score entropy": (
+        ENCODER | {"noise": True, "position": "rotary"},
+        "score_entropy",
+        "random",
+    ),
 }
 
 
 def system(base, name, **changes):
     model, objective, order = SYSTEMS[name]
     model = replace(base.model, **model)
-    config = {"model": model, "objective": ObjectiveConfig(objective), "order": OrderConfig(order)}
+    config = {
+        "model": model,
+        "objective": ObjectiveConfig(objective),
+        "order": OrderConfig(order),
+    }
     return change(replace(base, name=name.replace(" ", "_"), **config), **changes)
 
 
 @pytest.fixture(scope="module")
 def short(data, tmp_path_factory):
     """Four steps of four micro-batches, or of two on each of two processes."""
-    base = tiny_config(data, tmp_path_factory.mktemp("short"), steps=5, model__dropout=0.0)
-    base = change(base, eval__interval=0, checkpoint__interval=99, train__micro_batch_size=2)
+    base = tiny_config(
+        data, tmp_path_factory.mktemp("short"), steps=5, model__dropout=0.0
+    )
+    base = change(
+        base, eval__interval=0, checkpoint__interval=99, train__micro_batch_size=2
+    )
     return change(base, optim__warmup_steps=1, train__steps=4)
 
 
@@ -156,11 +183,15 @@ def pairs(short, run):
     """{name: (a configuration for one process, one for two)} of runs that should agree."""
     alone = {name: system(short, name) for name in SYSTEMS}
     alone["muon"] = change(short, name="muon", optim__kind="muon")
-    alone["random lengths"] = change(short, name="lengths", data__random_length_prob=0.7)
+    alone["random lengths"] = change(
+        short, name="lengths", data__random_length_prob=0.7
+    )
     alone["started"] = change(short, name="started", train__init_from=str(run))
     pairs = {}
     # Activation checkpointing changes nothing, either: every kind has its turn.
-    for (name, config), kind in zip(alone.items(), itertools.cycle(("none", "selective", "block"))):
+    for (name, config), kind in zip(
+        alone.items(), itertools.cycle(("none", "selective", "block"))
+    ):
         shards = change(config, name=f"{config.name}_2", train__parallel="fsdp")
         pairs[name] = config, change(shards, train__activation_checkpointing=kind)
     replicas = change(alone["muon"], name="muon_replicas", train__parallel="ddp")
@@ -168,12 +199,19 @@ def pairs(short, run):
     reduced = change(short, name="reduced")
     for kind, every in itertools.product(("ddp", "fsdp"), (False, True)):
         config = change(reduced, name=f"reduced_{kind}_{every}", train__parallel=kind)
-        pairs[f"{kind} {every}"] = reduced, change(config, train__reduce_every_micro_batch=every)
+        pairs[f"{kind} {every}"] = (
+            reduced,
+            change(config, train__reduce_every_micro_batch=every),
+        )
     return pairs
 
 
-@pytest.mark.parametrize("name", [*SYSTEMS, "muon", "muon, replicas", "random lengths", "started"])
-def test_every_system_takes_the_same_steps_on_two_processes_as_alone(pairs, everywhere, name):
+@pytest.mark.parametrize(
+    "name", [*SYSTEMS, "muon", "muon, replicas", "random lengths", "started"]
+)
+def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
+    pairs, everywhere, name
+):
     """Losses and gradient norms; in shards, unless the name says otherwise."""
     alone, shared = pairs[name]
     expected = torch.tensor(parallel_jobs.steps(alone, ALONE))
@@ -191,7 +229,9 @@ def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
     """Shapes that leave some processes without rows. 1e-4: float32 through five iterations of
     products of numbers up to 5."""
     runs, _ = everywhere
-    ours = result("orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}"))
+    ours = result(
+        "orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}")
+    )
     expected = parallel_jobs.orthogonal(change(short, train__parallel="ddp"), ALONE)
     for several, alone in zip(ours, expected, strict=True):
         for a, b in zip(several, alone, strict=True):
@@ -204,10 +244,13 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
 ):
     """ddp has one bucket, fsdp a group of weights for each of two blocks and for the rest."""
     once, every = (
-        torch.tensor(result("steps", pairs[f"{kind} {often}"][1])) for often in (False, True)
+        torch.tensor(result("steps", pairs[f"{kind} {often}"][1]))
+        for often in (False, True)
     )
     expected = torch.tensor(parallel_jobs.steps(pairs[f"{kind} True"][0], ALONE))
-    assert once[:, 2].tolist() == [groups] * 4 and every[:, 2].tolist() == [2 * groups] * 4
+    assert (
+        once[:, 2].tolist() == [groups] * 4 and every[:, 2].tolist() == [2 * groups] * 4
+    )
     for ours in (once, every):
         torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
@@ -217,7 +260,9 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
 def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(
     short,
 ):
-    base = change(short, train__parallel="fsdp", train__activation_checkpointing="selective")
+    base = change(
+        short, train__parallel="fsdp", train__activation_checkpointing="selective"
+    )
     eager = change(base, name="eager")
     compiled = change(base, name="compiled", train__compile=True)
     do((2, [("run", eager), ("compiled", compiled)]))
@@ -226,7 +271,10 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     ours = metrics(compiled, "loss")
     expected = metrics(eager, "loss")
     # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify it.
-    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 4
+    assert (
+        max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
+        and len(ours) == 4
+    )
 
 
 @pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "encoder"])
@@ -266,7 +314,9 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
         def step(number, spoilt):
             model = state.model
             optimizer = state.optimizer
-            loss, norm = train.train_step(number, model, optimizer, batches, config, procs)
+            loss, norm = train.train_step(
+                number, model, optimizer, batches, config, procs
+            )
             for p in model.parameters() if spoilt else ():
                 p.grad.mul_(math.nan)
             train.update(state, loss, norm * math.nan if spoilt else norm)
@@ -278,5 +328,10 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
     assert_same(spoilt, before)
     assert same == updates == 2 and more == 3 and state.progress.step == 4
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
-    for name in ("model.start", "ema.start", "optimizer.start.exp_avg", "optimizer.start.step"):
+    for name in (
+        "model.start",
+        "ema.start",
+        "optimizer.start.exp_avg",
+        "optimizer.start.step",
+    ):
         assert not torch.equal(after[name], before[name])

@@ -26,7 +26,9 @@ LENGTHS = torch.tensor([9, 0, 4, 1, 7, 9, 9, 3, 5, 8])
 
 def rows_of(plan):
     """(order, step) of every row, up to its length."""
-    rows = zip(plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True)
+    rows = zip(
+        plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True
+    )
     return [(order[:length], step[:length]) for order, step, length in rows]
 
 
@@ -42,7 +44,9 @@ DRAFTS = {"speculative 3": 3, "speculative-random 2": 2}
 
 @pytest.mark.parametrize("lengths", [9, LENGTHS], ids=["equal lengths", "ragged"])
 @pytest.mark.parametrize("mode", MODES)
-def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_steps(mode, lengths):
+def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_steps(
+    mode, lengths
+):
     given = some_given(10, 9, seed=1)
     plan = make_plan(mode, 10, lengths, given)
     length = torch.as_tensor(lengths).expand(10)
@@ -53,11 +57,17 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
         k = len(context)
-        assert order[:k] == context and step[:k] == [-1] * k and min(step[k:], default=0) >= 0
+        assert (
+            order[:k] == context
+            and step[:k] == [-1] * k
+            and min(step[k:], default=0) >= 0
+        )
         assert sorted(order) == list(range(len(order)))
     expected = [[n for n in sizes_of(step) if n] for _, step in rows_of(plan)]
     widest = max(map(len, expected))
-    assert group_sizes(plan).tolist() == [row + [0] * (widest - len(row)) for row in expected]
+    assert group_sizes(plan).tolist() == [
+        row + [0] * (widest - len(row)) for row in expected
+    ]
     part = plan[1:3]
     assert len(plan) == 10 and len(part) == 2
     for name in ("order", "step", "length"):
@@ -71,11 +81,15 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
 
 def test_group_sizes_leave_out_steps_that_unmask_nothing():
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 0, -1]]
-    plan = Plan(torch.arange(5).expand(4, 5), torch.tensor(steps), torch.tensor([5, 5, 5, 3]))
+    plan = Plan(
+        torch.arange(5).expand(4, 5), torch.tensor(steps), torch.tensor([5, 5, 5, 3])
+    )
     assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
     assert plan.generated()[3].tolist() == [True, True, True, False, False]
     nothing = l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())
-    assert group_sizes(nothing).shape == (2, 0) and group_sizes(l2r_plan(0, 5)).shape == (0, 0)
+    assert group_sizes(nothing).shape == (2, 0) and group_sizes(
+        l2r_plan(0, 5)
+    ).shape == (0, 0)
 
 
 def test_rows_planned_one_by_one_are_stacked_to_a_plan():
@@ -103,7 +117,9 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
         (plan.order[::2, :4], (), range(4)),
         (plan.order[1::2], (1, 4), (0, 2, 3)),
     ):
-        cell = {(*context, *perm): i for i, perm in enumerate(itertools.permutations(free))}
+        cell = {
+            (*context, *perm): i for i, perm in enumerate(itertools.permutations(free))
+        }
         observed = torch.tensor([cell[tuple(row)] for row in rows.tolist()])
         uniform = torch.full((len(cell),), 1 / len(cell), dtype=torch.float64)
         assert accept(observed.bincount(minlength=len(cell)), uniform)
@@ -122,9 +138,17 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
         if free and not (schedule == "cosine" and free in (3, 9) and free <= steps):
             sizes = sizes_of(step)
             expected = list(even_sizes(free, steps, schedule))
-            assert sizes + [0] * (len(expected) - len(sizes)) == expected and sum(sizes) == free
+            assert (
+                sizes + [0] * (len(expected) - len(sizes)) == expected
+                and sum(sizes) == free
+            )
             assert schedule == "cosine" or max(sizes) - min(sizes) <= 1
-            assert schedule == "linear" or free < 2 * steps or steps < 2 or sizes[0] < sizes[-1]
+            assert (
+                schedule == "linear"
+                or free < 2 * steps
+                or steps < 2
+                or sizes[0] < sizes[-1]
+            )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -134,10 +158,19 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
     """The joint distribution of order and steps for 3 positions, all 6 * compositions outcomes."""
     made = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
     plans = list(exact_plans(range(3), (), steps, schedule))
-    groups = [tuple(s for s, n in enumerate(counts) for _ in range(n)) for *_, counts in plans]
-    cell = {(plan[1], step): i for i, (plan, step) in enumerate(zip(plans, groups, strict=True))}
-    drawn = zip(map(tuple, made.order.tolist()), map(tuple, made.step.tolist()), strict=True)
-    observed = torch.tensor([cell[outcome] for outcome in drawn]).bincount(minlength=len(plans))
+    groups = [
+        tuple(s for s, n in enumerate(counts) for _ in range(n)) for *_, counts in plans
+    ]
+    cell = {
+        (plan[1], step): i
+        for i, (plan, step) in enumerate(zip(plans, groups, strict=True))
+    }
+    drawn = zip(
+        map(tuple, made.order.tolist()), map(tuple, made.step.tolist()), strict=True
+    )
+    observed = torch.tensor([cell[outcome] for outcome in drawn]).bincount(
+        minlength=len(plans)
+    )
     expected = [float(probability) for probability, _, _ in plans]
     assert accept(observed, torch.tensor(expected, dtype=torch.float64))
 
@@ -174,8 +207,14 @@ RULES = "'order', 'confidence', 'entropy'"
         (masked(2, schedule="sine"), "'sine'.*('linear', 'cosine'|'cosine', 'linear')"),
         (adaptive("surprise"), f"'surprise'.*{RULES}, 'margin'"),
         (adaptive("random", block=2), "score to choose by"),
-        (adaptive("entropy", threshold=-1.0), "threshold is -1.0; give a number of at least 0"),
-        (adaptive("entropy", group=0, block=2), "most is 0; give a number of at least 1"),
+        (
+            adaptive("entropy", threshold=-1.0),
+            "threshold is -1.0; give a number of at least 0",
+        ),
+        (
+            adaptive("entropy", group=0, block=2),
+            "most is 0; give a number of at least 1",
+        ),
     ],
 )
 def test_what_is_not_a_plan_is_refused_by_name(make, words):

@@ -26,16 +26,38 @@ from aogpt.training.warm_start import warm_start
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa
+from tokenizers import (
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)  # noqa
 
-TEXT = ["the quick brown fox — it's 10 o'clock. naïve café 日本語 😀\n\n  two  spaces " * 3]
+TEXT = [
+    "the quick brown fox — it's 10 o'clock. naïve café 日本語 😀\n\n  two  spaces " * 3
+]
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 KINDS = {
     "Llama": {"rope_parameters": LLAMA3},
-    "Llama with biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "Llama with biases": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "Mistral": {"sliding_window": None, "head_dim": 10},
     "Qwen2": {"rms_norm_eps": 1e-6},
     "Qwen3": {"head_dim": 10, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
@@ -49,7 +71,11 @@ def of_bytes(bos="<|begin_of_text|>"):
     made.decoder = decoders.ByteLevel()
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     letters = pre_tokenizers.ByteLevel.alphabet()
-    how = {"initial_alphabet": letters, "special_tokens": special, "show_progress": False}
+    how = {
+        "initial_alphabet": letters,
+        "special_tokens": special,
+        "show_progress": False,
+    }
     made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=300, **how))
     if bos:
         made.post_processor = processors.TemplateProcessing(
@@ -62,7 +88,9 @@ def of_words():
     """As Llama 2's and Mistral's."""
     special = ["<unk>", "<s>", "</s>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made = tokenizers.Tokenizer(
+        models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     made.normalizer = normalizers.Sequence([*spaces])
     back = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
@@ -76,7 +104,9 @@ def of_words():
 
 
 @torch.no_grad()
-def write_model(folder: Path, kind: str, dtype=torch.float32, **more) -> torch.nn.Module:
+def write_model(
+    folder: Path, kind: str, dtype=torch.float32, **more
+) -> torch.nn.Module:
     """A random tiny model of transformers and its tokenizer, in a folder as on the hub."""
     name = kind.split()[0]
     made = (
@@ -88,7 +118,9 @@ def write_model(folder: Path, kind: str, dtype=torch.float32, **more) -> torch.n
     ids = {"vocab_size": made.get_vocab_size(), "bos_token_id": (starts or [1])[0]}
     config = getattr(transformers, f"{name}Config")(**SIZES | ids | KINDS[kind])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa"
+    )
     for parameter_name, p in model.named_parameters():
         p.copy_(0.3 * torch.randn_like(p) + ("norm" in parameter_name))
     model.to(dtype).save_pretrained(folder, **more)
@@ -107,7 +139,11 @@ def in_float64(model, config):
     """The norms and rotary angles of transformers are float32 in a float64 model, too."""
 
     def norm(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, True) + self.variance_epsilon)
+        return (
+            self.weight
+            * x
+            * torch.rsqrt(x.square().mean(-1, True) + self.variance_epsilon)
+        )
 
     def angles(x, position_ids, **_):
         cos, sin = rotary_angles(config)[position_ids].unbind(-2)
@@ -127,15 +163,22 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     loaded = load(tmp_path)
     has_bos = "Qwen" not in kind
-    assert (loaded.scored_from, loaded.system) == (1 - has_bos, f"{kind.split()[0]}ForCausalLM")
+    assert (loaded.scored_from, loaded.system) == (
+        1 - has_bos,
+        f"{kind.split()[0]}ForCausalLM",
+    )
     tokenizer = loaded.get_tokenizer()
     ours = loaded.model.double()
     tokens = random_tokens(loaded.vocab_size, 2, 40, seed=3)
     start = torch.full((2, has_bos), theirs.config.bos_token_id)
     expected = theirs(torch.cat([start, tokens], 1)).logits[:, :-1]
     got = ours.logits(tokens, torch.arange(40).expand(2, 40))[:, loaded.scored_from :]
-    assert expected.std() > 0.3 and (got - expected).abs().max() < 1e-4  # theirs are float32
-    expected = in_float64(theirs, ours.config)(torch.cat([start, tokens], 1)).logits[:, :-1]
+    assert (
+        expected.std() > 0.3 and (got - expected).abs().max() < 1e-4
+    )  # theirs are float32
+    expected = in_float64(theirs, ours.config)(torch.cat([start, tokens], 1)).logits[
+        :, :-1
+    ]
     assert (got - expected).abs().max() < 1e-9
     assert tokenizer.starts == [theirs.config.bos_token_id] * has_bos
 
@@ -146,9 +189,16 @@ def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
     loaded = load(tmp_path)
     prompt = loaded.get_tokenizer().encode("the quick")
     ids = torch.tensor([loaded.get_tokenizer().starts + prompt])
-    how = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0}
+    how = {
+        "do_sample": False,
+        "max_new_tokens": 64,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     with torch.no_grad():
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, -64:]
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[
+            0, -64:
+        ]
     got = greedy(loaded, prompt, 64)  # through the cache
     assert got == expected.tolist() and len(set(got)) > 5
 
@@ -158,7 +208,9 @@ def greedy(loaded, prompt: list[int], count: int) -> list[int]:
     given = torch.arange(length)[None] < len(prompt)
     tokens = torch.tensor([prompt + [0] * count])
     choice = TokenChoice(temperature=0)
-    made = generate(loaded.model, l2r_plan(1, length, given=given), tokens, choice=choice)
+    made = generate(
+        loaded.model, l2r_plan(1, length, given=given), tokens, choice=choice
+    )
     return made.tokens[0, len(prompt) :].tolist()
 
 
@@ -169,7 +221,9 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
     assert all(torch.equal(many[name], one[name]) for name in one)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
-    assert_user_error(run_script("convert.py", tmp_path, tmp_path / "x", check=False), shard.name)
+    assert_user_error(
+        run_script("convert.py", tmp_path, tmp_path / "x", check=False), shard.name
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +244,9 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"vocab_size": 200}, "wte.weight is"),
     ],
 )
-def test_what_the_model_has_no_part_for_is_refused_by_name(llama, tmp_path, change, words):
+def test_what_the_model_has_no_part_for_is_refused_by_name(
+    llama, tmp_path, change, words
+):
     for path in llama[1].iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = json.loads((llama[1] / "config.json").read_text())
@@ -215,7 +271,9 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
     tokens = random_tokens(250, 2, 50, seed=6)
     order = torch.arange(50).expand(2, 50)
     contents = []
-    model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
+    model.blocks[-1].register_forward_hook(
+        lambda block, inputs, out: contents.append(out[0])
+    )
     got = model.logits(tokens, order)
     if target == "two_stream":
         got = model.head_logits(model.norm_f(contents[0]))
@@ -251,7 +309,9 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
     made.enable_padding(length=50)
     made.save(str(path))
     assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
-    assert get_tokenizer(str(path)).encode("a") == get_tokenizer(str(path)).encode("a")[:1]
+    assert (
+        get_tokenizer(str(path)).encode("a") == get_tokenizer(str(path)).encode("a")[:1]
+    )
     for text, words in (("{", "not a tokenizer.json"), (None, "there is no")):
         path.write_text(text) if text else path.unlink()
         with pytest.raises(ValueError, match=words):
@@ -261,7 +321,9 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
 def test_the_harness_divides_a_pair_before_the_next_word():
     """Also where the tokenizer writes a space before a text."""
     for tokenizer, _ in TOKENIZERS.values():
-        asked = SimpleNamespace(tokenizer=tokenizer, tok_encode=tokenizer.encode, counts=Counter())
+        asked = SimpleNamespace(
+            tokenizer=tokenizer, tok_encode=tokenizer.encode, counts=Counter()
+        )
         asked._byte_lengths = tokenizer.byte_lengths()
         for context, continuation in (("the quick", " fox"), ("a", " zebra")):
             before, after = HarnessModel._encode_pair(asked, context, continuation)
@@ -289,7 +351,9 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     folder = llama[1]
     text = tmp_path / "text.txt"
     data = tmp_path / "data"
-    text.write_text("\n\n".join(f"the quick brown fox {i} it's 10 o'clock" for i in range(400)))
+    text.write_text(
+        "\n\n".join(f"the quick brown fox {i} it's 10 o'clock" for i in range(400))
+    )
     run = tmp_path / "aogpt_llama"
     tokenizer = folder / "tokenizer.json"
     prepared = run_main(
@@ -311,20 +375,45 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
         "train.init-from": folder,
         "model.block-size": 32,
     }
-    small |= {"train.batch-size": 4, "optim.warmup-steps": 0, "optim.lr": 0.0, "train.steps": 2}
+    small |= {
+        "train.batch-size": 4,
+        "optim.warmup-steps": 0,
+        "optim.lr": 0.0,
+        "train.steps": 2,
+    }
     small |= {"train.parallel": "ddp", "train.device": "cpu", "eval.sequences": 4}
     words = [word for key, value in small.items() for word in (f"--{key}", value)]
     words = ["configs/aogpt_llama.toml", *words, "--train.no-compile"]
     done = run_script("train.py", *words)
     assert "started from the weights of" in done.stdout
     assert "resumed" in run_script("train.py", *words, "--train.steps", 3).stdout
-    told = run_main(sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox")
+    told = run_main(
+        sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox"
+    )
     assert "the quick" in told and "[MASK" not in told
 
     def loss(model, order):
         path = tmp_path / "loss.json"
-        words = ("--datasets", data, "--orders", order, "--max-sequences", 8, "--json", path)
-        run_main(eval_ppl, monkeypatch, capsys, model, *words, "--block-size", 32, "--overwrite")
+        words = (
+            "--datasets",
+            data,
+            "--orders",
+            order,
+            "--max-sequences",
+            8,
+            "--json",
+            path,
+        )
+        run_main(
+            eval_ppl,
+            monkeypatch,
+            capsys,
+            model,
+            *words,
+            "--block-size",
+            32,
+            "--overwrite",
+        )
         return json.loads(path.read_text())["results"][0]["bits_per_token"]
 
     assert abs(loss(run, "l2r") - loss(folder, "l2r")) < 1e-6

@@ -10,11 +10,25 @@ import torch
 from helpers import ALONE, change, encoder_config, metrics, prepared, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import LEVEL, TOKENS, chi_square_p, make_system, random_orders, random_tokens
+from reference import (
+    LEVEL,
+    TOKENS,
+    chi_square_p,
+    make_system,
+    random_orders,
+    random_tokens,
+)
 
 import train
 from aogpt.data.loader import TokenDataset, read_tokens
-from aogpt.data.prompts import PADDING, PREDICTED, PROMPT, as_prompt, encode_example, spans
+from aogpt.data.prompts import (
+    PADDING,
+    PREDICTED,
+    PROMPT,
+    as_prompt,
+    encode_example,
+    spans,
+)
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
 from aogpt.orders import OrderConfig, Roles, orders_at
@@ -24,7 +38,9 @@ from aogpt.systems import group_starts
 from aogpt.training.batches import make_batch, roles_of
 from aogpt.training.config import Config, TrainConfig
 
-ROLES = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6])
+ROLES = torch.tensor(
+    [[1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 2, 2], [0, 0, 0, 2, 2, 2], [0] * 6]
+)
 LENGTHS = [6, 4, 3, 6]
 
 
@@ -45,14 +61,24 @@ def config_of(system, batch=4):
     return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
 
 
-words = st.text(st.characters(exclude_characters="[]", codec="utf-8"), min_size=1, max_size=6)
+words = st.text(
+    st.characters(exclude_characters="[]", codec="utf-8"), min_size=1, max_size=6
+)
 
 
-@given(st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6), words, st.booleans())
+@given(
+    st.lists(st.tuples(words, st.booleans()), min_size=1, max_size=6),
+    words,
+    st.booleans(),
+)
 def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
-    example = "".join(as_prompt(text) if prompt else text for text, prompt in parts) + last
+    example = (
+        "".join(as_prompt(text) if prompt else text for text, prompt in parts) + last
+    )
     ids, roles = encode_example(get_tokenizer("bytes"), 200, end, example)
-    expected = [(b, PROMPT if p else PREDICTED) for text, p in parts for b in text.encode()]
+    expected = [
+        (b, PROMPT if p else PREDICTED) for text, p in parts for b in text.encode()
+    ]
     expected += [(b, PREDICTED) for b in last.encode()] + [(256, PREDICTED)] * end
     expected += [(256, PADDING)] * (200 - len(expected))
     assert list(zip(ids, roles, strict=True)) == expected
@@ -95,7 +121,11 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
         [*b"abc", *[eot] * 5],
         [*"abc\u00e9d".encode(), eot, eot],
     ]
-    assert roles.tolist() == [[1] * 5 + [0] * 3, [0, 1, 0, 0, 2, 2, 2, 2], [0, 1, 0, 1, 1, 1, 0, 2]]
+    assert roles.tolist() == [
+        [1] * 5 + [0] * 3,
+        [0, 1, 0, 0, 2, 2, 2, 2],
+        [0, 1, 0, 1, 1, 1, 0, 2],
+    ]
     (folder / "test.roles.bin").write_bytes(bytes(256))
     with pytest.raises(UserError, match="test.roles.bin does not match its checksum"):
         TokenDataset(folder, "test", 8, verify=True)
@@ -109,12 +139,19 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     source = write_rows(tmp_path / "rows.jsonl", rows)
     options = {"block_size": 8, "split": "test", "field": "answer"}
     prepared("records", tmp_path / "alone", source, **options)
-    assert "note: 12 rows have a field 'question', which is left out" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no field 'quest', but .* choose one with --prompt-field"):
+    assert (
+        "note: 12 rows have a field 'question', which is left out"
+        in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match="no field 'quest', but .* choose one with --prompt-field"
+    ):
         prepared("records", tmp_path / "data", source, **options, prompt_field="quest")
     options["prompt_field"] = "question"
     places = ", ".join(f"{source} line {n}" for n in (7, 8, 9))
-    says = f"6 records .* a block of 8 tokens \\({places}, ...; the longest has 14 tokens"
+    says = (
+        f"6 records .* a block of 8 tokens \\({places}, ...; the longest has 14 tokens"
+    )
     with pytest.raises(UserError, match=says):
         prepared("records", tmp_path / "data", source, **options)
     folder = prepared("records", tmp_path / "data", source, **options, skip_long=True)
@@ -137,11 +174,26 @@ EIGHT = {"block_size": 8}
     "name, rows, options, says",
     [
         ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
-        ("records", [{"prompt": "a", "text": "b" * 9}] * 2, EIGHT, "longest has 11 tokens"),
+        (
+            "records",
+            [{"prompt": "a", "text": "b" * 9}] * 2,
+            EIGHT,
+            "longest has 11 tokens",
+        ),
         ("records", [{"prompt": "a", "text": "b"}], EIGHT, "a single record makes no"),
         ("records", [{"prompt": "[GIVEN]a", "text": "b"}], EIGHT, "line 1: .*not both"),
-        ("records", [{"prompt": 1, "text": "b"}], EIGHT, "line 1: .*'prompt' holds int"),
-        ("records", [{"text": "b"}], EIGHT | {"protocol": "full"}, "leave out --protocol"),
+        (
+            "records",
+            [{"prompt": 1, "text": "b"}],
+            EIGHT,
+            "line 1: .*'prompt' holds int",
+        ),
+        (
+            "records",
+            [{"text": "b"}],
+            EIGHT | {"protocol": "full"},
+            "leave out --protocol",
+        ),
         ("copy", None, EIGHT, "records of copy have 17 tokens"),
         ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
         ("copy", None, {"split": "train"}, "splits of its own"),
@@ -159,9 +211,14 @@ def test_what_is_given_comes_first_and_what_is_absent_last(seed):
     order = random_orders(4, 6, seed)
     roles = Roles.of(ROLES)
     assert roles.lengths.tolist() == LENGTHS
-    for row, mine, drawn in zip(ROLES.tolist(), roles.first_given(order), order, strict=True):
+    for row, mine, drawn in zip(
+        ROLES.tolist(), roles.first_given(order), order, strict=True
+    ):
         of_role = [[p for p in drawn.tolist() if row[p] == role] for role in range(3)]
-        assert mine.tolist() == sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
+        assert (
+            mine.tolist()
+            == sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
+        )
 
 
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
@@ -191,7 +248,9 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
         junk = torch.where(roles.predicted | roles.given, tokens, 1)[row : row + 1]
         batch = make_batch(junk, config, 5, range(row, row + 1), one, mean)
         losses.append(train.training_loss(model, batch, config, 5))
-    assert torch.stack(losses).mean().item() == pytest.approx(direct(ORDERS) / 15, abs=1e-6)
+    assert torch.stack(losses).mean().item() == pytest.approx(
+        direct(ORDERS) / 15, abs=1e-6
+    )
     nll = token_nll(model, tokens, config.order, 3, 5, range(4), 4, roles=roles)
     assert torch.equal(nll.isnan(), ~roles.predicted)
     assert nll.nansum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
@@ -221,7 +280,9 @@ def test_groups_begin_after_what_is_given(system, group):
             else:
                 known = torch.tensor([start])
                 expected = -model.parallel_log_probs(own, its_order, known)[0, step]
-            assert nll[row, its_order[0, step]].item() == pytest.approx(expected.item(), abs=1e-12)
+            assert nll[row, its_order[0, step]].item() == pytest.approx(
+                expected.item(), abs=1e-12
+            )
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
     assert starts.tolist() == [[0, 1, 2, 3, 3, 5], [0, 0, 2, 2, 4, 4]]
 
@@ -239,9 +300,13 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
         size = masks.masked.sum(dim=1)
         assert torch.equal(masks.weight, 3 / size)
         sets = [s for k in (1, 2, 3) for s in itertools.combinations((0, 2, 3), k)]
-        found = collections.Counter(tuple(row.nonzero().flatten().tolist()) for row in masks.masked)
+        found = collections.Counter(
+            tuple(row.nonzero().flatten().tolist()) for row in masks.masked
+        )
         observed = torch.tensor([found[s] for s in sets]).double()
-        expected = torch.tensor([6000 / 3 / (3 if len(s) < 3 else 1) for s in sets]).double()
+        expected = torch.tensor(
+            [6000 / 3 / (3 if len(s) < 3 else 1) for s in sets]
+        ).double()
         assert chi_square_p(observed, expected) > LEVEL
 
 
@@ -254,7 +319,9 @@ def test_masks_where_all_is_predicted_are_those_of_text(kind):
     roles = Roles.of(torch.zeros(8, 6))
     records = masks_at(config, 0, 3, rows, 8, 6, roles)
     assert torch.equal(plain.masked, records.masked)
-    torch.testing.assert_close(plain.weight.double(), records.weight.double(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        plain.weight.double(), records.weight.double(), rtol=1e-9, atol=0
+    )
     torch.testing.assert_close(plain.sigma, records.sigma)
 
 
@@ -266,7 +333,9 @@ def test_an_encoder_does_not_see_what_is_absent(system):
     tokens = random_tokens(TOKENS, 4, 6, 2)
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
     losses = [
-        train.training_loss(model, make_batch(t, config, 0, range(4), roles, 3.75), config, 0)
+        train.training_loss(
+            model, make_batch(t, config, 0, range(4), roles, 3.75), config, 0
+        )
         for t in (tokens, other)
     ]
     assert torch.equal(*losses) and losses[0].isfinite()
@@ -290,7 +359,9 @@ def questions(tmp_path_factory):
     for _ in range(300):
         word = "".join(rng.choice(list("abcd"), size=rng.integers(2, 7)))
         rows.append({"prompt": f"{word}=", "text": word})
-    return prepared("records", folder / "data", write_rows(folder / "r.jsonl", rows), block_size=16)
+    return prepared(
+        "records", folder / "data", write_rows(folder / "r.jsonl", rows), block_size=16
+    )
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "gpt", "two_stream"])
@@ -306,7 +377,9 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
         objective = ObjectiveConfig("groupwise", group=2)
         config = change(config, model__target="two_stream", objective=objective)
     assert train.train(config, ALONE) == 0
-    said = f'sample.py {config.run_folder} --mode l2r --prompt "..." --until-end, or more'
+    said = (
+        f'sample.py {config.run_folder} --mode l2r --prompt "..." --until-end, or more'
+    )
     assert said in capsys.readouterr().out
     dataset = TokenDataset(questions, "train", 16)
     tokens = metrics(config, "tokens")
@@ -331,7 +404,9 @@ def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
     assert train.train(tuned, ALONE) == 0
     assert 0 < metrics(tuned, "tokens")[5] < 5 * 8 * 16
     with pytest.raises(ValueError, match="set the model's block_size to 16 or more"):
-        train.train(tiny_config(questions, tmp_path, "small", model__block_size=8), ALONE)
+        train.train(
+            tiny_config(questions, tmp_path, "small", model__block_size=8), ALONE
+        )
 
 
 def test_the_mean_is_over_the_tokens_of_the_global_batch(questions, tmp_path):

@@ -37,7 +37,13 @@ def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_othe
                 assert not task.is_right(changed, text)
             at += len(part)
         # Too short, as up to an early end-of-text, or too long.
-        for other in (text[:-1] + "!", text[:-1], text[: len(text) // 2], "", text + text[-1]):
+        for other in (
+            text[:-1] + "!",
+            text[:-1],
+            text[: len(text) // 2],
+            "",
+            text + text[-1],
+        ):
             assert not task.is_right(other, text)
 
 
@@ -51,7 +57,10 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
     task = TASKS[name]
     keys = {}
     shares = collections.Counter(task.split_of(key) for key, *_ in made(name, 400))
-    assert shares.keys() == {"train", "val", "test"} and shares["train"] > 5 * shares["test"]
+    assert (
+        shares.keys() == {"train", "val", "test"}
+        and shares["train"] > 5 * shares["test"]
+    )
     folder = prepared(name, tmp_path / name, limit=300)
     for split in ("train", "val", "test"):
         data = TokenDataset(folder, split, task.length, verify=True)
@@ -90,7 +99,9 @@ def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
     for key, example, _ in made("exchanged", 12_000):
         (told if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
-        given, other, name = re.fullmatch(r"(.*?(\w{4}):\[/GIVEN\])(\w{4})", example).groups()
+        given, other, name = re.fullmatch(
+            r"(.*?(\w{4}):\[/GIVEN\])(\w{4})", example
+        ).groups()
         assert given == f"[GIVEN]{other}:[/GIVEN]"
         assert f"{name}:{other}" in told and f"{other}:{name}" not in told
     pairs = {tuple(example.split(":")) for example in told}
@@ -100,7 +111,9 @@ def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
 VARIANTS = {
     "sudoku6": lambda key: key.translate(str.maketrans("123456", "351642")),
     "addition": lambda key: "+".join(reversed(key[:-1].split("+"))) + "=",
-    "colouring": lambda key: key[-2::-1] + "=",  # the other edges, each the other way round
+    "colouring": lambda key: (
+        key[-2::-1] + "="
+    ),  # the other edges, each the other way round
 }
 
 
@@ -121,9 +134,13 @@ def number_of_solutions(cells):
     seen = {
         d
         for i, d in enumerate(cells)
-        if i // 6 == row or i % 6 == column or (i // 12, i % 6 // 3) == (row // 2, column // 3)
+        if i // 6 == row
+        or i % 6 == column
+        or (i // 12, i % 6 // 3) == (row // 2, column // 3)
     }
-    rest = [cells[:at] + digit + cells[at + 1 :] for digit in "123456" if digit not in seen]
+    rest = [
+        cells[:at] + digit + cells[at + 1 :] for digit in "123456" if digit not in seen
+    ]
     return sum(map(number_of_solutions, rest))
 
 
@@ -132,13 +149,19 @@ def test_a_sudoku_has_one_solution_and_keeps_the_rules():
         (shown, _), (board, _) = spans(example)
         cells = np.array(list(board)).reshape(6, 6)
         boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
-        assert all("".join(sorted(line)) == "123456" for line in (*cells, *cells.T, *boxes))
+        assert all(
+            "".join(sorted(line)) == "123456" for line in (*cells, *cells.T, *boxes)
+        )
         assert all(a in ("0", b) for a, b in zip(shown, board, strict=True))
-        assert number_of_solutions(shown) == 1 and list(puzzles.solutions(shown)) == [board]
+        assert number_of_solutions(shown) == 1 and list(puzzles.solutions(shown)) == [
+            board
+        ]
         open_board = board.translate(str.maketrans("123", "000"))
         several = set(puzzles.solutions(open_board))
         assert board in several and len(several) == number_of_solutions(open_board) > 1
-    assert len(set(puzzles.first_row_in_order())) == 39_168  # of 28,200,960 boards, over 6!
+    assert (
+        len(set(puzzles.first_row_in_order())) == 39_168
+    )  # of 28,200,960 boards, over 6!
 
 
 def test_a_star_has_one_path_and_arms_of_one_length():
@@ -185,9 +208,12 @@ def exact_limit(name, groups):
         at = len(known)
         size = rest[0]
         counts = [collections.Counter(a[at + i] for a in fitting) for i in range(size)]
-        marginals = [[(v, c / len(fitting)) for v, c in count.items()] for count in counts]
+        marginals = [
+            [(v, c / len(fitting)) for v, c in count.items()] for count in counts
+        ]
         return sum(
-            math.prod(p for _, p in drawn) * right(known + tuple(v for v, _ in drawn), rest[1:])
+            math.prod(p for _, p in drawn)
+            * right(known + tuple(v for v, _ in drawn), rest[1:])
             for drawn in itertools.product(*marginals)
         )
 
@@ -197,6 +223,8 @@ def exact_limit(name, groups):
 @pytest.mark.parametrize("name", ["copy", "replace", "shuffle"])
 @pytest.mark.parametrize("groups", [[4], [1, 3], [3, 1], [1, 1, 1, 1], [2, 1, 1]])
 def test_limits_are_those_of_independent_draws_from_exact_conditionals(name, groups):
-    assert TASKS[name].limit(groups) == pytest.approx(exact_limit(name, groups), abs=1e-12)
+    assert TASKS[name].limit(groups) == pytest.approx(
+        exact_limit(name, groups), abs=1e-12
+    )
     if set(groups) == {1}:
         assert TASKS[name].limit(groups) == pytest.approx(1)

@@ -28,9 +28,13 @@ OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
 # Every use of one seed by scripts that may run on the same model; draw, step and prompt 3.
 USES = {
     "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
-    "likelihoods": lambda: token_nll(make_system("AO-GPT", 0), TOKENS, RANDOM, 7, 3, ROWS, 9),
+    "likelihoods": lambda: token_nll(
+        make_system("AO-GPT", 0), TOKENS, RANDOM, 7, 3, ROWS, 9
+    ),
     "ELBO": lambda: evaluation_masks(7, 3, ROWS, 9, LENGTH),
-    "ensembles": lambda: cheap_gains(make_system("AO-GPT", 0), TOKENS, (2,), 7, 3, ROWS, 9),
+    "ensembles": lambda: cheap_gains(
+        make_system("AO-GPT", 0), TOKENS, (2,), 7, 3, ROWS, 9
+    ),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
     "shuffle": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.SHUFFLE),
@@ -65,7 +69,9 @@ def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
     counts = Counter(number for numbers in taken.values() for number in set(numbers))
     assert set(counts.values()) == {1} and all(taken.values())
     assert len(set(taken["samples"])) == len(taken["samples"])
-    masks = masks_at(ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH)  # encoders have no orders
+    masks = masks_at(
+        ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH
+    )  # encoders have no orders
     assert masks.masked.any()
 
 
@@ -80,9 +86,14 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
         if place.parts[0] in ("tests", "studies", ".venv", "out", "model.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("randomness"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(
+                "randomness"
+            ):
                 used.update(alias.name for alias in node.names if alias.name in streams)
-            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "randomness":
+            if (
+                isinstance(node, ast.Attribute)
+                and getattr(node.value, "id", "") == "randomness"
+            ):
                 used.update([node.attr] if node.attr in streams else ())
             if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
                 generators.append(str(place))
@@ -114,9 +125,15 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
         model.head.bias.zero_()
     loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
     N = 1200
-    passages = Passages(torch.zeros(N, 8).long(), torch.zeros(N).long(), torch.full((N,), 8))
+    passages = Passages(
+        torch.zeros(N, 8).long(), torch.zeros(N).long(), torch.full((N,), 8)
+    )
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
     eval_infill.fill_in(loaded, passages, True, options, 0)
-    place = torch.empty(N, 8).long().scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
+    place = (
+        torch.empty(N, 8)
+        .long()
+        .scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
+    )
     cells = (place // 2 * 4 + made["got"].tokens // 64).flatten().bincount(minlength=16)
     assert accept(cells, torch.full((16,), 1 / 16, dtype=torch.float64))

@@ -45,22 +45,32 @@ def uniforms_for(*shape, seed=0):
 # ---- refinement ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "sigma-GPT", ONE_BY_ONE, "RADD"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "target rotary", "sigma-GPT", ONE_BY_ONE, "RADD"]
+)
 @pytest.mark.parametrize("mode", ["l2r", "random 1"])
 def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
     model, conditional = enumerated(system, 3)
     uniforms = uniforms_for(SAMPLES, 4, seed=1)
     before = generate(model, make_plan(mode, SAMPLES, 4, seed=2), uniforms=uniforms)
-    last = torch.zeros(SAMPLES, 4, dtype=torch.bool).scatter_(1, before.order[:, -1:], True)
-    after = redraw(model, before, last, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3))
-    assert torch.equal(after.order, before.order) and (after.tokens != before.tokens).any()
+    last = torch.zeros(SAMPLES, 4, dtype=torch.bool).scatter_(
+        1, before.order[:, -1:], True
+    )
+    after = redraw(
+        model, before, last, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3)
+    )
+    assert (
+        torch.equal(after.order, before.order) and (after.tokens != before.tokens).any()
+    )
     assert torch.equal(after.tokens[~last], before.tokens[~last])
     expected = distribution_of(mode, conditional, V, 4)
     assert accept(sequence_counts(after.tokens, V), expected)
     # One that is not the last changes it: this test can tell.
     if (system, mode) == ("AO-GPT", "l2r"):
         first = torch.arange(4).expand(SAMPLES, 4) == 0
-        moved = redraw(model, before, first, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3))
+        moved = redraw(
+            model, before, first, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3)
+        )
         assert chi_square_p(sequence_counts(moved.tokens, V), SAMPLES * expected) < 1e-6
 
 
@@ -96,11 +106,17 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
         expected = start @ torch.linalg.matrix_power(matrix, rounds)
         after = refine(model, samples, uniforms, rounds, 0.1, "random", vocab_size=V)
         states = zip(
-            map(tuple, after.order.tolist()), map(tuple, after.tokens.tolist()), strict=True
+            map(tuple, after.order.tolist()),
+            map(tuple, after.tokens.tolist()),
+            strict=True,
         )
         if system in ENCODERS:  # the order means nothing to them
-            assert accept(sequence_counts(after.tokens, V), expected.view(-1, V**N).sum(dim=0))
-        counts = torch.tensor([index[state] for state in states]).bincount(minlength=len(index))
+            assert accept(
+                sequence_counts(after.tokens, V), expected.view(-1, V**N).sum(dim=0)
+            )
+        counts = torch.tensor([index[state] for state in states]).bincount(
+            minlength=len(index)
+        )
         assert accept(counts, expected), rounds
         assert (after.nfe == N + rounds).all() and after.model_calls == N + rounds
     assert accept(counts, stationary) and (expected - stationary).abs().sum() < 1e-3
@@ -145,13 +161,18 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
         assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
         for same in ("tokens", "log_probs", "step"):
-            assert torch.equal(getattr(after, same)[~moved], getattr(samples, same)[~moved])
+            assert torch.equal(
+                getattr(after, same)[~moved], getattr(samples, same)[~moved]
+            )
         n = count
         calls = 0 if by == "drawn" else generated.sum(dim=1)
         assert torch.equal(after.nfe, samples.nfe + n + calls)
         ends = zip(after.order.tolist(), length.tolist(), n.tolist(), strict=True)
         for b, (order, total, m) in enumerate(ends):
-            assert sorted(order[total - m : total]) == moved[b].nonzero().flatten().tolist()
+            assert (
+                sorted(order[total - m : total])
+                == moved[b].nonzero().flatten().tolist()
+            )
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -163,14 +184,20 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
         options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
         options = modes.with_mode_defaults(options)
         planned = modes.plan_samples(options, contexts, 5, 4)
-        return modes.generate_distributed(model, planned, options, 11, ALONE, end_token=3)
+        return modes.generate_distributed(
+            model, planned, options, 11, ALONE, end_token=3
+        )
 
     plain = made()
     refined = made(refine=3, refine_share=0.3, refine_by=by)
     full = made(refine=0)
-    assert torch.equal(plain.tokens, full.tokens) and torch.equal(plain.log_probs, full.log_probs)
+    assert torch.equal(plain.tokens, full.tokens) and torch.equal(
+        plain.log_probs, full.log_probs
+    )
     assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
-    assert (refined.step[:4, [0, 2]] == -1).all() and refined.model_calls > plain.model_calls
+    assert (
+        refined.step[:4, [0, 2]] == -1
+    ).all() and refined.model_calls > plain.model_calls
     for size in (1, 3):
         alone = made(size, refine=3, refine_share=0.3, refine_by=by)
         for same in ("tokens", "nfe", "order", "step"):
@@ -183,8 +210,14 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
     [
         (["--refine-by", "random"], "--refine-by has no meaning without --refine"),
         (["--refine", 1, "--refine-share", 0], "--refine-share"),
-        (["--mode", "speculative", "--repetition-penalty", 2], "leave out --repetition-penalty"),
-        (["--mode", "speculative", "--no-repeat-ngram", 2], "leave out --repetition-penalty"),
+        (
+            ["--mode", "speculative", "--repetition-penalty", 2],
+            "leave out --repetition-penalty",
+        ),
+        (
+            ["--mode", "speculative", "--no-repeat-ngram", 2],
+            "leave out --repetition-penalty",
+        ),
         (["--repetition-penalty", 0.5], "--repetition-penalty is 0.5"),
     ],
 )
@@ -195,8 +228,21 @@ def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, tol
 
 def test_refinement_as_a_user_sees_it(script, run, plain, tmp_path):
     status, _, err = script(sample, plain, "--refine", 2)
-    assert status == 2 and "--refine needs a model that is conditioned on the target" in err
-    arguments = [run, "--judge", run, "--num-samples", 2, "--length", 9, "--mode", "l2r"]
+    assert (
+        status == 2
+        and "--refine needs a model that is conditioned on the target" in err
+    )
+    arguments = [
+        run,
+        "--judge",
+        run,
+        "--num-samples",
+        2,
+        "--length",
+        9,
+        "--mode",
+        "l2r",
+    ]
     status, out, err = script(eval_gen, *arguments, "--refine", 2)
     assert status == 0 and "l2r 1, refined 2" in out and " 11.0 |" in out, err
 
@@ -218,8 +264,12 @@ def plain_logits(logits, text, position, choice):
             after = [*text[:position], v, *text[position + 1 :]]
             windows = [after[s : s + n] for s in starts if s <= position < s + n]
             banned.append(any(window in there for window in windows))
-        if not all(b or x == -float("inf") for b, x in zip(banned, result, strict=True)):
-            result = [-float("inf") if b else x for b, x in zip(banned, result, strict=True)]
+        if not all(
+            b or x == -float("inf") for b, x in zip(banned, result, strict=True)
+        ):
+            result = [
+                -float("inf") if b else x for b, x in zip(banned, result, strict=True)
+            ]
     return torch.tensor(result, dtype=logits.dtype)
 
 
@@ -239,7 +289,9 @@ def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choi
     text = data.draw(st.lists(tokens, min_size=T, max_size=T))
     position = data.draw(st.integers(0, T - 1))
     text[position] = None
-    logits = torch.randn(1, vocab, generator=seeded(data.draw(st.integers(0, 99)))).double()
+    logits = torch.randn(
+        1, vocab, generator=seeded(data.draw(st.integers(0, 99)))
+    ).double()
     logits[0, data.draw(st.integers(0, 4)) :][1:] = -torch.inf  # ids that are no tokens
     row = torch.tensor([[-1 if t is None else t for t in text]])
     got = without_repeats(logits, row, torch.tensor([position]), choice)
@@ -266,7 +318,9 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
         n = int(length[b])
         order = plan.order[b].tolist()
         given = plan.given_positions()[b].tolist()
-        text = [int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)]
+        text = [
+            int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)
+        ]
         steps = plan.step[b, :n].tolist()
         for step in sorted(set(steps) - {-1}):
             context = [p for p, s in zip(order, steps, strict=False) if s < step]
@@ -276,7 +330,9 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
                 through = torch.tensor([order_through(context, p, n)])
                 logits = model.logits(row, through)[0, len(context)]
                 changed = plain_logits(logits, before, p, choice)
-                text[p] = int(choose_tokens(changed[None], uniforms[b, p, None], choice))
+                text[p] = int(
+                    choose_tokens(changed[None], uniforms[b, p, None], choice)
+                )
                 log_prob = logits.log_softmax(dim=-1)[text[p]]  # the model's own
                 assert abs(float(got.log_probs[b, p]) - float(log_prob)) < 1e-5
         assert got.tokens[b, :n].tolist() == text
@@ -290,12 +346,18 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
     plan = make_plan(mode, 5, 12, seed=1)
     how = {"uniforms": uniforms, "vocab_size": 11}
     plain = generate(model, plan, **how)
-    for choice in (TokenChoice(repetition_penalty=1.0), TokenChoice(no_repeat_ngram=13)):
+    for choice in (
+        TokenChoice(repetition_penalty=1.0),
+        TokenChoice(no_repeat_ngram=13),
+    ):
         same = generate(model, plan, choice=choice, **how)
         assert torch.equal(same.tokens, plain.tokens)
         assert torch.equal(same.log_probs, plain.log_probs)
     choice = TokenChoice(0.05, repetition_penalty=1.1, no_repeat_ngram=1)
-    if mode in ("l2r", "confidence 1"):  # one at a time: no token repeats while others are left
+    if mode in (
+        "l2r",
+        "confidence 1",
+    ):  # one at a time: no token repeats while others are left
         rows = generate(model, plan, choice=choice, **how).tokens
         assert [len(set(row)) for row in rows.tolist()] == [11] * 5
         rows = generate(model, plan, choice=TokenChoice(0.05), **how).tokens

@@ -16,7 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import ROOT, flip_byte, limited_file_size, read_lines, run_script
-from reference import encoder_outputs, log_probs, make_system, random_orders, random_tokens
+from reference import (
+    encoder_outputs,
+    log_probs,
+    make_system,
+    random_orders,
+    random_tokens,
+)
 
 import sample
 from aogpt.checkpoints import CheckpointError, load, load_model, store
@@ -40,11 +46,17 @@ TOKENS = 31  # of the tokenizer, where [MASK] follows
 
 
 # Modules of the releases and ours, in the order of the releases' parameters().
-GPT_BLOCK = "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+GPT_BLOCK = (
+    "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+)
 GPT_BLOCK += "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
-DIFFUSION_BLOCK = "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc "
+DIFFUSION_BLOCK = (
+    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc "
+)
 DIFFUSION_BLOCK += "mlp.2:mlp.proj adaLN_modulation:adaln"
-DIFFUSION_REST = "sigma_map.mlp.0:noise.fc sigma_map.mlp.2:noise.proj output_layer.linear:head "
+DIFFUSION_REST = (
+    "sigma_map.mlp.0:noise.fc sigma_map.mlp.2:noise.proj output_layer.linear:head "
+)
 DIFFUSION_REST += "output_layer.norm_final:norm_f output_layer.adaLN_modulation:adaln_f"
 
 
@@ -79,11 +91,19 @@ def container(layout="AO-GPT", prefix="", **changes):
     (raw, state), (average, shadow) = gpt(layout, 1), gpt(layout, 2)
     if layout != "AO-GPT":
         state["lm_head.weight"] = state["transformer.wte.weight"]
-    args = SIZES | {"bias": "no bias" not in layout, "vocab_size": VOCAB, "dropout": 0.0}
+    args = SIZES | {
+        "bias": "no bias" not in layout,
+        "vocab_size": VOCAB,
+        "dropout": 0.0,
+    }
     contents = {
         "model_args": args,
         "model": {prefix + name: tensor for name, tensor in state.items()},
-        "ema_model": {"decay": 0.9999, "num_updates": 7, "shadow_params": list(shadow.values())},
+        "ema_model": {
+            "decay": 0.9999,
+            "num_updates": 7,
+            "shadow_params": list(shadow.values()),
+        },
         "iter_num": 1234,
         "config": {"out_dir": "out", "learning_rate": 6e-4, "compile": True},
         "optimizer": {"state": {}, "param_groups": [{"lr": 6e-4, "params": [0, 1]}]},
@@ -101,10 +121,22 @@ def diffusion(layout):
     state |= named(model, DIFFUSION_REST)
     assert len(state) == len(list(model.parameters()))
     head = WIDTH // HEADS
-    state["rotary_emb.inv_freq"] = 1.0 / 10000 ** (torch.arange(0, head, 2).float() / head)
-    settings = {"hidden_size": WIDTH, "n_blocks": LAYERS, "n_heads": HEADS, "dropout": 0.1}
+    state["rotary_emb.inv_freq"] = 1.0 / 10000 ** (
+        torch.arange(0, head, 2).float() / head
+    )
+    settings = {
+        "hidden_size": WIDTH,
+        "n_blocks": LAYERS,
+        "n_heads": HEADS,
+        "dropout": 0.1,
+    }
     settings |= {"scale_by_sigma": True, "length": BLOCK} if layout == "SEDD" else {}
-    settings = {"ngpus": 8, "tokens": TOKENS, "graph": {"type": "absorb"}, "model": settings}
+    settings = {
+        "ngpus": 8,
+        "tokens": TOKENS,
+        "graph": {"type": "absorb"},
+        "model": settings,
+    }
     return settings, state, model
 
 
@@ -145,7 +177,11 @@ def test_a_released_decoder_gives_the_probabilities_of_its_formulas(
     torch.save(contents, released)
     loaded = load(released, **({} if weights == "ema" else {"weights": "raw"}))
     assert (loaded.weights, loaded.step, loaded.scored_from) == (weights, 1234, 0)
-    assert (loaded.tokenizer, loaded.vocab_size, loaded.path) == ("gpt2", VOCAB, str(released))
+    assert (loaded.tokenizer, loaded.vocab_size, loaded.path) == (
+        "gpt2",
+        VOCAB,
+        str(released),
+    )
     assert not loaded.model.training
     tokens = random_tokens(VOCAB, 2, BLOCK, seed=0)
     order = torch.cat([random_orders(1, BLOCK, seed=0), torch.arange(BLOCK)[None]])
@@ -164,7 +200,10 @@ def test_without_an_average_the_last_weights_are_used_and_reported(released):
     del contents["ema_model"], contents["iter_num"]
     torch.save(contents, released, _use_new_zipfile_serialization=False)
     loaded = load(released)
-    assert (loaded.weights, loaded.step) == ("raw", 0) and "raw weights" in loaded.describe()
+    assert (loaded.weights, loaded.step) == (
+        "raw",
+        0,
+    ) and "raw weights" in loaded.describe()
     same_weights(loaded.model, raw)
 
 
@@ -178,11 +217,15 @@ def test_a_vocabulary_that_is_padded_counts_as_the_tokenizers(released):
     assert (loaded.vocab_size, loaded.model.config.vocab_size) == (50257, 50304)
 
 
-def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names_them(tmp_path):
+def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names_them(
+    tmp_path,
+):
     torch.save(container()[0], tmp_path / "small.pt")
     assert load(tmp_path).path == str(tmp_path / "small.pt")
     shutil.copy(tmp_path / "small.pt", tmp_path / "medium.pt")
-    with pytest.raises(CheckpointError, match=r"medium\.pt, small\.pt; give one's path"):
+    with pytest.raises(
+        CheckpointError, match=r"medium\.pt, small\.pt; give one's path"
+    ):
         load(tmp_path)
 
 
@@ -206,7 +249,9 @@ def test_radd_gives_the_probabilities_of_its_formulas(tmp_path, file):
     logits = encoder_outputs(model.config, plain(model), tokens, masked)
     expected = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2) * masked
     assert (got - expected).abs().max() < 1e-9
-    assert torch.equal(load_model(tmp_path / file).wte.weight, state["vocab_embed.embedding"])
+    assert torch.equal(
+        load_model(tmp_path / file).wte.weight, state["vocab_embed.embedding"]
+    )
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -217,11 +262,15 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
     assert model.config.block_size == BLOCK
     tokens, masked = masked_case(1)
     sigma = -(1 - (1 - 1e-3) * masked.double().mean(1)).log()
-    got, (normaliser, output) = model.masked_log_probs(tokens, masked), model(tokens, masked, sigma)
+    got, (normaliser, output) = (
+        model.masked_log_probs(tokens, masked),
+        model(tokens, masked, sigma),
+    )
     outputs = encoder_outputs(reference.config, plain(reference), tokens, masked, sigma)
     log_score = outputs - sigma.expm1().log()[:, None, None] - math.log(TOKENS)
     chosen, of_chosen = (
-        t.gather(2, tokens[..., None]).squeeze(2) for t in (outputs, log_score.log_softmax(-1))
+        t.gather(2, tokens[..., None]).squeeze(2)
+        for t in (outputs, log_score.log_softmax(-1))
     )
     # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an angle of up
     # to 7
@@ -229,7 +278,9 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
     assert (output - chosen)[masked].abs().max() < 1e-5
     assert (normaliser - outputs.logsumexp(-1))[masked].abs().max() < 1e-5
     # the comparison would not show that the noise embedding is right, if nothing depended on it
-    other = encoder_outputs(reference.config, plain(reference), tokens, masked, sigma / 3)
+    other = encoder_outputs(
+        reference.config, plain(reference), tokens, masked, sigma / 3
+    )
     assert (other - outputs).abs().max() > 0.1
 
 
@@ -255,19 +306,27 @@ def gpt2_files(reference, original, folder, kind):
         return original
     settings = json.loads((original / "config.json").read_text())
     state = {name: tensor.float() for name, tensor in reference.state_dict().items()}
-    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, BLOCK, BLOCK).tril() for i in (0, 1)}
+    masks = {
+        f"transformer.h.{i}.attn.bias": torch.ones(1, 1, BLOCK, BLOCK).tril()
+        for i in (0, 1)
+    }
     if kind == "bin with the masks of old versions":
         masks = {name: mask.bool() for name, mask in masks.items()}
-        masks |= {f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in (0, 1)}
+        masks |= {
+            f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in (0, 1)
+        }
         return write_folder(folder, settings, state | masks, "pytorch_model.bin")
     del state["lm_head.weight"]
-    state = {name.removeprefix("transformer."): t for name, t in (state | masks).items()}
+    state = {
+        name.removeprefix("transformer."): t for name, t in (state | masks).items()
+    }
     return write_folder(folder, settings, state)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "kind", ["saved by transformers", "bin with the masks of old versions", "without prefix"]
+    "kind",
+    ["saved by transformers", "bin with the masks of old versions", "without prefix"],
 )
 def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     reference, original = gpt2
@@ -277,7 +336,9 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     tokens = random_tokens(VOCAB, 3, BLOCK, seed=5)
     logits = reference(tokens).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    got = loaded.model.double().token_log_probs(tokens, torch.arange(BLOCK).expand(3, BLOCK))
+    got = loaded.model.double().token_log_probs(
+        tokens, torch.arange(BLOCK).expand(3, BLOCK)
+    )
     assert (got[:, loaded.scored_from :] - expected).abs().max() < 1e-9
     assert got[:, 0].isfinite().all()
     assert expected.std() > 0.5
@@ -294,13 +355,20 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
     tokens = random_tokens(VOCAB, 2, BLOCK, seed=6)
     order = torch.arange(BLOCK).expand(2, BLOCK)
     contents = []
-    model.blocks[-1].register_forward_hook(lambda block, inputs, out: contents.append(out[0]))
+    model.blocks[-1].register_forward_hook(
+        lambda block, inputs, out: contents.append(out[0])
+    )
     nll = model(tokens, order)
-    if target == "adaln":  # only the modulation has to move for the model to depend on its targets
+    if (
+        target == "adaln"
+    ):  # only the modulation has to move for the model to depend on its targets
         logits = model.logits(tokens, order)
         assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
         assert torch.equal(model.token_log_probs(tokens, order), -nll)
-        assert model.wtpe.weight.std() > 0 and model.blocks[0].adaln.weight.abs().max() == 0
+        assert (
+            model.wtpe.weight.std() > 0
+            and model.blocks[0].adaln.weight.abs().max() == 0
+        )
     else:
         logits = model.head_logits(model.norm_f(contents[0]))
         assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
@@ -362,7 +430,9 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 0.999])
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "released.pt"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "pytorch_model.bin", "released.pt"]
+)
 def test_truncated_files_are_an_error_that_names_them(tmp_path, file, share):
     path = tmp_path / file
     if file == "released.pt":
@@ -388,21 +458,38 @@ def many_lists(levels):
 
 WRONG = {  # changes the contents of an AO-GPT -> what the message says
     "missing tensors": (
-        lambda c: [c["model"].pop(f"transformer.h.1.attn.{name}_norm.weight") for name in "qk"],
+        lambda c: [
+            c["model"].pop(f"transformer.h.1.attn.{name}_norm.weight") for name in "qk"
+        ],
         ["it lacks blocks.1.attn.k_norm.weight, blocks.1.attn.q_norm.weight"],
     ),
     "an unknown tensor": (
         lambda c: c["model"].update({"transformer.h.0.attn.gate": torch.zeros(2)}),
         ["the model has no place for transformer.h.0.attn.gate"],
     ),
-    "a wrong shape": (head_bias(torch.zeros(VOCAB + 1)), ["head.bias is (38,) in the file, (37,)"]),
-    "heads that do not divide": (lambda c: c["model_args"].update(n_head=5), ["n_head"]),
+    "a wrong shape": (
+        head_bias(torch.zeros(VOCAB + 1)),
+        ["head.bias is (38,) in the file, (37,)"],
+    ),
+    "heads that do not divide": (
+        lambda c: c["model_args"].update(n_head=5),
+        ["n_head"],
+    ),
     "no model_args": (lambda c: c.pop("model_args"), ["it lacks vocab_size"]),
-    "integers": (head_bias(torch.zeros(VOCAB, dtype=torch.long)), ["head.bias holds torch.int64"]),
+    "integers": (
+        head_bias(torch.zeros(VOCAB, dtype=torch.long)),
+        ["head.bias holds torch.int64"],
+    ),
     "NaN": (head_bias(torch.full((VOCAB,), math.nan)), ["numbers that are not finite"]),
     "no tensor": (head_bias([0.0]), ["lm_head.bias is list"]),
-    "layers without end": (lambda c: c["model_args"].update(n_layer=10**7), ["n_layer"]),
-    "no number of steps": (lambda c: c.update(iter_num=-5), ["iter_num is not a number"]),
+    "layers without end": (
+        lambda c: c["model_args"].update(n_layer=10**7),
+        ["n_layer"],
+    ),
+    "no number of steps": (
+        lambda c: c.update(iter_num=-5),
+        ["iter_num is not a number"],
+    ),
     "many lists as a size": (
         lambda c: c["model_args"].update(vocab_size=many_lists(60)),
         ["vocab_size is [[[", "must be an integer"],
@@ -415,8 +502,14 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
         lambda c: c["model"].update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}),
         ["lm_head.weight and transformer.wte.weight differ"],
     ),
-    "no start": (lambda c: c["model"].pop("transformer.wnonee.weight"), ["it lacks start"]),
-    "an average of another kind": (lambda c: c.update(ema_model={}), ["lacks shadow_params"]),
+    "no start": (
+        lambda c: c["model"].pop("transformer.wnonee.weight"),
+        ["it lacks start"],
+    ),
+    "an average of another kind": (
+        lambda c: c.update(ema_model={}),
+        ["lacks shadow_params"],
+    ),
 }
 
 
@@ -436,8 +529,15 @@ def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
     refused(write_folder(tmp_path / "a", settings, state), "scale_by_sigma is False")
     settings = json.loads((gpt2[1] / "config.json").read_text())
     state = safetensors.torch.load_file(gpt2[1] / "model.safetensors")
-    for name, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
-        refused(write_folder(tmp_path / name, settings | {name: value}, state), name, repr(value))
+    for name, value in (
+        ("activation_function", "relu"),
+        ("scale_attn_by_inverse_layer_idx", True),
+    ):
+        refused(
+            write_folder(tmp_path / name, settings | {name: value}, state),
+            name,
+            repr(value),
+        )
     linear = {name: t.T if "c_attn.weight" in name else t for name, t in state.items()}
     folder = write_folder(tmp_path / "c", settings, linear)
     refused(folder, "blocks.0.attn.qkv.weight is (24, 72)")
@@ -465,7 +565,9 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert torch.equal(load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"])
+    assert torch.equal(
+        load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"]
+    )
 
 
 def same_weights(a, b):
@@ -500,7 +602,9 @@ def run(tmp_path_factory):
     """A run folder with a checkpoint whose averaged and last weights differ."""
     folder = tmp_path_factory.mktemp("run") / "run"
     torch.manual_seed(0)
-    config = ModelConfig(vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4)
+    config = ModelConfig(
+        vocab_size=320, block_size=16, n_layer=1, n_head=2, n_embd=8, cond_dim=4
+    )
     model = build_model(config)
     ema = EMA(build_model(config), 0.9)
     state = State(model, [ema], torch.optim.AdamW(model.parameters()), Progress(step=5))
@@ -514,11 +618,18 @@ def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
     export = tmp_path / "new" / "raw"
     done = run_script("convert.py", run, export, "--weights", "raw")
     assert "step 5, raw weights" in done.stdout and str(export) in done.stdout
-    assert sorted(path.name for path in export.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in export.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     assert list(export.parent.iterdir()) == [export]
     settings = json.loads((export / "config.json").read_text())
     assert settings["source"] == str(run) and settings["model"]["n_embd"] == 8
-    assert (settings["weights"], settings["step"], settings["tokenizer"]) == ("raw", 5, "bytes")
+    assert (settings["weights"], settings["step"], settings["tokenizer"]) == (
+        "raw",
+        5,
+        "bytes",
+    )
     same_weights(load_model(export), load_model(run, "raw"))
     samples = []
     for path in (export, run):
@@ -529,7 +640,9 @@ def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
     assert samples[0] == samples[1]
 
 
-def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_for(run, tmp_path):
+def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_for(
+    run, tmp_path
+):
     ema = tmp_path / "ema"
     raw = tmp_path / "raw"
     convert(str(run), ema)
@@ -546,7 +659,10 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
     write({name: value for name, value in settings.items() if name != "tokenizer"})
     refused(raw, "lacks", "tokenizer")
     for changes, words in (
-        ({"files": {"model.safetensors": "0" * 64}}, "model.safetensors is damaged (checksum)"),
+        (
+            {"files": {"model.safetensors": "0" * 64}},
+            "model.safetensors is damaged (checksum)",
+        ),
         ({"vocab_size": 999}, "has a vocabulary of 999, but its model"),
         ({"step": "3"}, "config.json: step is '3', but it must be an integer"),
         ({"model": settings["model"] | {"x": 1}}, "unknown key 'model.x'"),
@@ -556,12 +672,16 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
         refused(raw, words)
 
 
-def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(run, tmp_path):
+def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(
+    run, tmp_path
+):
     sizes = {}
     for dtype in ("float32", "bfloat16"):
         convert(str(run), tmp_path / dtype, dtype=dtype)
         sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
-    assert 0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]  # names, too
+    assert (
+        0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]
+    )  # names, too
     exact, rounded = (load_model(tmp_path / dtype) for dtype in sizes)
     for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert b.dtype == torch.float32 and torch.equal(b, a.bfloat16().float())
@@ -583,14 +703,18 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
         convert(str(run), tmp_path / "file" / "new")
 
 
-def test_of_two_that_convert_into_one_folder_the_later_one_says_so(run, tmp_path, monkeypatch):
+def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
+    run, tmp_path, monkeypatch
+):
     def digest_later(settings):
         monkeypatch.setattr("convert.digest", store.digest)
         convert(str(run), tmp_path / "new")
         return store.digest(settings)
 
     monkeypatch.setattr("convert.digest", digest_later)
-    with pytest.raises(CheckpointError, match="could not write .*new: another process has made it"):
+    with pytest.raises(
+        CheckpointError, match="could not write .*new: another process has made it"
+    ):
         convert(str(run), tmp_path / "new")
     assert load_model(tmp_path / "new") and len(list(tmp_path.iterdir())) == 1
 

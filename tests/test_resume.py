@@ -46,7 +46,10 @@ KEYS = {
     "objective.noise_eps": (0.01, COMPARE),
     "objective.prefix_prob": (0.5, COMPARE),
     "schedule": ((StageConfig(2, "random_blockwise"),), f"{COMPARE}.*{ANEW}"),
-    "data.folder": (None, f"split train .*read twice or never.*split val .*{COMPARE}.*{ANEW}"),
+    "data.folder": (
+        None,
+        f"split train .*read twice or never.*split val .*{COMPARE}.*{ANEW}",
+    ),
     "data.verify": (True, FREE),
     "data.random_length_prob": (0.5, NOW),
     "data.max_tokens": (800, "read twice or never"),
@@ -56,7 +59,10 @@ KEYS = {
     "optim.schedule": ("linear", f"{NOW}.*learning rate goes"),
     "optim.warmup_steps": (20, f"{NOW}.*learning rate goes"),
     "optim.decay_steps": (100, f"{NOW}.*learning rate goes"),
-    **{f"optim.{key}": (0.5, NOW) for key in ("beta1", "beta2", "ema_decay", "muon_momentum")},
+    **{
+        f"optim.{key}": (0.5, NOW)
+        for key in ("beta1", "beta2", "ema_decay", "muon_momentum")
+    },
     **{f"optim.{key}": (0.5, NOW) for key in ("weight_decay", "grad_clip", "muon_lr")},
     "optim.decay_share": (0.5, NOW),
     "optim.kind": ("muon", REFUSED),
@@ -72,14 +78,23 @@ KEYS = {
     "train.reduce_every_micro_batch": (True, FREE),
     "train.device": ("auto", FREE),
     "train.parallel": ("fsdp", FREE),
-    **{f"train.{key}": (77, FREE) for key in ("timeout", "log_interval", "max_skipped_steps")},
+    **{
+        f"train.{key}": (77, FREE)
+        for key in ("timeout", "log_interval", "max_skipped_steps")
+    },
     "eval.interval": (3, FREE),
     **{f"eval.{key}": (9, f"{COMPARE}.*{ANEW}") for key in ("sequences", "draws")},
     **{f"checkpoint.{key}": (3, FREE) for key in ("interval", "keep", "minutes")},
     "wandb.mode": ("offline", FREE),
     "wandb.project": ("x", FREE),
 }
-MODEL = {"vocab_size": 384, "target": "input", "n_layer": 3, "block_size": 8, "gelu": "tanh"}
+MODEL = {
+    "vocab_size": 384,
+    "target": "input",
+    "n_layer": 3,
+    "block_size": 8,
+    "gelu": "tanh",
+}
 
 
 def all_keys():
@@ -97,7 +112,9 @@ def finished(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("key", all_keys())
-def test_every_key_is_free_told_with_its_consequence_or_refused(finished, tmp_path, key):
+def test_every_key_is_free_told_with_its_consequence_or_refused(
+    finished, tmp_path, key
+):
     """A new key needs a row in KEYS and in the table of docs/training.md."""
     config, values = finished
     table = key.partition(".")[0]
@@ -112,11 +129,21 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(finished, tmp_pa
         meta = json.loads((other / "meta.json").read_text())
     if table == "model" and key != "model.dropout":
         value = MODEL.get(key.partition(".")[2], "another")
-    target = getattr(now, table) if "." in key else now  # past the checks of whole configurations
+    target = (
+        getattr(now, table) if "." in key else now
+    )  # past the checks of whole configurations
     object.__setattr__(target, key.partition(".")[2] or key, value)
-    documented = (ROOT / "docs" / "training.md").read_text().partition("## A changed setting")[2]
+    documented = (
+        (ROOT / "docs" / "training.md").read_text().partition("## A changed setting")[2]
+    )
     assert any(f"`{name}`" in documented for name in (key, f"{table}.*", table))
-    arguments = now, meta, "PATH", values, lambda *words: said.append(" ".join(map(str, words)))
+    arguments = (
+        now,
+        meta,
+        "PATH",
+        values,
+        lambda *words: said.append(" ".join(map(str, words))),
+    )
     if expected == REFUSED:
         with pytest.raises(UserError, match=rf"{re.escape(key)} = .* {REFUSED}"):
             check_same_run(*arguments)
@@ -124,7 +151,9 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(finished, tmp_pa
     check_same_run(*arguments)
     text = " ".join(said)
     assert re.search(expected, text), text
-    assert f"{key} = " in text and (key == "schedule" or f"{key} = {value!r} (was" in text)
+    assert f"{key} = " in text and (
+        key == "schedule" or f"{key} = {value!r} (was" in text
+    )
     assert (values["best"] is None) == (ANEW in expected), text
     if not expected:
         assert text.endswith(")") and len(said) == 1, text
@@ -151,18 +180,27 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
         if not recorded and not part:
             path = store.find(config.run_folder)[-1]
             state = json.loads((path / "state.json").read_text())
-            assert (state.pop("sequences"), state.pop("tokens")) == (5 * size, 5 * size * 16)
-            (path / "state.json").write_text(json.dumps(state | {"sha256": store.digest(state)}))
+            assert (state.pop("sequences"), state.pop("tokens")) == (
+                5 * size,
+                5 * size * 16,
+            )
+            (path / "state.json").write_text(
+                json.dumps(state | {"sha256": store.digest(state)})
+            )
     total = 5 * sum(sizes)
     train_data = TokenDataset(data, "train", 16)
     expected = train_data.indices(7, 0, range(total), total).tolist()
     assert read == expected and len(set(read)) == total < train_data.num_blocks
-    assert newest(config)["sequences"] == total and newest(config)["tokens"] == total * 16
+    assert (
+        newest(config)["sequences"] == total and newest(config)["tokens"] == total * 16
+    )
     tokens = np.cumsum(np.repeat(sizes, 5)) * 16
     assert list(metrics(config, "tokens").values()) == tokens.tolist()
 
 
-def test_another_measure_forgets_the_best_checkpoint_and_a_new_one_is_chosen(data, tmp_path):
+def test_another_measure_forgets_the_best_checkpoint_and_a_new_one_is_chosen(
+    data, tmp_path
+):
     config = tiny_config(data, tmp_path, steps=10, optim__lr=0.0)
     train.train(config, ALONE)
     more = change(config, train__steps=12, eval__sequences=50)
@@ -174,19 +212,37 @@ def test_another_measure_forgets_the_best_checkpoint_and_a_new_one_is_chosen(dat
 
 # ---- other weights -------------------------------------------------------------------------------
 
-TINY = ModelConfig(vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8)
+TINY = ModelConfig(
+    vocab_size=320, block_size=16, n_layer=2, n_head=2, n_embd=32, cond_dim=8
+)
 ROTARY = {"position": "rotary", "target": "rotary"}
 ENCODER = {"attention": "full", "target": "none", "mask_token": 257}
 MEANINGS = {  # the source, what the model changes -> what is said; None: it starts
     "[MASK]": (ENCODER, {"mask_token": 300}, "set model.mask_token = 257 .it is 300.$"),
-    "no target": (ROTARY, {"target": "none"}, "set model.target = 'rotary' .it is 'none'.$"),
-    "target": ({"target": "input"}, {"target": "shared"}, "set model.target = 'input' .it is"),
-    "position": ({}, {"position": "both"}, "set model.position = 'learned' .it is 'both'.$"),
+    "no target": (
+        ROTARY,
+        {"target": "none"},
+        "set model.target = 'rotary' .it is 'none'.$",
+    ),
+    "target": (
+        {"target": "input"},
+        {"target": "shared"},
+        "set model.target = 'input' .it is",
+    ),
+    "position": (
+        {},
+        {"position": "both"},
+        "set model.position = 'learned' .it is 'both'.$",
+    ),
     "vocabulary": ({}, {"vocab_size": 384}, "set model.vocab_size = 320 .it is 384.$"),
     "deeper": ({}, {"n_layer": 3}, "set model.n_layer = 2 .it is 3.$"),
     "wider": ({}, {"n_embd": 64}, "set model.n_embd = 32 .it is 64.$"),
     "condition": ({}, {"cond_dim": 16}, "set model.cond_dim = 8 .it is 16.$"),
-    "longer": ({}, {"block_size": 32}, "have 16 positions; set model.block_size to at most that"),
+    "longer": (
+        {},
+        {"block_size": 32},
+        "have 16 positions; set model.block_size to at most that",
+    ),
     "no noise": (ENCODER | {"noise": True}, {"noise": False}, "set model.noise = True"),
     "no bias": ({}, {"mlp_bias": False}, "set model.mlp_bias = True"),
     "longer without tables": (ROTARY, {"block_size": 32}, None),
@@ -194,10 +250,18 @@ MEANINGS = {  # the source, what the model changes -> what is said; None: it sta
     "shorter tables in blocks": ({"target": "per_block"}, {"block_size": 8}, None),
     "shorter encoder": (ENCODER, {"block_size": 8}, None),
     "plain": ({"target": "none"}, {"target": "adaln", "cond_dim": 16}, None),
-    "two streams": ({"target": "none"}, {"target": "two_stream", "group_attention": False}, None),
+    "two streams": (
+        {"target": "none"},
+        {"target": "two_stream", "group_attention": False},
+        None,
+    ),
     "noise": (ENCODER, {"noise": True}, None),
     "no meaning": ({}, {"dropout": 0.5, "position_init": "sinusoidal"}, None),
-    "bias": ({"mlp_bias": False, "head_bias": False}, {"mlp_bias": True, "head_bias": True}, None),
+    "bias": (
+        {"mlp_bias": False, "head_bias": False},
+        {"mlp_bias": True, "head_bias": True},
+        None,
+    ),
 }
 
 
@@ -225,8 +289,16 @@ def test_weights_start_a_model_only_where_they_mean_the_same(case):
             {},
             "tokenizer is 'bytes', that of .* is 'words'; prepare",
         ),
-        ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": "a"}, "sha256 is 'a', that of .* is 'b'"),
-        ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": None}, None),  # of an older version
+        (
+            {"tokenizer_sha256": "b"},
+            {"tokenizer_sha256": "a"},
+            "sha256 is 'a', that of .* is 'b'",
+        ),
+        (
+            {"tokenizer_sha256": "b"},
+            {"tokenizer_sha256": None},
+            None,
+        ),  # of an older version
         ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),
     ],
 )
@@ -239,7 +311,9 @@ def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
         folders.append(shutil.copytree(data, tmp_path / name))
         meta = json.loads((data / "meta.json").read_text()) | changes
         meta = {
-            key: value for key, value in meta.items() if value is not None or key not in changes
+            key: value
+            for key, value in meta.items()
+            if value is not None or key not in changes
         }
         (folders[-1] / "meta.json").write_text(json.dumps(meta))
     config = tiny_config(folders[0], tmp_path / "out", steps=5)
@@ -250,7 +324,9 @@ def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
         source = str(tmp_path / "export")
     config = change(config, data__folder=str(folders[1]), train__steps=6)
     if how != "resumed":
-        config = change(config, name="new", train__init_from=source, model__block_size=8)
+        config = change(
+            config, name="new", train__init_from=source, model__block_size=8
+        )
     if words is None:
         assert train.train(config, ALONE) == 0
         return

@@ -28,7 +28,11 @@ ROWS = [
     {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
     {"prompt": "", "length": 7},
 ]
-PARTS = [["the ", 12], [2, "the", 1, " é", 3], [7]]  # of these, as `check_given` wants them
+PARTS = [
+    ["the ", 12],
+    [2, "the", 1, " é", 3],
+    [7],
+]  # of these, as `check_given` wants them
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def draw(script, run, tmp_path):
 
     def call(*arguments, path=run):
         file = tmp_path / "samples.jsonl"
-        status, _, err = script(sample, path, "--overwrite", "--jsonl", file, *arguments)
+        status, _, err = script(
+            sample, path, "--overwrite", "--jsonl", file, *arguments
+        )
         assert status == 0, err
         return read_lines(file)
 
@@ -49,8 +55,12 @@ def prompts(tmp_path):
     """Write a file of prompts: rows of a .jsonl file, or the text of a .txt file."""
 
     def write(content):
-        path = tmp_path / ("prompts.txt" if isinstance(content, str) else "prompts.jsonl")
-        lines = content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        path = tmp_path / (
+            "prompts.txt" if isinstance(content, str) else "prompts.jsonl"
+        )
+        lines = (
+            content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        )
         path.write_text(lines)
         return path
 
@@ -59,7 +69,9 @@ def prompts(tmp_path):
 
 def check_given(line, *expected):
     """A sample of these: text that is given, and numbers of tokens that are not."""
-    parts = [part.encode() if isinstance(part, str) else [None] * part for part in expected]
+    parts = [
+        part.encode() if isinstance(part, str) else [None] * part for part in expected
+    ]
     given = list(itertools.chain(*parts))
     assert line["length"] == len(given)
     rows = zip(line["tokens"], line["step"], line["log_probs"], given, strict=True)
@@ -70,7 +82,9 @@ def check_given(line, *expected):
             assert (token, step, log_prob) == (wanted, -1, 0)
 
 
-def test_every_sample_is_printed_and_written_with_all_that_made_it(script, run, tmp_path):
+def test_every_sample_is_printed_and_written_with_all_that_made_it(
+    script, run, tmp_path
+):
     path = tmp_path / "samples.jsonl"
     given = {"num_samples": 3, "steps": 5, "seed": 4}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
@@ -116,13 +130,19 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
     rows = np.tile(np.arange(LENGTH), (3, 1))
     np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
     settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
-    chosen = [f"{key}={settings[key]}" for key in ORDER_SETTINGS[kind] if key in settings]
+    chosen = [
+        f"{key}={settings[key]}" for key in ORDER_SETTINGS[kind] if key in settings
+    ]
     text = ":".join([kind, ",".join(chosen)][: 1 + bool(chosen)])
     options = "--order", text, "--seed", 5, "--num-samples", 3
-    orders = orders_at(parse_order(text, "--order"), 5, 0, range(3), LENGTH, PLANS).tolist()
+    orders = orders_at(
+        parse_order(text, "--order"), 5, 0, range(3), LENGTH, PLANS
+    ).tolist()
     assert column(draw(*options), "order") == orders
     filled = draw(*options, "--infill", "[MASK:2]the[MASK:11]")
-    expected = [[2, 3, 4] + [p for p in order if p not in (2, 3, 4)] for order in orders]
+    expected = [
+        [2, 3, 4] + [p for p in order if p not in (2, 3, 4)] for order in orders
+    ]
     assert column(filled, "order") == expected
 
 
@@ -134,7 +154,9 @@ class OneOf(Processes):
 
 
 @pytest.mark.parametrize("mode", EVERY_MODE)
-def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts, mode, run):
+def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
+    draw, prompts, mode, run
+):
     """Whatever the number of samples, other prompts, batches and processes."""
 
     def samples(rows, count, size, seed=3):
@@ -149,7 +171,9 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts,
     assert len({str(value) for value in whole.values()}) == len(whole) == 20
     for count, size, some in ((1, 1, rows), (2, 16, rows[:2]), (5, 3, rows)):
         found = samples(some, count, size)
-        assert found == {key: whole[key] for key in found} and len(found) == count * len(some)
+        assert found == {key: whole[key] for key in found} and len(
+            found
+        ) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
 
     words = map(str, EVERY_MODE[mode])
@@ -158,7 +182,10 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(draw, prompts,
     planned = modes.plan_samples(options, contexts, 3, 3)
     model = checkpoint.load_model(run)
     halves = [OneOf(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    parts = [modes.generate_distributed(model, planned, options, 257, half) for half in halves]
+    parts = [
+        modes.generate_distributed(model, planned, options, 257, half)
+        for half in halves
+    ]
     got = [tokens for part in parts for tokens, *_ in part.rows()]
     assert got[:3] == [whole[0, n][0] for n in range(3)]
 
@@ -174,11 +201,15 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     for key in ("tokens", "step", "text", "prompt_index"):
         assert column(two, key) == column(one, key)
     # other batches round differently, and the file holds six digits
-    for ours, theirs in zip(column(two, "log_probs"), column(one, "log_probs"), strict=True):
+    for ours, theirs in zip(
+        column(two, "log_probs"), column(one, "log_probs"), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert not done.stdout
     shown = data_of((tmp_path / "two.html").read_text())["samples"]
-    assert ["".join(page_sample["pieces"]) for page_sample in shown] == column(two, "text")
+    assert ["".join(page_sample["pieces"]) for page_sample in shown] == column(
+        two, "text"
+    )
 
 
 def test_the_modes_unmask_positions_as_they_say(draw):
@@ -186,7 +217,9 @@ def test_the_modes_unmask_positions_as_they_say(draw):
         lines = draw("--mode", *mode, "--num-samples", n)
         found = [np.bincount(line["step"]).tolist() for line in lines]
         calls = max(len(set(line["step"])) for line in lines)
-        assert n > 3 or column(lines, "model_calls") == [calls] * n  # few rows share a batch
+        assert (
+            n > 3 or column(lines, "model_calls") == [calls] * n
+        )  # few rows share a batch
         return found
 
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
@@ -210,7 +243,10 @@ def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_on
     (plain_l2r,) = draw("--mode", "l2r", *common)
     (speculative,) = draw("--mode", "speculative", "--order", "l2r", *common)
     assert speculative["tokens"] == plain_l2r["tokens"]
-    assert speculative["settings"]["draft"] == 8 and speculative["settings"]["order"] == "l2r"
+    assert (
+        speculative["settings"]["draft"] == 8
+        and speculative["settings"]["order"] == "l2r"
+    )
     assert speculative["step"][6:] == sorted(speculative["step"][6:])
     (random_order,) = draw("--mode", "speculative", *common)
     assert random_order["step"][6:] != sorted(random_order["step"][6:])
@@ -233,11 +269,15 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
 def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     exact = column(draw("--mode", "l2r"), "tokens")
     compiled = []
-    assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact  # averaged else
+    assert (
+        column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact
+    )  # averaged else
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)
-        assert noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
+        assert (
+            noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
+        )
 
     def generate(*arguments, compile, **settings):
         compiled.append(compile)
@@ -254,7 +294,11 @@ def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
-        assert line["text"].startswith(prompt) and line["prompt"] == prompt and "infill" not in line
+        assert (
+            line["text"].startswith(prompt)
+            and line["prompt"] == prompt
+            and "infill" not in line
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -280,7 +324,9 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
     same = draw("--prompts", prompts("\ufeffany\n"))
     assert column(same, "tokens") == column(alone, "tokens")
     path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
-    samples = draw("--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12)
+    samples = draw(
+        "--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12
+    )
     texts = ["the", "any ", "\u2028é\x0c"]
     assert column(samples, "prompt_index") == [0, 0, 1, 1, 2, 2]
     for line in samples:
@@ -289,14 +335,18 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
         check_given(line, prompt, 12 - len(prompt.encode()))
 
 
-def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(script, draw, run, prompts):
+def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
+    script, draw, run, prompts
+):
     samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
     for number, line in enumerate(samples):
         check_given(line, *PARTS[number // 2])
         kinds = {key: line[key] for key in ("prompt", "infill") if key in line}
         assert kinds.items() <= ROWS[number // 2].items()
-    status, out, err = script(sample, run, "--prompts", prompts(ROWS), "--num-samples", 2)
+    status, out, err = script(
+        sample, run, "--prompts", prompts(ROWS), "--num-samples", 2
+    )
     assert status == 0 and "6 samples of 7 to 16 tokens" in err
     assert all(line["text"] in out for line in samples)
     assert "=== sample 3 of prompt 2 ===" in out
@@ -320,15 +370,21 @@ def test_a_sample_may_end_where_its_text_does(draw):
 def test_an_encoder_takes_every_mode_but_speculation(draw, script, encoder, prompts):
     for mode, options in MODES.items():
         if "speculative" not in mode:
-            samples = draw(*options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder)
+            samples = draw(
+                *options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder
+            )
             for line, expected in zip(samples, PARTS, strict=True):
                 check_given(line, *expected)
     status, _, err = script(sample, encoder, "--mode", "speculative")
-    assert status == 2 and "needs causal attention" in err and "take another mode" in err
+    assert (
+        status == 2 and "needs causal attention" in err and "take another mode" in err
+    )
 
 
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
-    rows = prompts([{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}])
+    rows = prompts(
+        [{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}]
+    )
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
     given = [0, 3, 3]
     free = [16, 13, 4]
@@ -371,34 +427,54 @@ def words(text):
         ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
         ("--length | 17", "--length is 17 | block size, 16"),
         ("--steps | 0", "--steps is 0"),
-        ("--mode | l2r | --steps | 4", "--steps has no meaning with --mode l2r | mdm or even"),
+        (
+            "--mode | l2r | --steps | 4",
+            "--steps has no meaning with --mode l2r | mdm or even",
+        ),
         ("--group-size | 1", "--group-size | mdm | l2r or random or order or adaptive"),
-        ("--mode | l2r | --group-size | 9999999999", "--group-size is 9999999999 | 2**31"),
+        (
+            "--mode | l2r | --group-size | 9999999999",
+            "--group-size is 9999999999 | 2**31",
+        ),
         ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
         ("--mode | speculative | --noise | float32", "--noise float32 | speculative"),
         ("--temperature | -1", "--temperature is -1"),
         ("--noise | float16", "--noise | float64"),
         ("--jsonl | no/such/x.jsonl", "--jsonl no/such/x.jsonl | there is no folder"),
         ("--html | tests", "--html tests is a folder"),
-        ("--html | /tmp/no.file | --jsonl | /tmp/../tmp/no.file", "the same file | different"),
+        (
+            "--html | /tmp/no.file | --jsonl | /tmp/../tmp/no.file",
+            "the same file | different",
+        ),
         ("--device | banana", "device 'banana'"),
         ("--seed | 9999999999999999999999", "seed"),
         ("--stepz | 3", "--stepz | --steps"),
-        ("--prompt | a | --infill | [MASK:1]", "one of --prompt, --infill and --prompts"),
+        (
+            "--prompt | a | --infill | [MASK:1]",
+            "one of --prompt, --infill and --prompts",
+        ),
         ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
         ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
         ("--infill | a [MASK:]", "'[MASK:]' is not a mask | [MASK:n]"),
         ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is not a mask | at least 1"),
         (f"--infill | [MASK:{'9' * 5000}]", "is not a mask"),
-        ("--infill | xxxxxxxxxxxxxxxx[MASK:1]", "--infill | block size, 16 tokens; shorten"),
+        (
+            "--infill | xxxxxxxxxxxxxxxx[MASK:1]",
+            "--infill | block size, 16 tokens; shorten",
+        ),
         ("--infill | a[MASK:1] | --length | 8", "--infill | leave out --length"),
-        ("--infill | a[MASK:1] | --new-tokens | 5", "--infill | leave out --new-tokens"),
+        (
+            "--infill | a[MASK:1] | --new-tokens | 5",
+            "--infill | leave out --new-tokens",
+        ),
         ("--stop | a | ", "--stop is empty | give the text"),
     ],
     ids=lambda text: text[:40],
 )
-def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(refused, arguments, message):
+def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(
+    refused, arguments, message
+):
     said = refused(*words(arguments))
     assert all(word in said for word in words(message)), said
 
@@ -412,7 +488,11 @@ BAD_FILES = [
     ("jsonl", b"{}", "line 1 | found keys (none)"),
     ("jsonl", b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
     ("jsonl", b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
-    ("jsonl", b'{"prompt": "a", "length": true}', "line 1 | must be a whole number, not true"),
+    (
+        "jsonl",
+        b'{"prompt": "a", "length": true}',
+        "line 1 | must be a whole number, not true",
+    ),
     ("jsonl", b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
     ("jsonl", b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
     ("jsonl", b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
@@ -440,7 +520,10 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     path.write_text("".join(json.dumps({"infill": text}) + "\n" for text in texts))
     assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
     _, _, err = script(sample, run, "--prompts", path)
-    assert "skipped 1 of 3 prompts" in err and f"{path} line 2: text and masks exceed" in err
+    assert (
+        "skipped 1 of 3 prompts" in err
+        and f"{path} line 2: text and masks exceed" in err
+    )
 
 
 NO_TARGET = "needs a model that is conditioned on the target position"
@@ -449,10 +532,19 @@ NO_TARGET = "needs a model that is conditioned on the target position"
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--mode | adaptive", f"--mode adaptive (by confidence) {NO_TARGET} | --mode l2r"),
-        *((f"--mode | {mode}", f"--mode {mode} {NO_TARGET}") for mode in ("mdm", "speculative")),
+        (
+            "--mode | adaptive",
+            f"--mode adaptive (by confidence) {NO_TARGET} | --mode l2r",
+        ),
+        *(
+            (f"--mode | {mode}", f"--mode {mode} {NO_TARGET}")
+            for mode in ("mdm", "speculative")
+        ),
         ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
-        ("--mode | l2r | --infill | [MASK:1]a", "--infill: this model | can only continue"),
+        (
+            "--mode | l2r | --infill | [MASK:1]a",
+            "--infill: this model | can only continue",
+        ),
     ],
 )
 def test_a_model_without_target_positions_goes_left_to_right_only(
@@ -462,9 +554,13 @@ def test_a_model_without_target_positions_goes_left_to_right_only(
     assert all(word in said for word in words(message)), said
 
 
-def test_a_model_without_a_start_token_needs_text_to_begin_with(refused, monkeypatch, draw):
+def test_a_model_without_a_start_token_needs_text_to_begin_with(
+    refused, monkeypatch, draw
+):
     load = checkpoint.load
-    monkeypatch.setattr(sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1))
+    monkeypatch.setattr(
+        sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1)
+    )
     for arguments, place in (([], "--prompt"), (["--infill", "[MASK:1]a"], "--infill")):
         assert f"{place}: this model has no start token (GPT-2)" in refused(*arguments)
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
@@ -474,7 +570,9 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
     """The order in which positions became known is part of it: a step after the other, 1e-5: six
     digits of float32."""
     model = checkpoint.load_model(run)
-    for line in draw("--mode", "random", "--group-size", 4, "--infill", "[MASK:5]the [MASK:6]"):
+    for line in draw(
+        "--mode", "random", "--group-size", 4, "--infill", "[MASK:5]the [MASK:6]"
+    ):
         tokens = torch.tensor([line["tokens"]])
         order = line["order"]
         steps = torch.tensor([line["step"][position] for position in order])
@@ -486,7 +584,9 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
                 logits = model.head_logits(model.parallel_hidden(*inputs))[0, :, :257]
             for i in (steps == step).nonzero().flatten().tolist() if step >= 0 else ():
                 log_p = logits[i].log_softmax(-1)[line["tokens"][order[i]]]
-                assert float(log_p) == pytest.approx(line["log_probs"][order[i]], abs=1e-5)
+                assert float(log_p) == pytest.approx(
+                    line["log_probs"][order[i]], abs=1e-5
+                )
 
 
 def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts, monkeypatch):
@@ -502,11 +602,20 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts, monke
     many = prompts("ok\n" + "x" * 40 + "\nany\n")
     _, _, err = script(sample, run, "--prompts", many)
     assert "skipped 1 of 3 prompts" in err and "prompts.txt line 2" in err
-    cut = draw("--prompts", many, "--truncate", "left", "--new-tokens", 5, "--num-samples", 1)
+    cut = draw(
+        "--prompts", many, "--truncate", "left", "--new-tokens", 5, "--num-samples", 1
+    )
     check_given(cut[1], "x" * 11, 5)
     (whole,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "any ")
     (ended,) = draw(
-        "--mode", "l2r", "--num-samples", 1, "--prompt", "any ", "--stop", whole["text"][9]
+        "--mode",
+        "l2r",
+        "--num-samples",
+        1,
+        "--prompt",
+        "any ",
+        "--stop",
+        whole["text"][9],
     )
     assert ended["text"] == whole["text"][: whole["text"].index(whole["text"][9], 4)]
     assert ended["tokens"] == whole["tokens"][: ended["length"]]

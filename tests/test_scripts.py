@@ -21,17 +21,29 @@ def test_a_run_that_is_not_there_or_has_no_checkpoint_is_an_error_for_both_scrip
         assert status == 2 and "RUN" in err
 
 
-def test_a_pickle_that_would_run_code_or_is_foreign_is_refused_and_runs_nothing(script, tmp_path):
+def test_a_pickle_that_would_run_code_or_is_foreign_is_refused_and_runs_nothing(
+    script, tmp_path
+):
     torch.save(Hostile(tmp_path / "touched"), tmp_path / "hostile.pt")
     status, out, err = script(sample, tmp_path / "hostile.pt")
-    assert status == 2 and "hostile.pt cannot be read as a checkpoint" in err and not out
+    assert (
+        status == 2 and "hostile.pt cannot be read as a checkpoint" in err and not out
+    )
     assert not (tmp_path / "touched").exists()
     torch.save({"net": 1, "iteration": 2}, tmp_path / "foreign.pt")
     status, _, err = script(sample, tmp_path / "foreign.pt")
-    assert status == 2 and "foreign.pt cannot be used: net is int" in err and "supported" in err
+    assert (
+        status == 2
+        and "foreign.pt cannot be used: net is int" in err
+        and "supported" in err
+    )
 
 
-HELP = [(train, ["optim.lr"]), (sample, ["top-p", "jsonl"]), (eval_ppl, ["num-orders", "json"])]
+HELP = [
+    (train, ["optim.lr"]),
+    (sample, ["top-p", "jsonl"]),
+    (eval_ppl, ["num-orders", "json"]),
+]
 
 
 @pytest.mark.parametrize("module, fields", HELP, ids=["train", "sample", "eval_ppl"])

@@ -49,7 +49,9 @@ def base(data, tmp_path_factory):
 def pair(base):
     """Two runs of two processes: an undisturbed one, and what one with faults said. And a run of
     one process that was killed."""
-    config, faulty, killed = (change(base, name=name) for name in ("two", "faulty", "killed"))
+    config, faulty, killed = (
+        change(base, name=name) for name in ("two", "faulty", "killed")
+    )
     jobs = [2, f"run={write_config(config)}", f"faulty={write_config(faulty)}"]
     jobs += [1, f"killed={write_config(killed)}"]
     done = run_script("tests/parallel_jobs.py", *jobs, check=False)
@@ -102,7 +104,9 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     assert found["step"] == 3 and found["tensors"].keys() == before.keys()
 
 
-def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(pair):
+def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
+    pair,
+):
     """A write of the second process, the last move of the first, a folder: each is lost on both,
     and training goes on to the same losses and the same last checkpoint as without a fault."""
     undisturbed, config, done = pair
@@ -112,12 +116,17 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
         (line,) = [line for line in done.stderr.splitlines() if said in line]
         assert reason in line and f"the last good checkpoint is {steps[2]}" in line
     for key in ("loss", "val_loss_random"):
-        assert metrics(config, key) == metrics(undisturbed, key) and len(metrics(config, key)) >= 5
+        assert (
+            metrics(config, key) == metrics(undisturbed, key)
+            and len(metrics(config, key)) >= 5
+        )
     assert names(config.run_folder / "checkpoints") == [steps[2].name, "step_00000010"]
     ours = newest(config)
     assert_same(ours["tensors"], newest(undisturbed)["tensors"])
     losses = metrics(config, "val_loss_random")
-    assert losses[10] == min(losses.values()), "every evaluation here is the best so far"
+    assert losses[10] == min(losses.values()), (
+        "every evaluation here is the best so far"
+    )
     assert ours["best"] == {"step": 10, "loss": losses[10]}
     assert store.best_of(config.run_folder).name == "step_00000010"
 
@@ -125,11 +134,15 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     (state, config), warnings = state, []
     saver = states.Saver(config, procs, META, warnings.append)
-    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    monkeypatch.setattr(
+        os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no room"))
+    )
     state.progress.step = 4
     saver.save(state, {"step": 4, "loss": 1.0})
     assert saver.wait() is None and state.progress.best is None
-    assert len(warnings) == 1 and "no room; there is no earlier checkpoint" in warnings[0]
+    assert (
+        len(warnings) == 1 and "no room; there is no earlier checkpoint" in warnings[0]
+    )
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
     assert saver.wait() is None and len(warnings) == 1, "a failure is told once"
 
@@ -151,7 +164,9 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_
     saved = config.run_folder / "checkpoints"
     assert names(saved) == [".step_00000004.tmp", "step_00000002"]
     part = store.parts(saved / ".step_00000004.tmp")[0]
-    os.truncate(part, part.stat().st_size // 2)  # as if it had happened a little earlier
+    os.truncate(
+        part, part.stat().st_size // 2
+    )  # as if it had happened a little earlier
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
     (config.run_folder / ".best.0123abcd.tmp").touch()  # and the pointer been written
     train.train(config, procs)
@@ -192,7 +207,9 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
 DAMAGES = {  # of a checkpoint, given its parts and those of the one before
     "lose the first": lambda parts, others: parts[0].unlink(),
-    "cut the second": lambda parts, others: os.truncate(parts[1], parts[1].stat().st_size - 1),
+    "cut the second": lambda parts, others: os.truncate(
+        parts[1], parts[1].stat().st_size - 1
+    ),
     "mix in another": lambda parts, others: shutil.copy(
         others[0], parts[0].with_name("shard-x.safetensors")
     ),
@@ -201,7 +218,9 @@ DAMAGES = {  # of a checkpoint, given its parts and those of the one before
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, capsys, damage):
+def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(
+    copy, procs, capsys, damage
+):
     config, older, last = copy
     DAMAGES[damage](store.parts(last), store.parts(older))
     for who in (None, procs):
@@ -211,7 +230,9 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(copy, procs, c
         load(last)
 
 
-def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, tmp_path, script):
+def test_parts_of_several_processes_are_what_loading_and_converting_take(
+    copy, tmp_path, script
+):
     config, older, last = copy
     best = config.run_folder / "best"
     best.write_text(older.name + "\n")  # which in the run was the newest
@@ -226,5 +247,7 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(copy, t
     assert status == 0 and out
     convert(str(config.run_folder), tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert_same(exported, {n: p.detach() for n, p in load(last).model.named_parameters()})
+    assert_same(
+        exported, {n: p.detach() for n, p in load(last).model.named_parameters()}
+    )
     assert load(tmp_path / "export").step == 10

@@ -34,16 +34,22 @@ def test_run_configs_of_a_shipped_benchmark_keep_to_it_and_to_their_tokens(name)
         assert first.model.block_size == benchmark.base["model"]["block_size"]
         assert one.description and all(len(values) >= 3 for values in one.tune.values())
         assert first.train.steps % first.eval.interval == 0
-        tokens[one.name] = first.train.steps * first.train.batch_size * first.model.block_size
+        tokens[one.name] = (
+            first.train.steps * first.train.batch_size * first.model.block_size
+        )
     base = "tenth" if "tenth" in tokens else "fast-values"
     for one, count in tokens.items():
-        times = next((share for ending, share in SHARES.items() if one.endswith(ending)), 1)
+        times = next(
+            (share for ending, share in SHARES.items() if one.endswith(ending)), 1
+        )
         times *= 10 if one.startswith("paper") and "tenth" in tokens else 1
         assert count == pytest.approx(times * tokens[base], rel=1e-3), one
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "gpu"])
-def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, monkeypatch):
+def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(
+    name, monkeypatch
+):
     benchmark = load_benchmark(name)
     entries = speedrun.read_entries(benchmark)
     leaderboard = speedrun.file_of(benchmark, ".details.md").read_text()
@@ -51,7 +57,9 @@ def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, mon
     page = (speedrun.RESULTS / "README.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith(f"| `{name}`"))
     losses = re.findall(r"[\d.]+, [\d.]+, [\d.]+", line)
-    assert len(losses) == 2 and all(f" {of_seeds} " in leaderboard for of_seeds in losses)
+    assert len(losses) == 2 and all(
+        f" {of_seeds} " in leaderboard for of_seeds in losses
+    )
     monkeypatch.setattr(runs, "run_alone", None)
     results = Results(speedrun.file_of(benchmark, ".runs.jsonl"))
     known = benchmark.recipes[""]
@@ -63,14 +71,24 @@ def test_the_shipped_page_is_made_of_the_results_and_those_of_the_rows(name, mon
 
 
 def made_up(losses, tokens=100, tuned=2):
-    entry = {"tuned": {"optim.lr": tuned}, "at_boundary": False, "commit": "c", "description": ""}
+    entry = {
+        "tuned": {"optim.lr": tuned},
+        "at_boundary": False,
+        "commit": "c",
+        "description": "",
+    }
     runs = [{"training": [loss], "random": [loss]} for loss in losses]
     row = {"tokens": [tokens], "measured": {}, "tokens_per_second": 10}
-    return entry | {"runs": [row | {"seed": n, "losses": v} for n, v in enumerate(runs)]}
+    return entry | {
+        "runs": [row | {"seed": n, "losses": v} for n, v in enumerate(runs)]
+    }
 
 
 def test_what_one_change_gives_is_told_seed_by_seed():
-    known = {"fast": made_up([2.0, 2.1, 2.2]), "fast-x4": made_up([1.0, 1.1, 1.2], tokens=400)}
+    known = {
+        "fast": made_up([2.0, 2.1, 2.2]),
+        "fast-x4": made_up([1.0, 1.1, 1.2], tokens=400),
+    }
     known |= {"fast-a": made_up([1.9, 2.1, 2.05]), "fast-b": made_up([2.1])}
     lines = [line.split("|")[1:-2] for line in speedrun.ingredients(known)[3:]]
     assert [[cell.strip() for cell in line] for line in lines] == [
@@ -83,15 +101,23 @@ def test_what_one_change_gives_is_told_seed_by_seed():
 @pytest.fixture
 def benchmark(data, tmp_path, monkeypatch):
     """A benchmark of seconds: a baseline that learns nothing, and two run configs."""
-    base = change(tiny_config(data, tmp_path, steps=20), optim__lr=0.0, eval__interval=10)
-    moving = {"from": "still", "description": "Adam", "tune": {"optim.lr": [1e-4, 1e-2]}}
+    base = change(
+        tiny_config(data, tmp_path, steps=20), optim__lr=0.0, eval__interval=10
+    )
+    moving = {
+        "from": "still",
+        "description": "Adam",
+        "tune": {"optim.lr": [1e-4, 1e-2]},
+    }
     faster = {"from": "moving", "description": "Muon", "optim.kind": "muon"}
     run_configs = {"still": {"description": "zero"}, "moving": moving, "faster": faster}
     values = {"goal": 5.0, "base": tomllib.loads(configuration.to_toml(base))}
     monkeypatch.setattr(speedrun, "CONFIGS", tmp_path)
     monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(speedrun, "OUT", tmp_path / "runs")
-    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(values | {"run_configs": run_configs}))
+    (tmp_path / "tiny.toml").write_text(
+        tomli_w.dumps(values | {"run_configs": run_configs})
+    )
     return load_benchmark("tiny")
 
 
@@ -100,7 +126,9 @@ run = functools.partial(run_main, speedrun)
 
 def row_of(table, name):
     """The cells of the line of a run config, in a table that was printed."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    ]
     (row,) = [row for row in rows if row[:1] == [name]]
     return row
 
@@ -115,20 +143,35 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
     still = entries["still"]
     faster = entries["faster"]
     assert [row["seed"] for row in faster["runs"]] == [0, 1]
-    assert [t["tuned"] for t in faster["tuning"]] == [{"optim.lr": 1e-4}, {"optim.lr": 1e-2}]
+    assert [t["tuned"] for t in faster["tuning"]] == [
+        {"optim.lr": 1e-4},
+        {"optim.lr": 1e-2},
+    ]
     assert faster["tuned"] == {"optim.lr": 1e-2} and still["tuning"] == []
     losses = [max(speedrun.losses_of(entry).values()) for entry in (faster, still)]
     assert losses[0] < losses[1] - 0.1
     assert mean_tokens_to(benchmark.goal, still["runs"], "random") is None
     config = benchmark.config("", benchmark.recipes[""]["still"], 1, {})
-    assert still["commit"] == still["runs"][1]["commit"] == runs.trained_by(config) != "unknown"
-    monkeypatch.setattr(runs, "run_alone", None)  # again: nothing is trained and nothing changes
-    assert run(monkeypatch, capsys, *chosen) == "".join(out.partition("| run config")[1:])
+    assert (
+        still["commit"]
+        == still["runs"][1]["commit"]
+        == runs.trained_by(config)
+        != "unknown"
+    )
+    monkeypatch.setattr(
+        runs, "run_alone", None
+    )  # again: nothing is trained and nothing changes
+    assert run(monkeypatch, capsys, *chosen) == "".join(
+        out.partition("| run config")[1:]
+    )
     # A run config that the benchmark has no more keeps its line.
     lines = (tmp_path / "tiny.toml").read_text().partition("[run_configs.faster]")[0]
     (tmp_path / "tiny.toml").write_text(lines)
     left = run(monkeypatch, capsys, "tiny")
-    assert row_of(left, "faster") == row_of(out, "faster") and "Not run yet: moving" in left
+    assert (
+        row_of(left, "faster") == row_of(out, "faster")
+        and "Not run yet: moving" in left
+    )
     losses = (row["losses"]["random"][-1] for row in faster["runs"])
     assert row_of(left, "faster")[1] == ", ".join(f"{loss:.3f}" for loss in losses)
     assert left in (tmp_path / "results" / "tiny.details.md").read_text()
@@ -196,25 +239,39 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
     smaller = load_benchmark("smaller")
     names = [*smaller.recipes[""]]
     assert smaller.goal == 4.0 and names == ["still", "moving", "faster", "last"]
-    configs = {name: smaller.config("", one, 0, {}) for name, one in smaller.recipes[""].items()}
+    configs = {
+        name: smaller.config("", one, 0, {})
+        for name, one in smaller.recipes[""].items()
+    }
     assert configs["last"].optim.kind == "muon" and configs["moving"].optim.lr == 1e-3
     before = benchmark.config("", benchmark.recipes[""]["still"], 0, {})
     changed = configuration.differences(before, configs["still"])
-    assert changed.keys() == {"out", "optim.warmup_steps", "train.steps", "eval.interval"}
+    assert changed.keys() == {
+        "out",
+        "optim.warmup_steps",
+        "train.steps",
+        "eval.interval",
+    }
     assert configs["still"].train.steps == 10
 
 
 def test_what_is_wrong_is_named(benchmark, tmp_path, monkeypatch, capsys):
     for words, message in (
         (["tinny"], "there is no benchmark 'tinny'; choose one of tiny"),
-        (["tiny", "fatser"], "no run config is 'fatser'; tiny has still, moving, faster"),
+        (
+            ["tiny", "fatser"],
+            "no run config is 'fatser'; tiny has still, moving, faster",
+        ),
         (["tiny", "still", "--repetitions", 1], "still has no results: run it first"),
     ):
         with pytest.raises(ValueError, match=message):
             run(monkeypatch, capsys, *words)
     for text, message in (
         ("goal = 4.0", "tiny.toml is damaged: KeyError: 'run_configs'"),
-        ("goal = 4.0\n[base]\n[run_configs.a]\ntune = 3", "a.tune is 3, but it must be a"),
+        (
+            "goal = 4.0\n[base]\n[run_configs.a]\ntune = 3",
+            "a.tune is 3, but it must be a",
+        ),
     ):
         (tmp_path / "tiny.toml").write_text(text)
         with pytest.raises(FileError, match=message):
@@ -223,5 +280,11 @@ def test_what_is_wrong_is_named(benchmark, tmp_path, monkeypatch, capsys):
 
 def test_the_goal_is_reached_between_two_evaluations():
     row = {"tokens": [100, 200], "losses": {"random": [3.0, 2.0]}}
-    assert [tokens_to(goal, row, "random") for goal in (3.5, 2.25, 1.0)] == [100, 175, None]
-    assert tokens_to(2.25, row, "l2r") is None  # of a plain GPT the any-order loss is not known
+    assert [tokens_to(goal, row, "random") for goal in (3.5, 2.25, 1.0)] == [
+        100,
+        175,
+        None,
+    ]
+    assert (
+        tokens_to(2.25, row, "l2r") is None
+    )  # of a plain GPT the any-order loss is not known

@@ -84,7 +84,9 @@ def test_groupwise_two_stream_computes_its_formulas(group, system, start):
     tokens = random_tokens(TOKENS, 3, LENGTH, 1)
     order = random_orders(3, LENGTH, 2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
-    assert (-model(tokens, order, group_starts(order, group)) - expected).abs().max() < 1e-9
+    assert (
+        -model(tokens, order, group_starts(order, group)) - expected
+    ).abs().max() < 1e-9
     assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
     assert abs(groupwise_loss(model, tokens, order, group) + expected.mean()) < 1e-9
     assert expected.std() > 0.3
@@ -98,7 +100,11 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
     model = make_system(system, seed, value_residual=seed % 2 == 1)
     tokens = random_tokens(TOKENS, 6, length, seed + 1)
     masked = some_masked(6, length, seed + 2)
-    sigma = -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1)) if model.config.noise else None
+    sigma = (
+        -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1))
+        if model.config.noise
+        else None
+    )
     outputs = encoder_outputs(model.config, parameters(model), tokens, masked, sigma)
     normaliser = outputs.exp().sum(dim=-1).log()
     true = outputs.gather(-1, tokens[..., None]).squeeze(-1)
@@ -120,7 +126,9 @@ def test_score_entropy_of_sedd_is_its_formula(seed):
     tokens = random_tokens(TOKENS, 8, LENGTH, seed + 1)
     masks = masks_at(ObjectiveConfig("score_entropy"), seed, 3, range(8), 8, LENGTH)
     sigma = masks.sigma[:, None, None]
-    outputs = encoder_outputs(model.config, parameters(model), tokens, masks.masked, masks.sigma)
+    outputs = encoder_outputs(
+        model.config, parameters(model), tokens, masks.masked, masks.sigma
+    )
     log_scores = outputs - sigma.expm1().log() - math.log(model.config.vocab_size - 1)
     ratio = 1 / sigma.squeeze(-1).expm1()
     true = log_scores.gather(-1, tokens[..., None]).squeeze(-1)
@@ -134,12 +142,20 @@ def test_score_entropy_of_sedd_is_its_formula(seed):
 def listed_conditionals(model, length, seed):
     """{(context, target): log p(token 0 at the target | context)} by `generate`, for all."""
     keys = listed_contexts(length)
-    order = torch.tensor([order_through(context, target, length) for context, target in keys])
+    order = torch.tensor(
+        [order_through(context, target, length) for context, target in keys]
+    )
     known = torch.tensor([len(context) for context, _ in keys])[:, None]
     plan = Plan(order, (torch.arange(length) - known).clamp(min=-1))
-    tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(len(keys), length)
-    got = generate(model, plan, tokens, forced=torch.zeros_like(order))  # always the first token
-    return {key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)}
+    tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(
+        len(keys), length
+    )
+    got = generate(
+        model, plan, tokens, forced=torch.zeros_like(order)
+    )  # always the first token
+    return {
+        key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)
+    }
 
 
 def count_distinct(values, tolerance=4e-6):
@@ -154,15 +170,22 @@ def count_distinct(values, tolerance=4e-6):
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "GPT-2"])
 def test_there_is_one_conditional_per_set_or_order_of_context(system, length, seed):
     """Finding 5. Where rotation alone tells positions, those without any context are one."""
-    values = listed_conditionals(make_system(system, seed, block_size=length), length, seed)
-    gaps = [abs(values[context, t] - values[tuple(sorted(context)), t]) for context, t in values]
+    values = listed_conditionals(
+        make_system(system, seed, block_size=length), length, seed
+    )
+    gaps = [
+        abs(values[context, t] - values[tuple(sorted(context)), t])
+        for context, t in values
+    ]
     if system in ENCODERS:
         expected = length * 2 ** (length - 1)
         coinciding = SYSTEMS[system].get("position") == "rotary"
         assert max(gaps) < 1e-6  # float32 of logs of size 1 to 10
     else:
         sizes = range(length)
-        expected = sum(math.comb(length, k) * (length - k) * math.factorial(k) for k in sizes)
+        expected = sum(
+            math.comb(length, k) * (length - k) * math.factorial(k) for k in sizes
+        )
         coinciding = system in ("target rotary", "Llama")
         assert max(gaps) > 1e-2
     assert count_distinct(values.values()) == expected - (length - 1) * coinciding
@@ -181,7 +204,9 @@ def pattern_index(masked):
 
 def ao_ar_of_encoder(model, tokens):
     """Mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n: (rows,)."""
-    of_mask = [model.masked_log_probs(tokens, p.expand(len(tokens), N)) for p in PATTERNS]
+    of_mask = [
+        model.masked_log_probs(tokens, p.expand(len(tokens), N)) for p in PATTERNS
+    ]
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for order in itertools.permutations(range(N)):
         for i, position in enumerate(order):
@@ -206,7 +231,10 @@ def expected_estimate(kind, model, tokens):
         settings = [(1 / N, k, N / k) for k in range(1, N + 1)]
     else:
         nodes, weights = np.polynomial.legendre.leggauss(6)
-        settings = [(w / 2, (u + 1) / 2, 2 / (u + 1)) for u, w in zip(nodes, weights, strict=True)]
+        settings = [
+            (w / 2, (u + 1) / 2, 2 / (u + 1))
+            for u, w in zip(nodes, weights, strict=True)
+        ]
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for pattern in PATTERNS:
         m = int(pattern.sum())
@@ -239,7 +267,11 @@ def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
         losses = -log_probs.sum(1).view(len(tokens), len(PATTERNS))
         for i, m in enumerate(PATTERNS.sum(dim=1).tolist()):
             if m:  # r^m / r: one masked position fewer
-                got += float(integral(m - 1, N - m, 1 - Fraction(EPS), 1)) * losses[:, i] / N
+                got += (
+                    float(integral(m - 1, N - m, 1 - Fraction(EPS), 1))
+                    * losses[:, i]
+                    / N
+                )
     assert (got - expected).abs().max() < 1e-12
     assert expected.std() > 0.1
 
@@ -257,7 +289,9 @@ def cell_probabilities(end):
     """Probabilities of `cell_of`: the rate is uniform over (0, end), its quarters those of end."""
     quarters = [(end * q / 4, end * (q + 1) / 4) for q in range(4)]
     sizes = PATTERNS.sum(dim=1).tolist()
-    values = [float(integral(m, N - m, *quarter) / end) for quarter in quarters for m in sizes]
+    values = [
+        float(integral(m, N - m, *quarter) / end) for quarter in quarters for m in sizes
+    ]
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -272,15 +306,27 @@ def rate_of(masks, kind):
     "seed, share", [(0, 0.0), (1, 0.0), (2, 0.0), (0, 0.1), (1, 0.5), (2, 1.0)]
 )
 @pytest.mark.parametrize("kind", ["t_dce", "k_dce", "lambda_dce", "score_entropy"])
-def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(kind, seed, share):
+def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
+    kind, seed, share
+):
     """`share` of the masks of m positions are the one of the last m."""
-    masks = masks_at(ObjectiveConfig(kind, prefix_prob=share), seed, 5, range(40_000), 40_000, N)
-    end = Fraction(1) - Fraction(EPS) if kind in ("t_dce", "score_entropy") else Fraction(1)
+    masks = masks_at(
+        ObjectiveConfig(kind, prefix_prob=share), seed, 5, range(40_000), 40_000, N
+    )
+    end = (
+        Fraction(1) - Fraction(EPS)
+        if kind in ("t_dce", "score_entropy")
+        else Fraction(1)
+    )
     if kind == "k_dce":  # k is uniform over 1..n, the mask uniform given k
-        chances = [1 / (N * math.comb(N, k)) if k else 0.0 for k in PATTERNS.sum(1).tolist()]
+        chances = [
+            1 / (N * math.comb(N, k)) if k else 0.0 for k in PATTERNS.sum(1).tolist()
+        ]
         plain = torch.tensor([chances], dtype=torch.float64)
         cells = pattern_index(masks.masked)
-        assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6  # perhaps float32
+        assert (
+            masks.weight * masks.masked.sum(1) - N
+        ).abs().max() < 1e-6  # perhaps float32
     else:
         plain = cell_probabilities(end).view(4, 16)
         rates = rate_of(masks, kind)
@@ -291,15 +337,21 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(kind,
     for m in range(N + 1):
         of_size = PATTERNS.sum(1) == m
         last = (torch.arange(N) >= N - m).to(PATTERNS.dtype)
-        suffixes[:, (PATTERNS == last).all(dim=1)] = plain[:, of_size].sum(dim=1, keepdim=True)
+        suffixes[:, (PATTERNS == last).all(dim=1)] = plain[:, of_size].sum(
+            dim=1, keepdim=True
+        )
     expected = ((1 - share) * plain + share * suffixes).flatten()
-    assert chi_square_p(cells.bincount(minlength=len(expected)), 40_000 * expected) > LEVEL
+    assert (
+        chi_square_p(cells.bincount(minlength=len(expected)), 40_000 * expected) > LEVEL
+    )
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
-    batches = [drawn_masks("lambda_dce", seed, s, range(total), total) for s in range(4000)]
+    batches = [
+        drawn_masks("lambda_dce", seed, s, range(total), total) for s in range(4000)
+    ]
     expected = 4000 * cell_probabilities(Fraction(1))
     for row in range(total):
         masked = torch.stack([masks.masked[row] for masks in batches])
@@ -322,7 +374,9 @@ def test_the_unweighted_loss_has_the_masks_of_lambda_dce_and_is_a_mean_over_mask
         weighted, plain = (
             drawn_masks(k, 5, step, range(8), 8) for k in ("lambda_dce", "masked_ce")
         )
-        assert torch.equal(weighted.masked, plain.masked) and set(plain.weight.tolist()) == {2.0}
+        assert torch.equal(weighted.masked, plain.masked) and set(
+            plain.weight.tolist()
+        ) == {2.0}
         assert torch.equal(weighted.sigma, plain.sigma)
     masked = drawn_masks("masked_ce", 0, 0, range(4000), 4000).masked.double()
     assert (2 * masked.mean() - 1).abs() < 0.02
@@ -333,7 +387,9 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
     whole = drawn_masks(kind, 3, 7, range(12), 12, LENGTH)
     for size in (1, 3, 4):
         starts = range(0, 12, size)
-        parts = [drawn_masks(kind, 3, 7, range(r, r + size), 12, LENGTH) for r in starts]
+        parts = [
+            drawn_masks(kind, 3, 7, range(r, r + size), 12, LENGTH) for r in starts
+        ]
         for name in ("masked", "weight", "sigma"):
             joined = torch.cat([getattr(part, name) for part in parts])
             assert torch.equal(joined, getattr(whole, name))
@@ -341,7 +397,9 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
         other = drawn_masks(kind, seed, step, range(12), 12, LENGTH)
         assert not torch.equal(other.masked, whole.masked)
         assert not torch.equal(other.weight, whole.weight)
-    assert len({tuple(row) for row in whole.masked.tolist()}) > 6  # rows differ among themselves
+    assert (
+        len({tuple(row) for row in whole.masked.tolist()}) > 6
+    )  # rows differ among themselves
 
 
 @pytest.mark.parametrize("system", list(ENCODERS))
@@ -372,10 +430,15 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
         sigma = log_linear_noise(torch.full((len(PATTERNS),), t, dtype=torch.float64))
         masks = Masks(PATTERNS, torch.full_like(sigma, (1 - eps) / (1 - rate)), sigma)
         with torch.no_grad():
-            losses = score_entropy(model, tokens[:1].expand(len(PATTERNS), N), masks, V).mean(dim=1)
+            losses = score_entropy(
+                model, tokens[:1].expand(len(PATTERNS), N), masks, V
+            ).mean(dim=1)
         exact += share * float((rate**m * (1 - rate) ** (N - m) * losses).sum())
     with torch.no_grad():
-        draws = [token_score_entropy(model, tokens, seed, d, range(16), 16) for d in range(400)]
+        draws = [
+            token_score_entropy(model, tokens, seed, d, range(16), 16)
+            for d in range(400)
+        ]
     means = torch.stack([terms.mean() for terms in draws])
     error = means.std() / 20
     assert abs(means.mean() - exact) < 4.5 * error and error < 0.05 * exact
@@ -394,13 +457,17 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     with pytest.raises(ValueError, match="predicts one token at a time"):
         group_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
     got = model.token_log_probs(tokens, order, group_starts(order, 4))
-    for i in range(LENGTH):  # the second and later of a group: the step that begins it, of them
+    for i in range(
+        LENGTH
+    ):  # the second and later of a group: the step that begins it, of them
         start = i // 4 * 4
         first = order.clone()
         first[:, start] = order[:, i]
         first[:, i] = order[:, start]
         expected = model.token_log_probs(tokens, first)[:, start]
-        assert (got[:, i] - expected).abs().max() < 1e-12  # float64 sums in another order
+        assert (
+            got[:, i] - expected
+        ).abs().max() < 1e-12  # float64 sums in another order
 
 
 def training_inputs(system, model, batch, seed):
@@ -413,7 +480,11 @@ def training_inputs(system, model, batch, seed):
         return (tokens, masks.masked, *noise)
     kind = "l2r" if system == "GPT-2" else "random"
     order = orders_at(OrderConfig(kind), seed, 0, range(batch), LENGTH)
-    return (tokens, order, group_starts(order, 2)) if system == "two_stream" else (tokens, order)
+    return (
+        (tokens, order, group_starts(order, 2))
+        if system == "two_stream"
+        else (tokens, order)
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -430,7 +501,9 @@ def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system)
             model.zero_grad()
             out = run(*inputs)
             out.mean().backward()
-            results.append((out.detach(), *(p.grad.clone() for p in model.parameters())))
+            results.append(
+                (out.detach(), *(p.grad.clone() for p in model.parameters()))
+            )
         for a, b in zip(*results, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
@@ -459,7 +532,9 @@ def test_every_element_of_every_parameter_learns(system):
         masks = drawn_masks("score_entropy", 1, 0, range(64), 64, LENGTH)
         loss = score_entropy(model, inputs[0], masks, TOKENS).mean(dim=1)
     elif system in ENCODERS:
-        loss = masked_nll(model, inputs[0], drawn_masks("k_dce", 1, 0, range(64), 64, LENGTH))
+        loss = masked_nll(
+            model, inputs[0], drawn_masks("k_dce", 1, 0, range(64), 64, LENGTH)
+        )
     elif system == "two_stream":
         loss = groupwise_loss(model, *inputs[:2], 2)
     else:
@@ -469,7 +544,9 @@ def test_every_element_of_every_parameter_learns(system):
         dead = p.grad.abs() < 1e-12
         expected = dead_by_design(system, name, p)
         if name == "wte.weight" and system in DECODERS and not model.config.tied_head:
-            expected[TOKENS] = True  # the decoders here know one id that the data does not use
+            expected[TOKENS] = (
+                True  # the decoders here know one id that the data does not use
+            )
         assert torch.equal(dead, expected), f"{name}: {int(dead.sum())} dead elements"
 
 
@@ -491,11 +568,20 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
         "SEDD": 257 * 5 + 6 * 5 + adaln,
     }
     assert counts["conditioning"] == conditioning.get(system, 0)
-    positions = {"learned": LENGTH + (system in DECODERS), "rotary": 0}[model.config.position]
-    assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + (system in DECODERS))
+    positions = {"learned": LENGTH + (system in DECODERS), "rotary": 0}[
+        model.config.position
+    ]
+    assert counts["embeddings"] == D * (
+        TINY["vocab_size"] + positions + (system in DECODERS)
+    )
 
 
-ENCODER_TABLE = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
+ENCODER_TABLE = {
+    "attention": "full",
+    "target": "none",
+    "mask_token": 257,
+    "vocab_size": 320,
+}
 
 
 def objective(kind, **more):
@@ -505,17 +591,32 @@ def objective(kind, **more):
 L2R = {"kind": "l2r"}
 STAGE = [{"step": 5, "kind": "random"}]
 REFUSED = [  # besides those of test_config.py
-    (objective("t_dce", model={"target": "two_stream"}), "'t_dce' does not fit a decoder.*ao_ar"),
-    (objective("score_entropy", model=ENCODER_TABLE), "score_entropy.*model.noise = true"),
-    (objective("ar", order=L2R, schedule=STAGE), "'ar' needs .* 'l2r', but it is 'random'"),
-    ({"model": {"target": "none"}, "order": L2R, "schedule": STAGE}, "needs target positions"),
+    (
+        objective("t_dce", model={"target": "two_stream"}),
+        "'t_dce' does not fit a decoder.*ao_ar",
+    ),
+    (
+        objective("score_entropy", model=ENCODER_TABLE),
+        "score_entropy.*model.noise = true",
+    ),
+    (
+        objective("ar", order=L2R, schedule=STAGE),
+        "'ar' needs .* 'l2r', but it is 'random'",
+    ),
+    (
+        {"model": {"target": "none"}, "order": L2R, "schedule": STAGE},
+        "needs target positions",
+    ),
     (objective("sedd"), "objective.kind is 'sedd'"),
     ({"objective": {"group": 0}}, "group is 0"),
     ({"objective": {"noise_eps": 1.0}}, "noise_eps is 1.0"),
     ({"objective": {"prefix_prob": 0.1}}, "prefix_prob is for encoders, .*'ao_ar'"),
     (objective("k_dce", model=ENCODER_TABLE, order=L2R), "an encoder has no order"),
     ({"schedule": [{"step": -1}]}, "schedule.step is -1; give a number at least 0"),
-    ({"schedule": [{"step": 1, "kind": "rnd"}]}, "schedule.kind is 'rnd'.*did you mean"),
+    (
+        {"schedule": [{"step": 1, "kind": "rnd"}]},
+        "schedule.kind is 'rnd'.*did you mean",
+    ),
     ({"schedule": [{"step": 1, "l2r_prob": 1.5, "kind": "mixture"}]}, "l2r_prob"),
 ]
 
@@ -563,7 +664,9 @@ L2R_STAGE = OrderConfig("l2r", 0.1, seed=7)
         (OrderConfig("mixture", 0.25, seed=7), 4, (35, 36, 10**9)),
     ],
 )
-def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(order, group, steps):
+def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
+    order, group, steps
+):
     config = curriculum_config()
     rows = range(6)
     model = randomise(build_model(config.model).double(), 0)
@@ -581,7 +684,9 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     kind = "score_entropy" if system == "SEDD" else "lambda_dce"
     model = make_system(system, dtype=torch.float32)
     settings = train.configuration.TrainConfig(batch_size=12, micro_batch_size=4)
-    config = Config(model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5)
+    config = Config(
+        model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5
+    )
     tokens = random_tokens(TOKENS, 4, LENGTH, 0)
     rows = range(4, 8)
     masks = masks_at(config.objective, 5, 9, rows, 12, LENGTH)
@@ -593,10 +698,18 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     assert torch.equal(train.training_loss(model, batch, config, 9), loss.mean())
 
 
-def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line(tmp_path):
+def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line(
+    tmp_path,
+):
     encoder = ModelConfig(**TINY | SYSTEMS["RADD"])
-    for config in (curriculum_config(), Config(model=encoder, objective=ObjectiveConfig("k_dce"))):
-        assert configuration.from_dict(dataclasses.asdict(config), "a checkpoint") == config
+    for config in (
+        curriculum_config(),
+        Config(model=encoder, objective=ObjectiveConfig("k_dce")),
+    ):
+        assert (
+            configuration.from_dict(dataclasses.asdict(config), "a checkpoint")
+            == config
+        )
     shorter = curriculum_config(schedule=CURRICULUM[:2])
     assert list(configuration.differences(curriculum_config(), shorter)) == ["schedule"]
     path = tmp_path / "run.toml"

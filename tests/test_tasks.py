@@ -22,7 +22,10 @@ DECODERS = tasks.load_tasks()[1]
 def trained(tmp_path_factory):
     """Runs of a few steps on shuffle and reversal, and their data."""
     folder = tmp_path_factory.mktemp("tasks")
-    data = {name: prepared(name, folder / name, limit=400) for name in ("shuffle", "reversal")}
+    data = {
+        name: prepared(name, folder / name, limit=400)
+        for name in ("shuffle", "reversal")
+    }
     config = tiny_config(data["shuffle"], folder, steps=5, model__block_size=17)
     gpt = tiny_config(data["reversal"], folder, "gpt", steps=5, model__block_size=9)
     gpt = change(gpt, order=OrderConfig("l2r"), model__target="none")
@@ -35,34 +38,51 @@ def test_every_record_is_answered_and_compared(trained, script, tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("json", "samples", "html")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     options += ["--tasks", data["shuffle"], "--group-size", 4, "--limit", 50]
-    status, out, err = script(eval_tasks, config.run_folder, "--mode", "random", *options)
+    status, out, err = script(
+        eval_tasks, config.run_folder, "--mode", "random", *options
+    )
     assert status == 0, err
     result = json.loads(files["json"].read_text())["results"][0]
-    assert (result["mode"], result["group_size"], result["temperature"]) == ("random", 4, 1.0)
+    assert (result["mode"], result["group_size"], result["temperature"]) == (
+        "random",
+        4,
+        1.0,
+    )
     rows = read_lines(files["samples"])
     assert len(rows) == 50 and result["records"] == 50 and result["nfe"] == 2
     right = [TASKS["shuffle"].is_right(row["answer"], row["text"]) for row in rows]
     assert [row["right"] for row in rows] == right
     share = sum(right) / 50
     assert result["exact_match"] == pytest.approx(share)
-    assert result["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / 49))
+    assert result["standard_error"] == pytest.approx(
+        math.sqrt(share * (1 - share) / 49)
+    )
     assert result["limit"] == pytest.approx(TASKS["shuffle"].limit([4, 4]))
     for row in rows:
         assert row["answer"][:9] == row["text"][:9]
-        assert row["step"][:9] == [-1] * 9 and sorted(row["step"][9:]) == [0] * 4 + [1] * 4
+        assert (
+            row["step"][:9] == [-1] * 9 and sorted(row["step"][9:]) == [0] * 4 + [1] * 4
+        )
     assert "shuffle" in out and f"{share:.4f}" in out
     assert "<script" in files["html"].read_text()
 
 
-def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(trained, script):
+def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
+    trained, script
+):
     _, config, data = trained
-    possible = ((n, tasks.decoding_options(of, "reversal", config)) for n, of in DECODERS.items())
+    possible = (
+        (n, tasks.decoding_options(of, "reversal", config))
+        for n, of in DECODERS.items()
+    )
     ((name, options),) = [(name, options) for name, options in possible if options]
     assert name == "l2r" and tasks.decode(config, options, 8)["nfe"] == 4
     gpt = config.run_folder
     questions = open_questions(str(data["reversal"]), None, load(gpt), limit=5)
     first = questions.given_first()
-    for row, other in zip(questions.tokens.tolist(), first.tokens.tolist(), strict=True):
+    for row, other in zip(
+        questions.tokens.tolist(), first.tokens.tolist(), strict=True
+    ):
         assert other == row[4:] + row[:4]
     assert torch.equal(first.roles.given[0], torch.arange(9) < 5)
     arguments = "--tasks", data["reversal"], "--limit", 10
@@ -74,7 +94,8 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(traine
 
 def test_a_run_decodes_in_every_way_of_a_study(trained):
     possible = (
-        (n, tasks.decoding_options(of, "shuffle", trained[0])) for n, of in DECODERS.items()
+        (n, tasks.decoding_options(of, "shuffle", trained[0]))
+        for n, of in DECODERS.items()
     )
     decoded = {name: tasks.decode(trained[0], options, 8) for name, options in possible}
     assert decoded["random, 4 a step"]["nfe"] == decoded["l2r, 4 a step"]["nfe"] == 2
@@ -86,7 +107,9 @@ def test_a_run_decodes_in_every_way_of_a_study(trained):
 
 def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
     protocols = {"lambada": "sedd", "questions": "records"}
-    monkeypatch.setattr(eval_tasks, "load_meta", lambda name: {"protocol": protocols[name]})
+    monkeypatch.setattr(
+        eval_tasks, "load_meta", lambda name: {"protocol": protocols[name]}
+    )
 
     def find(name):
         if name not in protocols:
@@ -94,7 +117,9 @@ def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
         return name
 
     monkeypatch.setattr(eval_tasks, "find_dataset", find)
-    found = map(eval_tasks.is_prepared, ("lambada", "questions", "sudoku6", "hellaswag"))
+    found = map(
+        eval_tasks.is_prepared, ("lambada", "questions", "sudoku6", "hellaswag")
+    )
     assert list(found) == [False, True, True, False]
 
 

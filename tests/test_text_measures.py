@@ -27,7 +27,9 @@ def test_entropy_is_that_of_the_histogram_in_nats(tokens, expected):
 def test_distinct_counts_types_among_the_n_grams():
     tokens = [1, 2, 1, 2, 1, 3]  # pairs 12 21 12 21 13; triples 121 212 121 213
     assert [distinct(tokens, n) for n in (1, 2, 3)] == [3 / 6, 3 / 5, 3 / 4]
-    assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(4 / 5)  # 1234 2341 3412 4123 1234
+    assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(
+        4 / 5
+    )  # 1234 2341 3412 4123 1234
     for value in (unigram_entropy([]), distinct([1, 2], 3)):
         assert math.isnan(value)
 
@@ -45,7 +47,9 @@ def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     got = corpus_perplexity([2.0, 9.0], [1, 3])
-    assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
+    assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(
+        math.exp(11 / 4), rel=1e-14
+    )
     # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under the root,
     # over 4 tokens
     error = math.sqrt(2 * 9 / 16 * 2) / 4
@@ -62,7 +66,11 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
     generator = np.random.default_rng(samples)
     covered = 0
     for _ in range(1000):
-        length = np.full(samples, 10) if samples < 60 else generator.integers(5, 40, size=samples)
+        length = (
+            np.full(samples, 10)
+            if samples < 60
+            else generator.integers(5, 40, size=samples)
+        )
         totals = length * 2 + generator.normal(size=samples) * length**0.7
         got = corpus_perplexity(totals.tolist(), length.tolist())
         covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]

@@ -23,7 +23,9 @@ def executed(notebook):
     options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
     folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(notebook, resources=folder, **options).execute()
-    notebook.metadata["language_info"] = {"name": "python"}  # without the kernel's version
+    notebook.metadata["language_info"] = {
+        "name": "python"
+    }  # without the kernel's version
     return notebook
 
 
@@ -33,7 +35,10 @@ def code_cells(notebook):
 
 def printed(notebook):
     """What each code cell printed."""
-    return ["".join(o.get("text", "") for o in cell.outputs) for cell in code_cells(notebook)]
+    return [
+        "".join(o.get("text", "") for o in cell.outputs)
+        for cell in code_cells(notebook)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +60,31 @@ def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
     cells = code_cells(committed)
     assert [cell.execution_count for cell in cells] == list(range(1, CELLS + 1))
     assert [cell.cell_type for cell in committed.cells] == ["markdown", "code"] * CELLS
-    assert all(len(cell.source.splitlines()) <= 17 and not cell.metadata for cell in cells)
+    assert all(
+        len(cell.source.splitlines()) <= 17 and not cell.metadata for cell in cells
+    )
     assert NOTEBOOK.stat().st_size < 400_000
     assert set(committed.metadata) == {"kernelspec", "language_info"}
     shown = "\n".join([cell.source for cell in committed.cells] + printed(committed))
-    assert not re.search(r"(^|[^\w.])/(home|root|tmp|work|usr|opt|Users|content)/|[A-Z]:\\", shown)
-    pictures = [n for n, cell in enumerate(cells, 1) for o in cell.outputs if "data" in o]
+    assert not re.search(
+        r"(^|[^\w.])/(home|root|tmp|work|usr|opt|Users|content)/|[A-Z]:\\", shown
+    )
+    pictures = [
+        n for n, cell in enumerate(cells, 1) for o in cell.outputs if "data" in o
+    ]
     assert pictures == [4, 8]
-    kinds = {o.output_type if "data" in o else o.name for cell in cells for o in cell.outputs}
+    kinds = {
+        o.output_type if "data" in o else o.name for cell in cells for o in cell.outputs
+    }
     assert kinds == {"display_data", "stdout"}  # no warnings, no errors
 
 
 def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
     """Except for the numbers, which depend a little on the machine."""
     for ours, theirs in zip(printed(fresh), printed(committed), strict=True):
-        ours, theirs = (re.sub(r"[\d.,]+|\s+", " ", text).split() for text in (ours, theirs))
+        ours, theirs = (
+            re.sub(r"[\d.,]+|\s+", " ", text).split() for text in (ours, theirs)
+        )
         assert ours == theirs
 
 
@@ -85,7 +100,9 @@ def test_every_step_shows_what_it_says(fresh):
         assert line.startswith("- She opened the door,") and line.endswith(
             " and he took off his hat."
         )
-    steps = [re.match(r" *\d+  ([\d ]*?)  +(.*)", line) for line in texts[5].splitlines()[1:]]
+    steps = [
+        re.match(r" *\d+  ([\d ]*?)  +(.*)", line) for line in texts[5].splitlines()[1:]
+    ]
     filled = [int(position) for step in steps for position in step[1].split()]
     assert sorted(filled) == list(range(5, 17))
     assert [step[2].count("_") for step in steps] == list(range(12, -1, -2))
@@ -99,7 +116,9 @@ def test_every_step_shows_what_it_says(fresh):
     losses = [float(nats) for nats in re.findall(r"([\d.]+) nats/token", texts[8])]
     assert len(losses) == 5 and losses == sorted(losses)
     # 10: any order is the harder task, and the intervals hold their perplexities.
-    found = re.findall(r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)", texts[9])
+    found = re.findall(
+        r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)", texts[9]
+    )
     (l2r, *_), (random, *_) = found = [tuple(map(float, row)) for row in found]
     assert l2r < random and all(low < value < high for value, low, high in found)
     assert "same tokens: True" in texts[10]

@@ -67,7 +67,9 @@ def assert_same_run(config, reference):
 
 def files(folder):
     """{path within the folder: bytes} of all its files, without the lock."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.name != "lock"
+    ]
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
 
 
@@ -90,7 +92,8 @@ CUT = True
 
 
 @pytest.mark.parametrize(
-    "system, cut, clip", [("decoder", WHOLE, 0.25), ("decoder", CUT, 0.0), ("encoder", CUT, 0.0)]
+    "system, cut, clip",
+    [("decoder", WHOLE, 0.25), ("decoder", CUT, 0.0), ("encoder", CUT, 0.0)],
 )
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     data, system, cut, clip
@@ -120,20 +123,26 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         assert all(sorted(row) == list(range(length)) for row in order.tolist())
         expected = plain(tokens, order).mean()
     expected.backward()
-    norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).double().norm().item()
+    norm = (
+        torch.cat([p.grad.flatten() for p in plain.parameters()]).double().norm().item()
+    )
     assert norm > clip, "clipping must have something to do here"
 
     torch.manual_seed(config.seed)
     model = build_model(config.model)
     optimizer = make_optimizer(model, config)
     with contextlib.closing(micro_batches(dataset, config, ALONE, step)) as batches:
-        loss, reported = train.train_step(step, model, optimizer, batches, config, ALONE)
+        loss, reported = train.train_step(
+            step, model, optimizer, batches, config, ALONE
+        )
     # Two micro-batches are summed in another order than one batch: float32 rounding, relative 1e-7
     # an operation.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert reported.item() == pytest.approx(norm, rel=1e-5)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad * (clip / norm or 1), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            p.grad, q.grad * (clip / norm or 1), rtol=1e-3, atol=1e-6
+        )
     if system == "decoder":  # no row of a position past the end was touched
         touched = model.wpe.weight.grad
         assert touched[1:length].any() and not touched[length + 1 :].any()
@@ -161,9 +170,15 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     data, tmp_path
 ):
     """Half of the steps have a random length, and there is a second average of the weights."""
-    changes = {"data__random_length_prob": 0.5, "optim__kind": "muon", "optim__min_lr_ratio": 1.0}
+    changes = {
+        "data__random_length_prob": 0.5,
+        "optim__kind": "muon",
+        "optim__min_lr_ratio": 1.0,
+    }
     changes |= {"optim__more_ema_decays": (0.5,), "checkpoint__interval": 100}
-    whole = tiny_config(data, tmp_path / "whole", steps=20, **changes, model__dropout=0.0)
+    whole = tiny_config(
+        data, tmp_path / "whole", steps=20, **changes, model__dropout=0.0
+    )
     train.train(whole, ALONE)
     lengths = batch_lengths(7, range(20), 16, 0.5)
     assert len(set(lengths.tolist())) > 3
@@ -175,18 +190,29 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     # a run that ends at step 7 is evaluated there
     different = {"config": None, "best": None}
     assert_same(newest(config) | different, newest(whole) | different)
-    ours, theirs = ([row for row in metrics(c) if row["step"] != 7] for c in (config, whole))
+    ours, theirs = (
+        [row for row in metrics(c) if row["step"] != 7] for c in (config, whole)
+    )
     assert ours == theirs
     rates = metrics(config, "muon_lr")
     assert {rates[step] for step in range(6, 21)} == {whole.optim.muon_lr}
 
 
-def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(reference):
+def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(
+    reference,
+):
     folder = reference.run_folder
     lines = read_lines(reference.run_folder / "metrics.jsonl")
     assert configuration.load_toml(folder / "config.toml") == reference
-    parts = ("ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json")
-    saved = [f"checkpoints/step_000000{step}/{part}" for step in (36, 40) for part in parts]
+    parts = (
+        "ema.safetensors",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    )
+    saved = [
+        f"checkpoints/step_000000{step}/{part}" for step in (36, 40) for part in parts
+    ]
     assert list(files(folder)) == ["best", *saved, "config.toml", "metrics.jsonl"]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 41))
@@ -206,7 +232,9 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     assert best["best"]["loss"] == min(losses.values())
 
 
-def test_a_finished_run_started_again_says_so_and_changes_nothing(reference, tmp_path, capsys):
+def test_a_finished_run_started_again_says_so_and_changes_nothing(
+    reference, tmp_path, capsys
+):
     config = copy_of(reference, tmp_path)
     before = files(config.run_folder)
     assert train.train(config, ALONE) == 0
@@ -226,7 +254,9 @@ def test_what_a_run_cannot_change_is_an_error_that_leaves_it_as_it_was(
 ):
     config = copy_of(reference, tmp_path, train__steps=45)
     before = files(config.run_folder)
-    message = f"{key} = {was!r}, but now it is {now!r}: the {what} of a run cannot change"
+    message = (
+        f"{key} = {was!r}, but now it is {now!r}: the {what} of a run cannot change"
+    )
     with pytest.raises(UserError, match=re.escape(message)):
         train.train(change(config, **{key.replace(".", "__"): now}), ALONE)
     assert files(config.run_folder) == before
@@ -240,7 +270,9 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     config = copy_of(reference, tmp_path / "out", **changes)
     train.train(config, ALONE)
     said = capsys.readouterr().out
-    assert "optim.lr = 0.0001 (was 0.003)" in said and "train.steps = 42 (was 40)" in said
+    assert (
+        "optim.lr = 0.0001 (was 0.003)" in said and "train.steps = 42 (was 40)" in said
+    )
     assert all(f"the split {split} in {other}" in said for split in ("train", "val"))
     assert metrics(config, "lr")[42] == learning_rate(41, config)
     assert configuration.load_toml(config.run_folder / "config.toml") == config
@@ -313,7 +345,9 @@ class Driver:
         print(*order, file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
 
-    def start(self, path, operation=None, file_size=None, output=os.devnull, **environment):
+    def start(
+        self, path, operation=None, file_size=None, output=os.devnull, **environment
+    ):
         """The process id of a run that is to die before that operation or past that file size."""
         order = {"path": str(path), "operation": operation, "file_size": file_size}
         files = {"output": str(output), "errors": str(self.errors_of(path))}
@@ -330,7 +364,9 @@ class Driver:
     def done(self, path, **how):
         """The finished run, with what it wrote to stderr."""
         status = self.run(path, **how)
-        return subprocess.CompletedProcess(path, status, stderr=self.errors_of(path).read_text())
+        return subprocess.CompletedProcess(
+            path, status, stderr=self.errors_of(path).read_text()
+        )
 
     @staticmethod
     def errors_of(path):
@@ -362,7 +398,9 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
         (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
         assert not (left / "state.json").exists(), "the run did not die in the middle"
     for step in sorted(rng.sample(range(1, 30), 3)):
-        child = driver.start(path)  # ended while it starts, resumes or makes its first steps
+        child = driver.start(
+            path
+        )  # ended while it starts, resumes or makes its first steps
         time.sleep(rng.uniform(0, 0.2))
         os.kill(child, rng.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
         driver.status()
@@ -376,7 +414,9 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(data, tmp_path, driver):
+def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(
+    data, tmp_path, driver
+):
     """With the weights, the losses, the best checkpoint and the files of an undisturbed one."""
     schedule = {"checkpoint__interval": 3, "checkpoint__keep": 1, "eval__interval": 4}
     reference = tiny_config(data, tmp_path, "reference", steps=8, **schedule)
@@ -390,7 +430,10 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(data, 
         assert status == -signal.SIGKILL
         assert driver.run(path) == 0
         assert_same_run(config, reference)
-        assert store.best_of(config.run_folder).name == store.best_of(reference.run_folder).name
+        assert (
+            store.best_of(config.run_folder).name
+            == store.best_of(reference.run_folder).name
+        )
     assert n > 16
 
 
@@ -401,13 +444,17 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     data, tmp_path, number, driver
 ):
     # Only the signal saves; at a constant rate a run of fewer steps is the beginning of a long one.
-    config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0)
+    config = tiny_config(
+        data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0
+    )
     path = write_config(change(config, checkpoint__interval=100_000))
     out = tmp_path / "out.txt"
     child = driver.start(path, output=out)
     wait_for(lambda: has_reached(config, 3))
     os.kill(child, number)
-    assert driver.status() == 0 and "Traceback" not in driver.errors_of(path).read_text()
+    assert (
+        driver.status() == 0 and "Traceback" not in driver.errors_of(path).read_text()
+    )
     said = r"stopped at step (\d+) and saved .*; run the same command to continue"
     step = int(re.search(said, out.read_text())[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
@@ -415,7 +462,9 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     undisturbed = change(resumed, name="same")
     train.train(resumed, ALONE)
     train.train(undisturbed, ALONE)
-    assert_same(newest(resumed) | {"config": None}, newest(undisturbed) | {"config": None})
+    assert_same(
+        newest(resumed) | {"config": None}, newest(undisturbed) | {"config": None}
+    )
     assert metrics(resumed) == metrics(undisturbed)
 
 
@@ -446,7 +495,9 @@ def spoil(monkeypatch, bad_steps, what):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     data, tmp_path, monkeypatch, what, empty
 ):
-    config = tiny_config(data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3)
+    config = tiny_config(
+        data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3
+    )
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
     seen = {}
@@ -461,23 +512,45 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     train.train(config, ALONE)
     for good, bad in ((3, 5), (6, 8)):
         assert_same(seen[good], seen[bad])
-    assert not torch.equal(seen[5]["model.start"], seen[6]["model.start"]), "training must go on"
-    saved = {store.step_of(p): read_checkpoint(p) for p in store.find(config.run_folder)}
+    assert not torch.equal(seen[5]["model.start"], seen[6]["model.start"]), (
+        "training must go on"
+    )
+    saved = {
+        store.step_of(p): read_checkpoint(p) for p in store.find(config.run_folder)
+    }
     assert list(saved) == [1, 2, 3, 6, 9], "no checkpoint has a skipped step pending"
     assert not any(checkpoint["skipped_in_a_row"] for checkpoint in saved.values())
-    assert list(metrics(config, "skipped_steps").values()) == [0, 0, 0, 1, 2, 2, 3, 4, 4]
-    assert [step for step, value in metrics(config, empty).items() if value is None] == [4, 5, 7, 8]
+    assert list(metrics(config, "skipped_steps").values()) == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+    ]
+    assert [
+        step for step, value in metrics(config, empty).items() if value is None
+    ] == [4, 5, 7, 8]
     train.train(change(config, train__steps=20, train__log_interval=10), ALONE)
     assert metrics(config, "skipped_steps")[20] == 4, "the count must survive a resume"
 
 
-@pytest.mark.parametrize("interval, keep, good", [(1, 1, 5), (1, 9, 5), (2, 1, 4), (6, 1, None)])
+@pytest.mark.parametrize(
+    "interval, keep, good", [(1, 1, 5), (1, 9, 5), (2, 1, 4), (6, 1, None)]
+)
 def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
     data, tmp_path, monkeypatch, script, interval, keep, good
 ):
     """The update of step 5 ruins the weights: its loss was finite, and none after it is."""
-    config = tiny_config(data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4)
-    path = write_config(change(config, checkpoint__interval=interval, checkpoint__keep=keep))
+    config = tiny_config(
+        data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4
+    )
+    path = write_config(
+        change(config, checkpoint__interval=interval, checkpoint__keep=keep)
+    )
 
     def ruin(state, *arguments):
         update(state, *arguments)
@@ -492,7 +565,9 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
     named = re.search(r"the last good checkpoint is (\S+)\. Lower --optim.lr", err)
     assert (named and store.step_of(Path(named[1]))) == good
     if good is None:
-        shutil.move(re.search(r"start again; move (\S+) away", err)[1], tmp_path / "away")
+        shutil.move(
+            re.search(r"start again; move (\S+) away", err)[1], tmp_path / "away"
+        )
     if good == 5:  # its loss is not finite under any rate
         assert "if no loss after that checkpoint is finite, remove it" in err
         assert read_checkpoint(Path(named[1]))["skipped_in_a_row"] == 0
@@ -500,14 +575,20 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
         shutil.rmtree(named[1])
         if keep == 1:
             err = script(train, path, "--optim.lr", "1e-3")[2]
-            shutil.move(re.search(r"move (\S+) away to start anew", err)[1], tmp_path / "away")
+            shutil.move(
+                re.search(r"move (\S+) away to start anew", err)[1], tmp_path / "away"
+            )
     assert script(train, path, "--optim.lr", "1e-3")[0] == 0
     assert metrics(config, "skipped_steps")[12] == 0
 
 
-def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_path, monkeypatch):
+def test_under_other_settings_the_count_of_skipped_steps_starts_anew(
+    data, tmp_path, monkeypatch
+):
     """The last step of a run is saved whatever it was."""
-    config = tiny_config(data, tmp_path, steps=5, eval__interval=0, train__max_skipped_steps=4)
+    config = tiny_config(
+        data, tmp_path, steps=5, eval__interval=0, train__max_skipped_steps=4
+    )
     spoil(monkeypatch, {4, 5, 6, 7}, "loss")
     train.train(config, ALONE)
     assert newest(config)["skipped_in_a_row"] == 2
@@ -515,9 +596,13 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(data, tmp_p
     assert metrics(config, "skipped_steps")[8] == 4
 
 
-def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(data, tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(
+    data, tmp_path, monkeypatch
+):
     """That of the last step, also where the count starts anew after it."""
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, train__max_skipped_steps=4)
+    config = tiny_config(
+        data, tmp_path, steps=6, eval__interval=0, train__max_skipped_steps=4
+    )
     spoil(monkeypatch, set(range(5, 20)), "loss")
     train.train(config, ALONE)  # saves at steps 4 and 6
     assert newest(config)["skipped_in_a_row"] == 2
@@ -540,8 +625,12 @@ def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_on
         status, _, err = script(train, path)
     assert status == 2 and "could not write" in err and "free some disk space" in err
     assert f"the last good checkpoint is {last}" in err and "disk full" in err
-    assert files(config.run_folder / "checkpoints") == before, "and nothing unfinished is left"
-    assert max(metrics(config, "loss")) == 47, "only at its last step the run may end in an error"
+    assert files(config.run_folder / "checkpoints") == before, (
+        "and nothing unfinished is left"
+    )
+    assert max(metrics(config, "loss")) == 47, (
+        "only at its last step the run may end in an error"
+    )
     train.train(config, ALONE)
     assert_same_run(config, undisturbed)
 
@@ -560,9 +649,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
     for path in store.find(config.run_folder):
         os.truncate(path / "model.safetensors", 1000)
     before = files(config.run_folder)
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints in .* move the folder"):
+    with pytest.raises(
+        CheckpointError, match="none of the 2 checkpoints in .* move the folder"
+    ):
         train.train(config, ALONE)
-    assert files(config.run_folder) == before, "no run starts anew over broken checkpoints"
+    assert files(config.run_folder) == before, (
+        "no run starts anew over broken checkpoints"
+    )
 
 
 def rewrite(path, change):
@@ -578,7 +671,10 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
     "another shape": (lambda t: t.update({MOMENT: torch.zeros(3)}), f"{MOMENT} is"),
     "another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
     "missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
-    "of no weight": (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "does not have"),
+    "of no weight": (
+        lambda t: t.update({"optimizer.x.step": torch.zeros(())}),
+        "does not have",
+    ),
     "NaN in a moment": (lambda t: t[MOMENT].fill_(math.nan), f"{MOMENT} is not finite"),
 }
 
@@ -607,7 +703,9 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
 
     update = train.update
     monkeypatch.setattr(train, "update", huge_moments)
-    with pytest.raises(ValueError, match="exp_avg_sq is not finite at step 6; the last good .*004"):
+    with pytest.raises(
+        ValueError, match="exp_avg_sq is not finite at step 6; the last good .*004"
+    ):
         train.train(config, ALONE)
     assert [store.step_of(path) for path in store.find(config.run_folder)] == [2, 4]
 
@@ -620,12 +718,20 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     encoder = replace(encoder_config(config).model, mask_token=200)
     for changes, message in (
         ({"data__folder": str(nowhere)}, "make it with: python data/prepare.py"),
-        ({"model__vocab_size": 256}, "vocabulary of 257: set model.vocab_size to that or above"),
+        (
+            {"model__vocab_size": 256},
+            "vocabulary of 257: set model.vocab_size to that or above",
+        ),
         ({"model__block_size": 10**6}, "lower block_size to at most"),
         ({"data__folder": str(damaged), "data__verify": True}, "checksum"),
-        ({"model": encoder}, "model.mask_token is 200, a token of the data .* set it to 257"),
+        (
+            {"model": encoder},
+            "model.mask_token is 200, a token of the data .* set it to 257",
+        ),
     ):
-        changed = change(encoder_config(config) if "model" in changes else config, **changes)
+        changed = change(
+            encoder_config(config) if "model" in changes else config, **changes
+        )
         with pytest.raises((UserError, OSError), match=message):
             train.train(changed, ALONE)
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
@@ -643,7 +749,9 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
     data, tmp_path, monkeypatch, split, how
 ):
     data = shutil.copytree(data, tmp_path / "data")
-    config = tiny_config(data, tmp_path, train__micro_batch_size=1, checkpoint__interval=30)
+    config = tiny_config(
+        data, tmp_path, train__micro_batch_size=1, checkpoint__interval=30
+    )
     update = train.update
     path = data / f"{split}.bin"
 
@@ -659,7 +767,11 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
 
 
 def test_checkpoints_are_saved_by_the_clock(data, tmp_path, monkeypatch):
-    changes = {"checkpoint__interval": 100, "checkpoint__minutes": 5.0, "checkpoint__keep": 99}
+    changes = {
+        "checkpoint__interval": 100,
+        "checkpoint__minutes": 5.0,
+        "checkpoint__keep": 99,
+    }
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0, **changes)
     seconds = itertools.count(step=100)  # a call a step, and one after a checkpoint
     monkeypatch.setattr(train.time, "monotonic", lambda: next(seconds))
@@ -674,9 +786,13 @@ def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name)
     own = config.run_folder / name
     own.write_text("# mine\n" + configuration.to_toml(config))
     before = own.read_text()
-    with pytest.raises(ValueError, match=rf"holds the {name} of another run, .* another --name"):
+    with pytest.raises(
+        ValueError, match=rf"holds the {name} of another run, .* another --name"
+    ):
         train.train(config, ALONE)
-    assert own.read_text() == before and files(config.run_folder) == {name: own.read_bytes()}
+    assert own.read_text() == before and files(config.run_folder) == {
+        name: own.read_bytes()
+    }
 
 
 def unmount(folder):
@@ -702,7 +818,9 @@ def emptied(folder):
 
 
 @pytest.mark.parametrize("lose", [unmount, empty_mount_point, removed])
-def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference, tmp_path, lose):
+def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(
+    reference, tmp_path, lose
+):
     config = copy_of(reference, tmp_path)
     lose(config.run_folder)
     before = files(config.run_folder)
@@ -715,7 +833,9 @@ def test_a_history_without_checkpoints_is_refused_and_stays_as_it_was(reference,
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, tmp_path, steps):
+def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
+    data, tmp_path, steps
+):
     config = tiny_config(data, tmp_path, steps=6)  # saves at steps 4, 5 and 6
     train.train(config, ALONE)
     before = metrics(config)
@@ -725,16 +845,24 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(data, t
     store.temporary_of(store.path_of(config.run_folder, 4)).mkdir(parents=True)
     (config.run_folder / store.NONE_YET).mkdir()
     rows = [json.dumps(row) for row in rows if row["step"] <= steps]
-    (config.run_folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "lo']))
+    (config.run_folder / "metrics.jsonl").write_text(
+        "\n".join([*rows, '{"step": 5, "lo'])
+    )
     assert train.train(config, ALONE) == 0 and metrics(config) == before
 
 
 @pytest.mark.parametrize(
     "changes, more",
     [
-        ({"checkpoint__interval": 6}, {}),  # the metrics end at the step of the only checkpoint
+        (
+            {"checkpoint__interval": 6},
+            {},
+        ),  # the metrics end at the step of the only checkpoint
         ({"train__steps": 7}, {"checkpoint__interval": 100, "train__steps": 9}),
-        ({"checkpoint__interval": 100, "checkpoint__minutes": 1e-9}, {}),  # saved by the clock
+        (
+            {"checkpoint__interval": 100, "checkpoint__minutes": 1e-9},
+            {},
+        ),  # saved by the clock
     ],
 )
 def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
@@ -746,7 +874,9 @@ def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
     train.train(config, ALONE)
     emptied(config.run_folder)
     before = files(config.run_folder)
-    with pytest.raises(UserError, match="of another run, but no checkpoint: .* move .* away"):
+    with pytest.raises(
+        UserError, match="of another run, but no checkpoint: .* move .* away"
+    ):
         train.train(config, ALONE)
     assert files(config.run_folder) == before
 
@@ -755,14 +885,18 @@ def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
 def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
     data, tmp_path, monkeypatch, step, linked
 ):
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)  # saves at steps 4 and 6
+    config = tiny_config(
+        data, tmp_path, steps=6, eval__interval=0
+    )  # saves at steps 4 and 6
     if linked:
         (tmp_path / "disk").mkdir()
         config.run_folder.mkdir()
         (config.run_folder / "checkpoints").symlink_to(tmp_path / "disk")
 
     def update(state, *numbers):
-        if state.progress.step == step:  # after the row of that step, or instead of the checkpoint
+        if (
+            state.progress.step == step
+        ):  # after the row of that step, or instead of the checkpoint
             raise KeyboardInterrupt
         return whole(state, *numbers)
 
@@ -774,7 +908,10 @@ def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
             with pytest.raises(KeyboardInterrupt):
                 train.train(config, ALONE)
     assert max(metrics(config, "loss")) == step
-    assert train.train(config, ALONE) == 0 and not (config.run_folder / store.NONE_YET).exists()
+    assert (
+        train.train(config, ALONE) == 0
+        and not (config.run_folder / store.NONE_YET).exists()
+    )
 
 
 def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_losses(
@@ -790,7 +927,9 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
     monkeypatch.setattr(train, "evaluate", evaluate)
     for _ in range(2):  # also of a run that was finished already
         status, out, _ = script(train, write_config(config))
-        assert status == 0 and "step 10 (validation loss 3.2500), which scripts use" in out
+        assert (
+            status == 0 and "step 10 (validation loss 3.2500), which scripts use" in out
+        )
         assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
     status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
     assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err
@@ -800,41 +939,67 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driver):
-    done = driver.done(write_config(tiny_config(data, tmp_path, steps=5)), output="/dev/full")
+    done = driver.done(
+        write_config(tiny_config(data, tmp_path, steps=5)), output="/dev/full"
+    )
     assert_user_error(done, "the output cannot be written: [Errno 28]")
 
 
 @pytest.mark.slow
 def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
-    config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0)
+    config = tiny_config(
+        data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0
+    )
     run_script("train.py", write_config(config))
     run_script("train.py", write_config(change(config, train__steps=8)))
     (run_id,) = (config.run_folder / "wandb_id").read_text().split()
     records = list((config.run_folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [path.name for path in records] == [f"run-{run_id}.wandb"] * 2
     assert all(path.stat().st_size > 0 for path in records)
-    assert list(metrics(config, "loss")) == [1, 2, 3, 4, 5, 6, 7, 8]  # metrics.jsonl always
+    assert list(metrics(config, "loss")) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # metrics.jsonl always
 
 
 def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, driver):
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
-    nowhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
+    nowhere = {
+        "HOME": str(tmp_path),
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "",
+    }
     assert_user_error(driver.done(write_config(config), **nowhere), "wandb")
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_compiled_training_gives_the_losses_of_eager_without_recompiling(data, tmp_path):
+def test_compiled_training_gives_the_losses_of_eager_without_recompiling(
+    data, tmp_path
+):
     eager = tiny_config(data, tmp_path, "eager", steps=6, eval__interval=0)
-    eager = change(eager, model__n_layer=1, model__dropout=0.0)  # compiled dropout draws otherwise
+    eager = change(
+        eager, model__n_layer=1, model__dropout=0.0
+    )  # compiled dropout draws otherwise
     compiled = change(eager, name="compiled", train__compile=True)
     train.train(eager, ALONE)
-    done = run_script("train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code")
+    done = run_script(
+        "train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code"
+    )
     ours = metrics(compiled, "loss")
     expected = metrics(eager, "loss")
     # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend
     # on the gradient's size, amplify it
-    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4 and len(ours) == 6
+    assert (
+        max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
+        and len(ours) == 6
+    )
     log = done.stdout + done.stderr
     assert "TRACED GRAPH" in log, "nothing was compiled"
     assert "Recompiling function" not in log

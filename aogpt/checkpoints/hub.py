@@ -18,7 +18,12 @@ from .load import Loaded
 from .model_card import model_card
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCES = ["model.py", "runtime/errors.py", "systems/chunked_head.py", "systems/scoring.py"]
+SOURCES = [
+    "model.py",
+    "runtime/errors.py",
+    "systems/chunked_head.py",
+    "systems/scoring.py",
+]
 SOURCES += ["systems/encoder.py", "systems/two_stream.py", "sampling/cached.py"]
 SOURCES += ["sampling/race.py", "sampling/simple.py", "sampling/hub_model.py"]
 MODULE = "modeling_aogpt"
@@ -35,11 +40,18 @@ def write_hub_files(
 ) -> None:
     """Everything but the weights. export: the config.json of an export. rows: of metrics.jsonl."""
     ids = write_tokenizer(folder, loaded.get_tokenizer())
-    settings = {"model_type": "aogpt", "architectures": ["AOGPTModel"], "auto_map": AUTO_MAP}
+    settings = {
+        "model_type": "aogpt",
+        "architectures": ["AOGPTModel"],
+        "auto_map": AUTO_MAP,
+    }
     settings |= ids | {"dtype": dtype, "aogpt": export}
     write_json(folder / "config.json", settings)
     write_text(folder / f"{MODULE}.py", modeling_source())
-    write_text(folder / "README.md", model_card(loaded, rows, writes_start="start_token_id" in ids))
+    write_text(
+        folder / "README.md",
+        model_card(loaded, rows, writes_start="start_token_id" in ids),
+    )
 
 
 def modeling_source() -> str:
@@ -53,12 +65,18 @@ def modeling_source() -> str:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
                 if not getattr(node, "level", 0) and module != "__future__":
-                    imports.setdefault(module, set()).update(map(ast.unparse, node.names))
+                    imports.setdefault(module, set()).update(
+                        map(ast.unparse, node.names)
+                    )
                 for number in range(node.lineno - 1, node.end_lineno):
                     lines[number] = ""
-        parts.append(f"# ---- {name} {'-' * (92 - len(name))}\n\n{''.join(lines).strip()}\n")
+        parts.append(
+            f"# ---- {name} {'-' * (92 - len(name))}\n\n{''.join(lines).strip()}\n"
+        )
     lines = [f"import {name}" for name in sorted(imports.pop(""))]
-    lines += [f"from {of} import {', '.join(sorted(imports[of]))}" for of in sorted(imports)]
+    lines += [
+        f"from {of} import {', '.join(sorted(imports[of]))}" for of in sorted(imports)
+    ]
     licence, _, owner = (PROJECT / "LICENSE").read_text().splitlines()[:3]
     start = f"# {licence}. {owner}\n{HEADER}\nfrom __future__ import annotations\n\n"
     start += "\n".join(lines) + "\n"
@@ -79,11 +97,15 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         what = "--hub is for models of text, and this one is of notes or letters of an alphabet"
         raise UserError(f"{what}: leave it out")
     tokenizer.keep(folder)
-    if tokenizer.name == HUB:  # stays as it is; transformers adds [MASK], as the next line here
+    if (
+        tokenizer.name == HUB
+    ):  # stays as it is; transformers adds [MASK], as the next line here
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         made.add_special_tokens([MASK])
         if made.token_to_id(MASK) != tokenizer.vocab_size:
-            raise UserError("--hub cannot add [MASK]: the ids of its tokenizer.json have holes")
+            raise UserError(
+                "--hub cannot add [MASK]: the ids of its tokenizer.json have holes"
+            )
         starts = tokenizer.starts
     else:
         made = library_tokenizer(tokenizer)
@@ -103,8 +125,12 @@ def library_tokenizer(tokenizer: Tokenizer):
     "<|endoftext|>" as the end of a text."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    converter = TikTokenConverter(pattern=GPT2_WORDS, extra_special_tokens=[END_OF_TEXT, MASK])
-    converter.load_tiktoken_bpe = lambda file: tokenizer.ranks  # which are in memory already
+    converter = TikTokenConverter(
+        pattern=GPT2_WORDS, extra_special_tokens=[END_OF_TEXT, MASK]
+    )
+    converter.load_tiktoken_bpe = lambda file: (
+        tokenizer.ranks
+    )  # which are in memory already
     made = converter.converted()
     assert made.token_to_id(END_OF_TEXT) == tokenizer.eot
     return made
@@ -117,7 +143,9 @@ def push_folder(folder: Path, repo: str) -> str:
 
     again = f"{folder} is written, not uploaded; to try again: hf upload --private {repo} {folder}"
     if huggingface_hub.get_token() is None:
-        raise UserError(f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}")
+        raise UserError(
+            f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}"
+        )
     try:
         address = huggingface_hub.create_repo(repo, private=True, exist_ok=True)
         what = {"folder_path": folder, "commit_message": "Add an AO-GPT model"}

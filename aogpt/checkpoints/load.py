@@ -17,7 +17,14 @@ from ..data.tokenizers import HUB, OWN, RECORDED, Tokenizer, get_tokenizer
 from ..model import AOGPT, ModelConfig
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
-from ..runtime.validation import Count, NonNegative, expand_home, from_values, read_json, schema
+from ..runtime.validation import (
+    Count,
+    NonNegative,
+    expand_home,
+    from_values,
+    read_json,
+    schema,
+)
 from ..systems import build_model, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
@@ -44,9 +51,15 @@ class Loaded:
     weights: str  # "ema" or "raw"; raw where the source has no averaged weights
     tokenizer: str
     vocab_size: int  # of the tokenizer: ids that the model was trained on
-    scored_from: int = 0  # the first left-to-right step that is scored: GPT-2 has no start token
-    system: str | None = None  # the layout of released weights; None for a model trained here
-    tokenizer_sha256: str | None = None  # of its vocabulary; None where nothing records it
+    scored_from: int = (
+        0  # the first left-to-right step that is scored: GPT-2 has no start token
+    )
+    system: str | None = (
+        None  # the layout of released weights; None for a model trained here
+    )
+    tokenizer_sha256: str | None = (
+        None  # of its vocabulary; None where nothing records it
+    )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; its file is read here. Raises UserError if it has changed."""
@@ -81,10 +94,18 @@ def load(
     file = path
     try:
         if checkpoint != "last" and not (path / "checkpoints").is_dir():
-            raise CheckpointError(f"--checkpoint {checkpoint}: {path} is not a run folder")
-        if (path / store.STATE).is_file() or path.is_dir() and store.step_of(path) is not None:
+            raise CheckpointError(
+                f"--checkpoint {checkpoint}: {path} is not a run folder"
+            )
+        if (
+            (path / store.STATE).is_file()
+            or path.is_dir()
+            and store.step_of(path) is not None
+        ):
             model, origin = read(path)
-        elif path.is_dir() and (found := store.read_newest(path, read, which=checkpoint)):
+        elif path.is_dir() and (
+            found := store.read_newest(path, read, which=checkpoint)
+        ):
             file, (model, origin) = found
         else:
             file = weights_file(path) if path.is_dir() else path
@@ -96,7 +117,9 @@ def load(
     limit = model.config.mask_token or model.config.vocab_size
     count = origin["vocab_size"]
     if count > limit:
-        raise CheckpointError(f"{file} has a vocabulary of {count}, but its model {limit} tokens")
+        raise CheckpointError(
+            f"{file} has a vocabulary of {count}, but its model {limit} tokens"
+        )
     if block_size is not None:
         set_block_size(model, block_size)
     return Loaded(model.to(device).eval(), str(file), **origin)
@@ -104,11 +127,15 @@ def load(
 
 def config_of(path: str | Path) -> ModelConfig:
     """The configuration of the model of `load`; of pretrained decoders without their weights."""
-    folder = expand_home(path) if expand_home(path).exists() else download(str(path), ())
+    folder = (
+        expand_home(path) if expand_home(path).exists() else download(str(path), ())
+    )
     if (place := folder / "config.json").is_file():
         settings = read_json(place, dict[str, Any], "get it again")
         if pretrained.is_pretrained(settings):
-            return pretrained.config_of(settings, bool(get_tokenizer(HUB, folder=folder).starts))
+            return pretrained.config_of(
+                settings, bool(get_tokenizer(HUB, folder=folder).starts)
+            )
     return load(path).model.config
 
 
@@ -122,7 +149,9 @@ def weights_file(folder: Path) -> Path:
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
     files = files[:1] or sorted(folder.glob("*.pt"))
     if len(files) > 1:
-        raise CheckpointError(f"{folder} holds {', '.join(f.name for f in files)}; give one's path")
+        raise CheckpointError(
+            f"{folder} holds {', '.join(f.name for f in files)}; give one's path"
+        )
     if not files:
         what = "holds no checkpoints/step_N (has its run trained?) and no weights"
         raise CheckpointError(f"{folder} {what}; {SUPPORTED}")
@@ -132,7 +161,9 @@ def weights_file(folder: Path) -> Path:
 def download(repo: str, weights: tuple[str, ...] = (*WEIGHTS_FILES, "*.pt")) -> Path:
     """The local folder with a Hugging Face repo's settings and the first of the `weights` files
     that it has, downloaded or cached."""
-    is_file = repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
+    is_file = (
+        repo.endswith((".pt", ".bin", ".safetensors")) or Path(repo).parent.is_dir()
+    )
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         advice = "give a run folder (out/NAME) or a checkpoint, weights, or a Hugging Face repo id"
         raise CheckpointError(f"there is no {repo}; {advice}")
@@ -142,7 +173,9 @@ def download(repo: str, weights: tuple[str, ...] = (*WEIGHTS_FILES, "*.pt")) -> 
         for name in weights or ("config.json",):
             patterns = ["config.json", HUB, OWN, name]
             patterns += ["model-*-of-*.safetensors"] * (name == INDEX)
-            local = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
+            local = Path(
+                huggingface_hub.snapshot_download(repo, allow_patterns=patterns)
+            )
             if any(local.glob(name)):
                 break
     except Exception as error:  # not installed, no network, no such repo, no access
@@ -169,13 +202,18 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
         settings = read_json(place, dict[str, Any], "get it again")
     if is_hub := (settings or {}).get("model_type") == "aogpt":  # of convert.py --hub
         settings = settings.get("aogpt")
-        contents = {name.removeprefix("model."): tensor for name, tensor in contents.items()}
+        contents = {
+            name.removeprefix("model."): tensor for name, tensor in contents.items()
+        }
     if settings and pretrained.is_pretrained(settings):
         tokenizer = get_tokenizer(HUB, folder=file.parent)
         config, tensors = pretrained.read(settings, contents, tokenizer)
         origin = {"step": 0, "weights": "raw", "system": settings["architectures"][0]}
         origin |= {"tokenizer": HUB, "tokenizer_sha256": tokenizer.sha256}
-        origin |= {"vocab_size": tokenizer.vocab_size, "scored_from": int(not tokenizer.starts)}
+        origin |= {
+            "vocab_size": tokenizer.vocab_size,
+            "scored_from": int(not tokenizer.starts),
+        }
         return make_model(config, tensors), origin
     if not str((settings or {}).get("format")).startswith("aogpt-export-"):
         config, tensors, origin = released.read(contents, settings, weights)
@@ -183,18 +221,26 @@ def _from_file(file: Path, weights: str) -> tuple[AOGPT, dict]:
     if settings.get("sha256") != store.digest(settings):
         raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
     if (found := settings["format"]) != EXPORT_FORMAT:
-        raise CheckpointError(f"{place} is of format {found}; this version reads {EXPORT_FORMAT}")
+        raise CheckpointError(
+            f"{place} is of format {found}; this version reads {EXPORT_FORMAT}"
+        )
     settings = from_values(settings, Export, str(place), "convert its source again")
     if not is_hub and settings["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and settings["weights"] != "raw":
-        raise UserError("it holds the ema weights only; convert its source with --weights raw")
-    return make_model(settings["model"], contents), {name: settings.get(name) for name in EXPORTED}
+        raise UserError(
+            "it holds the ema weights only; convert its source with --weights raw"
+        )
+    return make_model(settings["model"], contents), {
+        name: settings.get(name) for name in EXPORTED
+    }
 
 
 def read_shards(index: Path) -> dict:
     """The tensors of the files that an index names."""
-    files = read_json(index, dict[str, dict[str, Any]], "get it again").get("weight_map", {})
+    files = read_json(index, dict[str, dict[str, Any]], "get it again").get(
+        "weight_map", {}
+    )
     parts = [read_file(index.parent / str(name)) for name in set(files.values())]
     return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -204,12 +250,18 @@ def read_file(path: Path) -> dict:
     try:
         with open(path, "rb") as file:
             magic = file.read(9)
-        if magic[8:] == b"{":  # safetensors: the length of the header in 8 bytes, then its JSON
+        if (
+            magic[8:] == b"{"
+        ):  # safetensors: the length of the header in 8 bytes, then its JSON
             return load_file(path)
-        if is_zip := magic.startswith(b"PK"):  # of torch.save; torch.load checks no checksums
+        if is_zip := magic.startswith(
+            b"PK"
+        ):  # of torch.save; torch.load checks no checksums
             with zipfile.ZipFile(path) as archive:
                 if name := archive.testzip():
-                    raise CheckpointError(f"{path} is damaged (checksum of {name}); get it again")
+                    raise CheckpointError(
+                        f"{path} is damaged (checksum of {name}); get it again"
+                    )
         # weights_only: otherwise a pickle can call any function of Python
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
@@ -221,7 +273,9 @@ def read_file(path: Path) -> dict:
         what = f"{path} cannot be read as a checkpoint"
         raise CheckpointError(f"{what}: {reason}; {SUPPORTED}") from error
     if not isinstance(contents, dict):
-        raise CheckpointError(f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}")
+        raise CheckpointError(
+            f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}"
+        )
     return contents
 
 
@@ -254,11 +308,17 @@ def make_model(config: ModelConfig, weights: dict[str, Tensor]) -> AOGPT:
     for name, shape in shapes.items():
         value = weights.pop(name)
         if tuple(value.shape) != shape:
-            raise UserError(f"{name} is {tuple(value.shape)} in the file, {shape} in the model")
+            raise UserError(
+                f"{name} is {tuple(value.shape)} in the file, {shape} in the model"
+            )
         if not value.is_floating_point() or value.layout != torch.strided:
-            raise UserError(f"{name} holds {value.dtype} ({value.layout}), not plain numbers")
+            raise UserError(
+                f"{name} holds {value.dtype} ({value.layout}), not plain numbers"
+            )
         # a copy: the file, which is mapped into memory, may change
-        value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        value = value.to(
+            torch.float32, copy=True, memory_format=torch.contiguous_format
+        )
         if not store.is_finite(value):
             raise UserError(f"{name} holds numbers that are not finite")
         module, _, leaf = name.rpartition(".")

@@ -14,7 +14,12 @@ from .load import Loaded
 # Parts of model_card.md, by name.
 TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
 TEXTS = dict(text.split("\n", 1) for text in TEXTS)
-TABLES = ("model", "order", "objective", "optim")  # of a run's configuration, which the card shows
+TABLES = (
+    "model",
+    "order",
+    "objective",
+    "optim",
+)  # of a run's configuration, which the card shows
 ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
 ORDERS |= {"own": "the run's own orders, in its groups"}
 
@@ -23,7 +28,11 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
     """Markdown. Facts of the training are left out where the source has no run. rows: of the run's
     metrics.jsonl. writes_start: the tokenizer writes a begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
-    state = read_json(state_file, dict[str, Any], store.ADVICE) if state_file.is_file() else None
+    state = (
+        read_json(state_file, dict[str, Any], store.ADVICE)
+        if state_file.is_file()
+        else None
+    )
     parts = [TEXTS["front"].strip(), _summary(loaded), _usage(loaded, writes_start)]
     if state is not None:
         parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
@@ -39,7 +48,9 @@ def _summary(loaded: Loaded) -> str:
         kind = "An encoder for masked diffusion: it predicts each [MASK] from all other tokens."
     elif c.l2r_only:
         kind = "A GPT that predicts the tokens of a text from left to right."
-    origin = f" They have the released layout of {loaded.system}." if loaded.system else ""
+    origin = (
+        f" They have the released layout of {loaded.system}." if loaded.system else ""
+    )
     weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
     return (
         f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens of the "
@@ -69,7 +80,9 @@ def _data(data: dict) -> str:
     rows = ["| split | tokens | documents |", "|---|---:|---:|"]
     for name, split in data.get("splits", {}).items():
         numbers = (split.get(key) for key in ("tokens", "documents"))
-        cells = " | ".join("" if number is None else f"{number:,}" for number in numbers)
+        cells = " | ".join(
+            "" if number is None else f"{number:,}" for number in numbers
+        )
         rows.append(f"| {name} | {cells} |")
     name = f"Data set `{data['name']}`.\n\n" if data.get("name") else ""
     return f"## Data\n\n{name}" + "\n".join(rows)
@@ -80,8 +93,12 @@ def _recipe(state: dict) -> str:
     tokens = state.get("tokens")
     shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
     shown |= {table: dict(config[table]) for table in TABLES}
-    shown["train"] = {key: config["train"][key] for key in ("steps", "batch_size", "init_from")}
-    shown["model"] = {key: value for key, value in shown["model"].items() if value is not None}
+    shown["train"] = {
+        key: config["train"][key] for key in ("steps", "batch_size", "init_from")
+    }
+    shown["model"] = {
+        key: value for key, value in shown["model"].items() if value is not None
+    }
     seen = f"{tokens:,} tokens, with " if tokens else ""
     how = f"On {seen}PyTorch {state['torch']}:"
     return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
@@ -97,7 +114,9 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
     lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
     for kind, orders in ORDERS.items():
         if (loss := seen[-1].get(key.format(kind))) is not None:
-            error = None if loaded.weights == "raw" else seen[-1].get(f"val_error_{kind}")
+            error = (
+                None if loaded.weights == "raw" else seen[-1].get(f"val_error_{kind}")
+            )
             known = "unknown" if error is None else f"{error:.4f}"
             lines.append(f"| {orders} | {loss:.4f} | {known} |")
     told = f"Of step {seen[-1]['step']:,}. The standard error is over random orders; it is unknown "
@@ -109,13 +128,21 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
 
 def _limits(loaded: Loaded) -> str:
     c = loaded.model.config
-    limits = ["A base model: it continues texts like those of its training, not instructions."]
+    limits = [
+        "A base model: it continues texts like those of its training, not instructions."
+    ]
     limits += ["Do not rely on it for facts. It was not made safe for users."]
-    limits += [f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."]
+    limits += [
+        f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."
+    ]
     if c.l2r_only:
-        limits += ["It knows no order but left to right, and fills in [MASK] only at the end."]
+        limits += [
+            "It knows no order but left to right, and fills in [MASK] only at the end."
+        ]
     else:
         limits += ["The number of [MASK] fixes the length of what is filled in."]
     if c.is_encoder:
-        limits += ["It has no cache: each generated token takes a pass over the whole text."]
+        limits += [
+            "It has no cache: each generated token takes a pass over the whole text."
+        ]
     return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)

@@ -16,7 +16,9 @@ from ..runtime.errors import UserError
 from ..runtime.validation import Count, check_value
 from ..systems import check_config
 
-ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+ARCHITECTURES = tuple(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+)
 NOT_THEIRS = (None, "aogpt")  # as model_type
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LONGEST = 4096  # the block size of a model that takes longer sequences, if the user names no other
@@ -64,7 +66,9 @@ def read(
         for kind in ("weight", "bias"):
             names = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
             if all(name in state for name in names):
-                tensors[f"{ours}attn.qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
+                tensors[f"{ours}attn.qkv.{kind}"] = torch.cat(
+                    [state.pop(name) for name in names]
+                )
     move("model.norm", "norm_f")
     move("lm_head", "head")
     move("model.embed_tokens", "wte")
@@ -73,7 +77,9 @@ def read(
     table = tensors.get("wte.weight", torch.zeros(config.vocab_size, config.n_embd))
     first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
     if tokenizer.vocab_size > len(table):
-        raise UserError(f"tokenizer.json has {tokenizer.vocab_size} ids, the table {len(table)}")
+        raise UserError(
+            f"tokenizer.json has {tokenizer.vocab_size} ids, the table {len(table)}"
+        )
     # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
     tensors["start"] = table[first].clone()
     left = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
@@ -87,11 +93,17 @@ def config_of(settings: dict, has_bos: bool) -> ModelConfig:
     refuse_what_differs(settings)
     of = settings.get
     names = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    names |= {"n_embd": "hidden_size", "mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
+    names |= {
+        "n_embd": "hidden_size",
+        "mlp_width": "intermediate_size",
+        "vocab_size": "vocab_size",
+    }
     for theirs in (*names.values(), "max_position_embeddings"):
         check_value(of(theirs), Count, theirs)
     sizes = {ours: settings[theirs] for ours, theirs in names.items()}
-    qwen2, qwen3 = (settings["architectures"][0].startswith(name) for name in ("Qwen2", "Qwen3"))
+    qwen2, qwen3 = (
+        settings["architectures"][0].startswith(name) for name in ("Qwen2", "Qwen3")
+    )
     biased = bool(of("attention_bias", False))
     base, scaling = rope_of(settings)
     config = ModelConfig(
@@ -120,7 +132,9 @@ def config_of(settings: dict, has_bos: bool) -> ModelConfig:
 def refuse_what_differs(settings: dict) -> None:
     name = settings["architectures"][0]
     if name not in ARCHITECTURES:
-        raise UserError(f"its architecture is {name}; supported are {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"its architecture is {name}; supported are {', '.join(ARCHITECTURES)}"
+        )
     of = settings.get
     mistral = name.startswith("Mistral")  # whose default is a window
     window = of("sliding_window", 4096 if mistral else None)
@@ -152,8 +166,15 @@ def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | No
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise UserError(f"rotary positions are scaled by {kind!r}; supported: none and llama3")
-    names = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+        raise UserError(
+            f"rotary positions are scaled by {kind!r}; supported: none and llama3"
+        )
+    names = [
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ]
     if missing := [name for name in names if name not in rope]:
         raise UserError(f"its rotary scaling lacks {missing[0]}")
     factor, low, high, length = (rope[name] for name in names)

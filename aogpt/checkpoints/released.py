@@ -42,7 +42,10 @@ def read(
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
     # without the prefixes of torch.compile and DistributedDataParallel
-    state = {re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t for name, t in state.items()}
+    state = {
+        re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t
+        for name, t in state.items()
+    }
     system = layout(state)
     settings = settings if isinstance(settings, dict) else {}
     if isinstance(shape := settings.get("model"), dict):  # of RADD and SEDD
@@ -50,7 +53,9 @@ def read(
     try:
         for name, supported in SETTINGS.items():
             if (value := settings.get(name, supported[0])) not in supported:
-                raise UserError(f"{name} is {value!r}, but our model has {supported[0]!r}")
+                raise UserError(
+                    f"{name} is {value!r}, but our model has {supported[0]!r}"
+                )
         config, state, names = LAYOUTS[system](state, settings)
         if used_average := weights == "ema" and average is not None:
             state = _averaged(state, average, names)
@@ -66,20 +71,35 @@ def read(
         raise UserError("its iter_num is not a number of steps")
     # All of them have GPT-2's tokens; the rows after these are [MASK] or padding.
     vocab_size = min(50257, config.mask_token or config.vocab_size)
-    origin = {"step": step, "weights": "ema" if used_average else "raw", "tokenizer": "gpt2"}
-    origin |= {"vocab_size": vocab_size, "scored_from": int(system == "GPT-2"), "system": system}
+    origin = {
+        "step": step,
+        "weights": "ema" if used_average else "raw",
+        "tokenizer": "gpt2",
+    }
+    origin |= {
+        "vocab_size": vocab_size,
+        "scored_from": int(system == "GPT-2"),
+        "system": system,
+    }
     return config, tensors, origin
 
 
 def layout(state: dict[str, Tensor]) -> str:
     """The layout of a state dict: a key of LAYOUTS."""
     if "vocab_embed.embedding" in state:
-        return "SEDD" if any(name.startswith("sigma_map.") for name in state) else "RADD"
+        return (
+            "SEDD" if any(name.startswith("sigma_map.") for name in state) else "RADD"
+        )
     if any(".adaLN" in name for name in state):
         return "AO-GPT"
-    if any(name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in state):
+    if any(
+        name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in state
+    ):
         return "sigma-GPT"
-    if any(re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name) for name in state):
+    if any(
+        re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name)
+        for name in state
+    ):
         return "GPT-2"
     raise UserError(f"it holds {listed(sorted(state))}: none of the known layouts")
 
@@ -87,11 +107,15 @@ def layout(state: dict[str, Tensor]) -> str:
 def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
     """The averaged weights by name: a list in the order of the module's parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
-    if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
+    if not isinstance(values, list) or not all(
+        isinstance(value, Tensor) for value in values
+    ):
         raise UserError("its ema_model lacks shadow_params, a list of tensors")
     ordered = [name for name in names if name in state]
     if len(values) != len(ordered):
-        raise UserError(f"ema_model holds {len(values)} tensors for {len(ordered)} parameters")
+        raise UserError(
+            f"ema_model holds {len(values)} tensors for {len(ordered)} parameters"
+        )
     return dict(zip(ordered, values, strict=True))
 
 
@@ -116,9 +140,17 @@ DIFFUSION_BLOCK = (
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
     """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last norm."""
     tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
-    last = {f"{final}ln_f": "norm_f", f"{final}adaLN_final.1": "adaln_f", "lm_head": "head"}
+    last = {
+        f"{final}ln_f": "norm_f",
+        f"{final}adaLN_final.1": "adaln_f",
+        "lm_head": "head",
+    }
     blocks = _blocks("transformer.h", GPT_BLOCK, n_layer)
-    return _with_kinds(tables) | {"transformer.wnonee.weight": "start"} | _with_kinds(blocks | last)
+    return (
+        _with_kinds(tables)
+        | {"transformer.wnonee.weight": "start"}
+        | _with_kinds(blocks | last)
+    )
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
@@ -132,11 +164,19 @@ def diffusion_names(n_layer: int) -> dict[str, str]:
 
 def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
     pairs = [pair.split(":") for pair in names.split()]
-    return {f"{prefix}.{i}.{m}": f"blocks.{i}.{our}" for i in range(n_layer) for m, our in pairs}
+    return {
+        f"{prefix}.{i}.{m}": f"blocks.{i}.{our}"
+        for i in range(n_layer)
+        for m, our in pairs
+    }
 
 
 def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
-    return {f"{m}.{k}": f"{our}.{k}" for m, our in modules.items() for k in ("weight", "bias")}
+    return {
+        f"{m}.{k}": f"{our}.{k}"
+        for m, our in modules.items()
+        for k in ("weight", "bias")
+    }
 
 
 PLAIN = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
@@ -148,7 +188,9 @@ def _ao_gpt(state: dict, settings: dict):
 
 
 def _sigma_gpt(state: dict, settings: dict):
-    config = _gpt_config(settings, target="input", norm_bias=settings.get("bias", True), **PLAIN)
+    config = _gpt_config(
+        settings, target="input", norm_bias=settings.get("bias", True), **PLAIN
+    )
     return config, _without_tied_head(state), gpt_names(config.n_layer)
 
 
@@ -175,7 +217,12 @@ def _diffusion(state: dict, settings: dict):
     sizes = {"n_layer": "n_blocks", "n_head": "n_heads", "n_embd": "hidden_size"}
     model = {our: _size(settings, theirs) for our, theirs in sizes.items()}
     model |= {"vocab_size": tokens + 1, "mask_token": tokens, "block_size": length}
-    model |= {"attention": "full", "target": "none", "position": "rotary", "norm": "layernorm"}
+    model |= {
+        "attention": "full",
+        "target": "none",
+        "position": "rotary",
+        "norm": "layernorm",
+    }
     model |= {"qk_norm": False, "gelu": "tanh", "attn_bias": False}
     if layout(state) == "SEDD":
         cond_dim = _width(state, "sigma_map.mlp.2.weight")
@@ -202,7 +249,9 @@ def _gpt_config(settings: dict, **model) -> ModelConfig:
 
 def _size(settings: dict, name: str) -> int:
     if name not in settings:
-        raise UserError(f"its settings (model_args, or config.json beside it): it lacks {name}")
+        raise UserError(
+            f"its settings (model_args, or config.json beside it): it lacks {name}"
+        )
     check_value(settings[name], Count, name)
     return settings[name]
 
@@ -212,7 +261,9 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
     head = state.get("lm_head.weight")
     table = state.get("transformer.wte.weight")
     if head is not None and table is not None and not torch.equal(head, table):
-        raise UserError("lm_head.weight and transformer.wte.weight differ: they must be the same")
+        raise UserError(
+            "lm_head.weight and transformer.wte.weight differ: they must be the same"
+        )
     return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
 
 

@@ -38,14 +38,18 @@ from ..runtime.validation import Count, NonNegative, from_values, read_json, sch
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
-NONE_YET = ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
+NONE_YET = (
+    ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
+)
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
 Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
-Data = schema(TypedDict("Data", {"tokenizer": str, "vocab_size": Count, "splits": SPLITS}))
+Data = schema(
+    TypedDict("Data", {"tokenizer": str, "vocab_size": Count, "splits": SPLITS})
+)
 
 
 class CheckpointError(UserError):
@@ -87,7 +91,11 @@ def step_of(path: Path) -> int | None:
 
 def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
     """The checkpoints of a run, oldest first; up_to: the last step."""
-    paths = {step_of(p): p for p in (Path(run_folder) / "checkpoints").glob("step_*") if p.is_dir()}
+    paths = {
+        step_of(p): p
+        for p in (Path(run_folder) / "checkpoints").glob("step_*")
+        if p.is_dir()
+    }
     paths.pop(None, None)
     return [paths[step] for step in sorted(paths) if up_to is None or step <= up_to]
 
@@ -99,7 +107,9 @@ def best_of(run_folder: Path) -> Path | None:
         return None
     name = pointer.read_bytes()[:100].decode(errors="replace").strip()
     if "/" in name or step_of(Path(name)) is None:
-        raise CheckpointError(f"{pointer} does not hold the name of a checkpoint (step_N)")
+        raise CheckpointError(
+            f"{pointer} does not hold the name of a checkpoint (step_N)"
+        )
     return Path(run_folder) / "checkpoints" / name
 
 
@@ -110,7 +120,9 @@ def candidates(run_folder: Path, which: str) -> list[Path]:
     choices = {"best": best} | {str(step_of(path)): path for path in found}
     if which != "last" and not choices.get(which):
         there = ", ".join(name for name, path in choices.items() if path)
-        raise CheckpointError(f"{run_folder} has no checkpoint {which!r}; it has last, {there}")
+        raise CheckpointError(
+            f"{run_folder} has no checkpoint {which!r}; it has last, {there}"
+        )
     return found if which == "last" else [choices[which]]
 
 
@@ -118,7 +130,9 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> Path:
+def write(
+    run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
+) -> Path:
     """Write a checkpoint from this process alone, a file for each kind of tensor. values: of State.
     keep: how many of the newest to keep, besides the best. Raises OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
@@ -128,8 +142,14 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
     for kind in sorted({name.partition(".")[0] for name in tensors}):
         file = folder / f"{kind}.safetensors"
         file.touch()
-        permissions = file.stat().st_mode  # save_file makes files that only their owner can read
-        of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
+        permissions = (
+            file.stat().st_mode
+        )  # save_file makes files that only their owner can read
+        of_kind = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{kind}.")
+        }
         safetensors.torch.save_file(of_kind, file)
         file.chmod(permissions)
         sync(file)
@@ -138,7 +158,10 @@ def write(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int)
 
 
 def start_writing_shards(
-    folder: Path, tensors: dict[str, Tensor], then: Callable[[], None], group: ProcessGroup
+    folder: Path,
+    tensors: dict[str, Tensor],
+    then: Callable[[], None],
+    group: ProcessGroup,
 ) -> Future:
     """Copy the shards of this process to CPU memory and write them in the background. All processes
     must call. then: called on process 0 when all have written. group: of gloo, its own."""
@@ -151,15 +174,23 @@ def start_writing_shards(
     return dcp.async_save(tensors, storage_writer=writer, process_group=group)
 
 
-def finish(run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int) -> None:
+def finish(
+    run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
+) -> None:
     """Turn a folder of written tensors into the newest checkpoint of a run."""
     path = path_of(run_folder, values["step"])
     contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
-    contents["tensors"] = {name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()}
-    contents["parts"] = {file.name: sha256_file(file) for file in parts(temporary_of(path))}
+    contents["tensors"] = {
+        name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()
+    }
+    contents["parts"] = {
+        file.name: sha256_file(file) for file in parts(temporary_of(path))
+    }
     contents["sha256"] = digest(contents)
     write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
-    shutil.rmtree(path, ignore_errors=True)  # damaged, or of a run that resumed from an older one
+    shutil.rmtree(
+        path, ignore_errors=True
+    )  # damaged, or of a run that resumed from an older one
     os.rename(temporary_of(path), path)
     sync(path.parent)
     shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
@@ -218,19 +249,27 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
     read; files of other kinds are not verified. Raises CheckpointError."""
     file = path / STATE
     if not file.is_file():
-        raise CheckpointError(f"{path} lacks {STATE}: it is not a checkpoint, or not a whole one")
+        raise CheckpointError(
+            f"{path} lacks {STATE}: it is not a checkpoint, or not a whole one"
+        )
     try:
         contents = read_json(file, dict[str, Any], ADVICE)
         if contents.get("sha256") != digest(contents):
             raise CheckpointError(f"{file} is damaged (checksum); {ADVICE}")
         if (found := contents.get("format")) != FORMAT:
-            raise CheckpointError(f"{path} is of format {found}; this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} is of format {found}; this version reads {FORMAT}"
+            )
         contents = from_values(contents, State, str(file), ADVICE)
         sums = contents["parts"]
         if odd := sorted({part.name for part in parts(path)} ^ sums.keys()):
-            raise CheckpointError(f"{path} is damaged: {odd[0]} is missing or not part of it")
+            raise CheckpointError(
+                f"{path} is damaged: {odd[0]} is missing or not part of it"
+            )
         # Files written under fsdp are not named by kind and may hold shards of every tensor.
-        names = [name for name in sorted(sums) if name.startswith(prefix)] or sorted(sums)
+        names = [name for name in sorted(sums) if name.startswith(prefix)] or sorted(
+            sums
+        )
         for name in names[share]:
             if sha256_file(path / name) != sums[name]:
                 raise CheckpointError(f"{path} is damaged (checksum of {name})")
@@ -249,7 +288,9 @@ def read_newest(
     damaged ones with a warning. procs: the processes of the job that owns the run, which all must
     call and get the same one; without, looks again if a running job has replaced a checkpoint.
     which: see `candidates`. Raises CheckpointError if all are damaged."""
-    main, gather = (procs.main, procs.gather) if procs else (True, lambda value: [value])
+    main, gather = (
+        (procs.main, procs.gather) if procs else (True, lambda value: [value])
+    )
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)
         if any(others != paths for others in gather(paths)):
@@ -290,9 +331,13 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
         if found is None:
             raise CheckpointError(f"{path} lacks {name}")
         if found != expected:
-            raise CheckpointError(f"{name} is {found} in {path}, but {expected} in the model")
+            raise CheckpointError(
+                f"{name} is {found} in {path}, but {expected} in the model"
+            )
     with reading(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # not needed here
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is"
+        )  # not needed here
         reader = dcp.HuggingFaceStorageReader(str(path))
         dcp.load(targets, storage_reader=reader, no_dist=True)
 
@@ -302,7 +347,9 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     with reading(path):
-        found = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        found = (
+            dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        )
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in found.items()
@@ -319,5 +366,9 @@ def reading(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: of torch.load
+    except (
+        OSError,
+        RuntimeError,
+        CheckpointException,
+    ) as error:  # RuntimeError: of torch.load
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error

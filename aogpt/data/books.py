@@ -28,24 +28,32 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     try:
         archive = zipfile.ZipFile(stream)
     except zipfile.BadZipFile as error:
-        raise UserError(f"{name}: no .zip file ({reason_of(error)}); get it again") from None
+        raise UserError(
+            f"{name}: no .zip file ({reason_of(error)}); get it again"
+        ) from None
     with archive:
         files = {}
         for file in archive.namelist():
-            folder, title = PurePosixPath(file).parts[-2:] if file.count("/") > 1 else ("", file)
+            folder, title = (
+                PurePosixPath(file).parts[-2:] if file.count("/") > 1 else ("", file)
+            )
             title = title.removesuffix(".md").strip()
             files[unicodedata.normalize("NFC", f"{folder}/{title}")] = file
         for book in books():
             key = unicodedata.normalize("NFC", f"{book['author']}/{book['title']}")
             if key not in files:
-                raise UserError(f"{name}: {key}.md is missing; the books are those of {URL}")
+                raise UserError(
+                    f"{name}: {key}.md is missing; the books are those of {URL}"
+                )
             with archive.open(files[key]) as file:
                 text = "".join(read_whole(file, f"{name}: {key}.md", reading)).strip()
             reading.counts[CHANGED] += len(text.encode()) != int(book["bytes"])
             yield text
 
 
-def book_splits(corpus: Corpus, splits: Collection[str], _: Collection[str]) -> dict[str, Corpus]:
+def book_splits(
+    corpus: Corpus, splits: Collection[str], _: Collection[str]
+) -> dict[str, Corpus]:
     """Those of books.tsv. corpus: all books, in its order."""
 
     texts = cache(lambda: [*zip(books(), corpus.documents, strict=True)])

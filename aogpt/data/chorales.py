@@ -51,7 +51,10 @@ def chorale_corpora(
             for start, shift in product(range(0, last + 1, hop), shifts):
                 crop = notes[start : start + CROP].flatten()
                 sung = crop[crop >= 0] + shift
-                if LOWEST <= sung.min(initial=LOWEST) and sung.max(initial=HIGHEST) <= HIGHEST:
+                if (
+                    LOWEST <= sung.min(initial=LOWEST)
+                    and sung.max(initial=HIGHEST) <= HIGHEST
+                ):
                     yield example(np.where(crop >= 0, crop + shift, crop), predicted)
 
     for split in splits:
@@ -66,7 +69,9 @@ def example(pitches: np.ndarray, predicted: Collection[str]) -> str:
     pieces = get_tokenizer("chorales").pieces(np.maximum(pitches - LOWEST + 1, 0))
     given = cycle([bool(predicted) and voice not in predicted for voice in VOICES])
     text = ""
-    for is_given, pairs in groupby(zip(given, pieces, strict=False), key=lambda pair: pair[0]):
+    for is_given, pairs in groupby(
+        zip(given, pieces, strict=False), key=lambda pair: pair[0]
+    ):
         part = "".join(piece for _, piece in pairs)
         text += as_prompt(part) if is_given else part
     return text

@@ -45,7 +45,11 @@ LM1B = [
     (re.compile(r" '(\w+)"), r"'\1"),
     (re.compile(r" (\w+) \. "), r" \1. "),
     (re.compile(r" (\w+) \.$"), r" \1."),
-    *(rule for m in "?!" for rule in ((f" {m} ", f"{m} "), (re.compile(rf" \{m}$"), m))),
+    *(
+        rule
+        for m in "?!"
+        for rule in ((f" {m} ", f"{m} "), (re.compile(rf" \{m}$"), m))
+    ),
     *((f" {mark} ", f"{mark} ") for mark in ",:;"),
     (" / ", "/"),
     (re.compile(r'" ([^"]+) "'), r'"\1"'),
@@ -56,7 +60,12 @@ LM1B = [
     ("£ ", "£"),
 ]
 # A passage has straight quotes, no white space around it and a newline before it.
-LAMBADA = [("“", '"'), ("”", '"'), (re.compile(r"\s+\Z"), ""), (re.compile(r"\A\s*"), "\n")]
+LAMBADA = [
+    ("“", '"'),
+    ("”", '"'),
+    (re.compile(r"\s+\Z"), ""),
+    (re.compile(r"\A\s*"), "\n"),
+]
 RULES = {
     "wikitext": WIKITEXT,
     "ptb": PTB,

@@ -39,7 +39,9 @@ def shuffled(corpus: Corpus, seed: int) -> Corpus:
             for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
                 yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
 
-    return Corpus(documents(), [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description])
+    return Corpus(
+        documents(), [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description]
+    )
 
 
 def polya(rng: np.random.Generator) -> str:
@@ -48,7 +50,9 @@ def polya(rng: np.random.Generator) -> str:
     drawn = []
     for uniform in rng.random(POLYA_LENGTH):
         cumulative = counts.cumsum()
-        letter = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        letter = int(
+            np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+        )
         counts[letter] += 1
         drawn.append(LETTERS[letter])
     return "".join(drawn)
@@ -88,5 +92,7 @@ def latin5(rng: np.random.Generator) -> str:
 # -log probability of a document, without its end-of-text: the least expected loss on it.
 NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
     "polya": polya_nats,
-    "latin5": lambda square: math.log(56 * math.factorial(5) * math.factorial(4)),  # all are alike
+    "latin5": lambda square: math.log(
+        56 * math.factorial(5) * math.factorial(4)
+    ),  # all are alike
 }

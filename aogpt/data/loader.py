@@ -19,14 +19,23 @@ from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.paths import DATA
 from ..runtime.randomness import philox_bits, to_uniform
-from ..runtime.validation import Count, FileName, NonNegative, expand_home, read_json, schema
+from ..runtime.validation import (
+    Count,
+    FileName,
+    NonNegative,
+    expand_home,
+    read_json,
+    schema,
+)
 from .tokenizers import RECORDED
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-LENGTHS = 8  # that a batch can be shortened to: torch.compile makes code for each of them
+LENGTHS = (
+    8  # that a batch can be shortened to: torch.compile makes code for each of them
+)
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
 PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
@@ -38,7 +47,9 @@ class Split(TypedDict):
     file: FileName
     tokens: Annotated[int, Interval(ge=1, lt=2**63)]
     sha256: str
-    roles: NotRequired[dict[str, FileName]]  # file and sha256 of the prompt mask, a byte a token
+    roles: NotRequired[
+        dict[str, FileName]
+    ]  # file and sha256 of the prompt mask, a byte a token
 
 
 @schema
@@ -64,9 +75,16 @@ def find_dataset(name) -> Path:
     for folder in (expand_home(name), DATA / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
-    prepared = ", ".join(sorted(path.parent.name for path in DATA.glob("*/meta.json"))) or "none"
-    what = f"{name} is not a prepared dataset, neither a folder nor in {DATA} ({prepared})"
-    raise FileNotFoundError(f"{what}; make it with: python data/prepare.py {name} (see --help)")
+    prepared = (
+        ", ".join(sorted(path.parent.name for path in DATA.glob("*/meta.json")))
+        or "none"
+    )
+    what = (
+        f"{name} is not a prepared dataset, neither a folder nor in {DATA} ({prepared})"
+    )
+    raise FileNotFoundError(
+        f"{what}; make it with: python data/prepare.py {name} (see --help)"
+    )
 
 
 def evaluation_split(meta: dict) -> str:
@@ -86,20 +104,30 @@ def load_meta(folder) -> Meta:
         raise FileNotFoundError(f"{folder} is not a data set (no meta.json); {advice}")
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
-        raise UserError(f"{path} has format {meta['format']}: update the code, or {ADVICE}")
+        raise UserError(
+            f"{path} has format {meta['format']}: update the code, or {ADVICE}"
+        )
     return meta
 
 
 def nanogpt_meta(folder: Path) -> Meta:
     """The meta.json of nanoGPT's train.bin and val.bin. Raises UserError for a meta.pkl."""
     if (folder / "meta.pkl").exists():
-        raise UserError(f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again")
+        raise UserError(
+            f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again"
+        )
     splits = {}
     for path in (folder / "train.bin", folder / "val.bin"):
         if path.is_file() and (tokens := path.stat().st_size // 2):
             splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
     note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
-    facts = {"format": 1, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16"}
+    facts = {
+        "format": 1,
+        "tokenizer": "gpt2",
+        "vocab_size": 50257,
+        "eot": 50256,
+        "dtype": "uint16",
+    }
     return {**facts, "splits": splits, "notes": [note]}
 
 
@@ -108,7 +136,9 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
     `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
     meta = load_meta(folder)
     if split not in meta["splits"]:
-        raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
+        raise UserError(
+            f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}"
+        )
     entry = meta["splits"][split]
     count = entry["tokens"]
     token_file = Path(folder) / entry["file"]
@@ -124,9 +154,13 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, dtype, mode="r")
     for start in range(0, count if verify else 1, IDS_AT_ONCE):
-        if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta["vocab_size"]:
+        if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta[
+            "vocab_size"
+        ]:
             known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
-            raise UserError(f"{token_file} holds the id {largest}, but {known}; {ADVICE}")
+            raise UserError(
+                f"{token_file} holds the id {largest}, but {known}; {ADVICE}"
+            )
     return ids
 
 
@@ -148,7 +182,12 @@ class TokenDataset:
     tokens, spread over the split; 0: all. Raises FileNotFoundError or UserError."""
 
     def __init__(
-        self, folder, split: str, block_size: int, verify: bool = False, max_tokens: int = 0
+        self,
+        folder,
+        split: str,
+        block_size: int,
+        verify: bool = False,
+        max_tokens: int = 0,
     ):
         self.meta = load_meta(folder)
         self.tokens = read_tokens(folder, split, verify)
@@ -160,21 +199,29 @@ class TokenDataset:
             what = f"prepare it again with --block-size {block_size}, or with --protocol full"
             if protocol == "records":
                 what = f"set the model's block_size to {packed} or more"
-            blocks = f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
+            blocks = (
+                f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
+            )
             raise UserError(f"{folder} is packed into {blocks}: {what}")
         if (count := self.tokens.size) < block_size:
             few = f"{split} of {folder} has {count:,} tokens, fewer than a block of {block_size:,}"
-            raise UserError(f"{few}: lower block_size to at most {count:,}, or prepare more text")
+            raise UserError(
+                f"{few}: lower block_size to at most {count:,}, or prepare more text"
+            )
         self.block_size = block_size
         self.num_blocks = count // block_size
         self.shift = 0  # not 0 where a run had batches of another size before
-        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(
+            -1, block_size
+        )
         entry = self.meta["splits"][split]
         paths = [Path(folder) / entry["file"]]
         self.of_records = "roles" in entry
         if self.of_records:  # a block is an example with a prompt
             paths.append(Path(folder) / entry["roles"]["file"])
-            self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(-1, block_size)
+            self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(
+                -1, block_size
+            )
         if max_tokens:  # a copy in memory
             chosen = spread(max(1, max_tokens // block_size), self.num_blocks)
             self._blocks = self._blocks[chosen]
@@ -207,7 +254,9 @@ class TokenDataset:
 
         self.check_unchanged()
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
-        assert not len(indices) or 0 <= indices.min() <= indices.max() < self.num_blocks, indices
+        assert (
+            not len(indices) or 0 <= indices.min() <= indices.max() < self.num_blocks
+        ), indices
         return torch.from_numpy(self._blocks[indices].astype(np.int64))
 
     def tail(self) -> torch.LongTensor:
@@ -217,14 +266,20 @@ class TokenDataset:
         rest = self.tokens[self.num_blocks * self.block_size :]
         return torch.from_numpy(rest.astype(np.int64))[None]
 
-    def batch(self, seed: int, step: int, rows: range, global_batch: int) -> torch.LongTensor:
+    def batch(
+        self, seed: int, step: int, rows: range, global_batch: int
+    ) -> torch.LongTensor:
         """Sequences `rows` of the global batch of `step` -> LongTensor (B, T)."""
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
-    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+    def indices(
+        self, seed: int, step: int, rows: range, global_batch: int
+    ) -> np.ndarray:
         """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch + row + shift
         is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
-        assert step >= 0 and (not len(rows) or 0 <= min(rows) <= max(rows) < global_batch), rows
+        assert step >= 0 and (
+            not len(rows) or 0 <= min(rows) <= max(rows) < global_batch
+        ), rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         return in_epochs(seed, sequence, self.num_blocks)
 
@@ -262,13 +317,17 @@ class Mixture(TokenDataset):
             found[here] = self.parts[n].blocks(indices[here] - self.starts[n])
         return found
 
-    def indices(self, seed: int, step: int, rows: range, global_batch: int) -> np.ndarray:
+    def indices(
+        self, seed: int, step: int, rows: range, global_batch: int
+    ) -> np.ndarray:
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         indices = np.empty_like(sequence)
         parts = np.repeat(np.arange(len(self.parts)), self.counts)
         for pattern in np.unique(sequence // PATTERN):
             here = sequence // PATTERN == pattern
-            bits = philox_bits(seed, int(pattern), range(1), PATTERN, randomness.MIXTURE)[0]
+            bits = philox_bits(
+                seed, int(pattern), range(1), PATTERN, randomness.MIXTURE
+            )[0]
             drawn = parts[np.argsort(bits, kind="stable")]
             for n, part in enumerate(self.parts):
                 of_part = here & (drawn[sequence % PATTERN] == n)
@@ -305,7 +364,9 @@ def open_training_data(
         try:
             shares.append(float(share))
         except ValueError:
-            raise UserError(f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1") from None
+            raise UserError(
+                f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1"
+            ) from None
         parts.append(TokenDataset(find_dataset(name), "train", data.block_size, verify))
         theirs = parts[-1].meta
         ours = data.meta
@@ -314,9 +375,13 @@ def open_training_data(
             raise UserError(f"{what}; prepare it again")
         shares[0] -= shares[-1]
     if min(shares) <= 0:
-        raise UserError("data.mix: give shares above 0, below 1 in all; data.folder has the rest")
+        raise UserError(
+            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
+        )
     if mix and any(part.of_records for part in parts):
-        raise UserError("data.mix is for texts, and one of these has prompts; leave it out")
+        raise UserError(
+            "data.mix is for texts, and one of these has prompts; leave it out"
+        )
     return Mixture(parts, shares) if mix else data
 
 
@@ -333,7 +398,9 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.argsort(bits, kind="stable")
 
 
-def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) -> np.ndarray:
+def batch_lengths(
+    seed: int, steps: range, block_size: int, random_prob: float
+) -> np.ndarray:
     """Length of the sequences in the global batch of each step, int64 (len(steps),): block_size, or
     with probability `random_prob` uniform in 1 .. block_size and rounded up to an eighth of it. A
     shortened batch keeps the first tokens of its blocks."""
@@ -346,7 +413,9 @@ def batch_lengths(seed: int, steps: range, block_size: int, random_prob: float) 
     of_chunk = range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS
     bits = [philox_bits(seed, chunk, *of_chunk) for chunk in range(first, last + 1)]
     start = steps.start - first * LENGTHS_AT_ONCE
-    uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[start : start + len(steps)]
+    uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[
+        start : start + len(steps)
+    ]
     drawn = 1 + (uniform[:, 1] * block_size).astype(np.int64)
     eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
     rounded = eighths[np.searchsorted(eighths, drawn)]

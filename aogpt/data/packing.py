@@ -29,11 +29,16 @@ from .tokenizers import Tokenizer
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
-Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens (n,), and the roles of those of an example
+Encoded = tuple[
+    np.ndarray, np.ndarray | None
+]  # tokens (n,), and the roles of those of an example
 
 
 def route(
-    corpora: dict[str, Corpus], fraction: float | None, limit: int | None, whole: bool = False
+    corpora: dict[str, Corpus],
+    fraction: float | None,
+    limit: int | None,
+    whole: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """(split, document) of every document, in reading order. fraction: share of the "train"
     documents that becomes "val". limit: of documents of the first split. whole: never split one."""
@@ -53,7 +58,9 @@ def _train_and_val(
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
-            raise UserError("a single record makes no validation split: add records, or --split")
+            raise UserError(
+                "a single record makes no validation split: add records, or --split"
+            )
         place = _place_to_split(*first_group, fraction)
         yield "train", first_group[0][:place]
         yield "val", first_group[0][place:]
@@ -122,7 +129,9 @@ class SplitFile:
         self.tokens = 0
         self.ends = array("q")
         self.has_roles = False  # whether a token is not predicted
-        self._paths = [path] + [path.with_suffix(".roles.bin")] * (protocol == "records")
+        self._paths = [path] + [path.with_suffix(".roles.bin")] * (
+            protocol == "records"
+        )
         self._files = [open(path, "wb") for path in self._paths]
 
     def write(self, ids: np.ndarray, roles: np.ndarray | None) -> None:
@@ -143,15 +152,21 @@ class SplitFile:
         if self.protocol == "sedd":
             tokens = np.fromfile(self.path, self.dtype)
             kept = kept_ranges(np.array(self.ends), self.block_size)
-            np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(self.path)
+            np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(
+                self.path
+            )
         size = os.path.getsize(self.path) // self.dtype.itemsize
         if size == 0:
             what = f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows"
             few = f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"
-            raise UserError(f"{what}; {few}: lower --block-size, or use --protocol full")
+            raise UserError(
+                f"{what}; {few}: lower --block-size, or use --protocol full"
+            )
         facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
         counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
-        return {"tokens": size, **counts, **facts[0]} | ({"roles": facts[1]} if facts[1:] else {})
+        return {"tokens": size, **counts, **facts[0]} | (
+            {"roles": facts[1]} if facts[1:] else {}
+        )
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,9 @@ FILES |= {"meta.json", *tokenizers.FILES}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
-EVALUATION = ", ".join(name for name, dataset in DATASETS.items() if dataset.protocol == "sedd")
+EVALUATION = ", ".join(
+    name for name, dataset in DATASETS.items() if dataset.protocol == "sedd"
+)
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
 books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
@@ -70,7 +72,9 @@ class Prepare:
     """The command line of this script."""
 
     name: Annotated[str, tyro.conf.arg(help=NAMES)]
-    repository: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")] = ""
+    repository: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")
+    ] = ""
     """hub: OWNER/NAME, or a local copy; --field names the field that holds the text."""
     config: _option(str | None, "NAME", "the only one") = None
     """hub: the configuration of the repository."""
@@ -91,7 +95,9 @@ class Prepare:
     your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
     alphabet: _option(str | None, "LETTERS", "none") = None
     """Instead of --tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
-    field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = None
+    field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = (
+        None
+    )
     """Field that holds the text in a row of a .jsonl or .parquet file."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
     """records: field that holds the prompt in a row."""
@@ -102,13 +108,17 @@ class Prepare:
     split: _option(str | None, "train|val|test", "the published one") = None
     """Evaluation sets: the split to download, or which --source is.
     Others: write all documents to this split."""
-    protocol: _option(Literal["sedd", "full"] | None, "sedd|full", "full; evaluation: sedd") = None
+    protocol: _option(
+        Literal["sedd", "full"] | None, "sedd|full", "full; evaluation: sedd"
+    ) = None
     """sedd: 8 shards, groups of 1,000 rows divided into blocks, rests dropped; as published.
     full: documents end to end, nothing dropped."""
     block_size: _option(BlockSize | None, "N", f"{DEFAULT_BLOCK_SIZE}") = None
     """sedd: tokens of a block, which must be the model's.
     records: tokens of a block, more than the longest record has."""
-    val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = None
+    val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = (
+        None
+    )
     """Share of the documents for validation: a random one of every 1/SHARE in a row; of a single
     document, its end."""
     predict: _option(tuple[Literal[tokenizers.VOICES], ...], "VOICE ...", "all") = ()
@@ -135,30 +145,44 @@ def prepare(args: Prepare) -> Path:
     dataset = DATASETS[args.name]
     target = (args.out or DATA / folder).resolve()
     given = {"source": args.source, "val": args.val, "test": args.test}
-    args = replace(args, **{s: found_files(p, dataset.readers) for s, p in given.items()})
+    args = replace(
+        args, **{s: found_files(p, dataset.readers) for s, p in given.items()}
+    )
     check_options(args, dataset)
     if args.alphabet:
         args = replace(args, tokenizer=tokenizers.ALPHABET + args.alphabet)
     keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
     chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
     if chosen["protocol"] != "full":
-        chosen["block_size"] = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+        chosen["block_size"] = (
+            args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+        )
     if args.val or args.split:
         chosen["val_fraction"] = None
     args = replace(args, **chosen)
-    tokenizer = get_tokenizer(args.tokenizer)  # before files are read, which can take long
+    tokenizer = get_tokenizer(
+        args.tokenizer
+    )  # before files are read, which can take long
     corpora = dataset.corpora(args)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
-        show(f"{target} holds this dataset already: nothing to do (--overwrite makes it again)")
+        show(
+            f"{target} holds this dataset already: nothing to do (--overwrite makes it again)"
+        )
         return target
     with staging(target) as folder:
-        (folder / "meta.json").touch()  # token files without one would pass for nanoGPT's
+        (
+            folder / "meta.json"
+        ).touch()  # token files without one would pass for nanoGPT's
         tokenizer.keep(folder)
         meta |= write_splits(folder, corpora, args, tokenizer, dataset)
         write_json(folder / "meta.json", meta)
-        is_finished(target, meta, args.overwrite)  # raises for what came there meanwhile
-    report(args.out or os.path.relpath(target), meta, next(iter(corpora.values())).counts)
+        is_finished(
+            target, meta, args.overwrite
+        )  # raises for what came there meanwhile
+    report(
+        args.out or os.path.relpath(target), meta, next(iter(corpora.values())).counts
+    )
     return target
 
 
@@ -176,11 +200,26 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     of_hub = name == "hub"
     twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
     mistakes = [
-        (args.source and source == "never", f"{name} takes no --source; use text --source FILE"),
-        (not args.source and source == "always", f"{name} needs files: --source FILE ..."),
-        (args.split and source == "never" and not drawn, f"{name} has splits of its own"),
-        (share and not drawn, f"{name} has splits of its own: leave out --val-fraction"),
-        (of_hub and not args.repository, "hub needs a repository: prepare.py hub OWNER/NAME"),
+        (
+            args.source and source == "never",
+            f"{name} takes no --source; use text --source FILE",
+        ),
+        (
+            not args.source and source == "always",
+            f"{name} needs files: --source FILE ...",
+        ),
+        (
+            args.split and source == "never" and not drawn,
+            f"{name} has splits of its own",
+        ),
+        (
+            share and not drawn,
+            f"{name} has splits of its own: leave out --val-fraction",
+        ),
+        (
+            of_hub and not args.repository,
+            "hub needs a repository: prepare.py hub OWNER/NAME",
+        ),
         (args.repository and not of_hub, f"{name} takes no repository; leave it out"),
         (args.config and not of_hub, f"{name} takes no --config; leave it out"),
         (
@@ -188,15 +227,33 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             "--alphabet replaces --tokenizer: leave one of them out",
         ),
         (files and source != "always", f"{name} takes no --val or --test files"),
-        (args.split and (files or share), "--split is of all documents: leave out other splits"),
+        (
+            args.split and (files or share),
+            "--split is of all documents: leave out other splits",
+        ),
         (args.val and share, "give --val or --val-fraction, not both"),
-        (examples and args.protocol, f"{name}: a record has its own block; leave out --protocol"),
+        (
+            examples and args.protocol,
+            f"{name}: a record has its own block; leave out --protocol",
+        ),
         (args.skip_long and not examples, "--skip-long is for records; leave it out"),
-        (args.prompt_field and name != "records", "--prompt-field is for records; leave it out"),
-        (args.predict and not dataset.divide, "--predict is for chorales; leave it out"),
-        (args.split_at and (source != "always" or examples), "--split-at is for text, shuffled"),
+        (
+            args.prompt_field and name != "records",
+            "--prompt-field is for records; leave it out",
+        ),
+        (
+            args.predict and not dataset.divide,
+            "--predict is for chorales; leave it out",
+        ),
+        (
+            args.split_at and (source != "always" or examples),
+            "--split-at is for text, shuffled",
+        ),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
-        (size and args.block_size not in (None, size), f"records of {name} have {size} tokens"),
+        (
+            size and args.block_size not in (None, size),
+            f"records of {name} have {size} tokens",
+        ),
         (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
         (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
@@ -209,11 +266,17 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
 
 
 def metadata(
-    name: str, args: Prepare, tokenizer: Tokenizer, dataset: Dataset, corpora: dict[str, Corpus]
+    name: str,
+    args: Prepare,
+    tokenizer: Tokenizer,
+    dataset: Dataset,
+    corpora: dict[str, Corpus],
 ) -> dict:
     """The contents of meta.json, without splits and notes."""
     keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
-    settings = {key: getattr(args, key) for key in keys.split()}  # on which the result depends
+    settings = {
+        key: getattr(args, key) for key in keys.split()
+    }  # on which the result depends
     settings["predict"] = list(args.predict)
     return {
         "format": 2 if args.protocol == "records" else 1,
@@ -225,13 +288,19 @@ def metadata(
         "dtype": tokenizer.dtype,
         **{key: settings[key] for key in ("protocol", "block_size", "split")},
         "detokeniser": dataset.detokeniser,
-        "source": [{"split": s, **part} for s, c in corpora.items() for part in c.description],
+        "source": [
+            {"split": s, **part} for s, c in corpora.items() for part in c.description
+        ],
         "settings": {"dataset": args.name, "tokenizer": tokenizer.name, **settings},
     }
 
 
 def write_splits(
-    folder: Path, corpora: dict[str, Corpus], args: Prepare, tokenizer: Tokenizer, dataset: Dataset
+    folder: Path,
+    corpora: dict[str, Corpus],
+    args: Prepare,
+    tokenizer: Tokenizer,
+    dataset: Dataset,
 ) -> dict:
     """Write the token files into `folder`; returns the splits and notes for meta.json."""
     encode = partial(encode_documents, tokenizer, dataset.detokeniser)
@@ -240,10 +309,16 @@ def write_splits(
         encode = partial(map, partial(encode_example, tokenizer, args.block_size, end))
     files: dict[str, SplitFile] = {}
     long: list[tuple[int, str]] = []  # records that are: tokens and place
-    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:  # None: unless in a terminal
-        for batch in batches(route(corpora, args.val_fraction, args.limit, whole=examples)):
+    with tqdm(
+        unit=" tokens", unit_scale=True, disable=None
+    ) as bar:  # None: unless in a terminal
+        for batch in batches(
+            route(corpora, args.val_fraction, args.limit, whole=examples)
+        ):
             splits, texts = zip(*batch, strict=True)
-            for split, text, (ids, roles) in zip(splits, texts, encode(texts), strict=True):
+            for split, text, (ids, roles) in zip(
+                splits, texts, encode(texts), strict=True
+            ):
                 if examples and ids.size > args.block_size:
                     long.append((ids.size, text.place))
                     continue
@@ -255,10 +330,16 @@ def write_splits(
                 bar.update(ids.size)
     if long and not args.skip_long:
         places = ", ".join(place for _, place in long[:3]) + ", ..." * (len(long) > 3)
-        what = counted(len(long), f"records are longer than a block of {args.block_size} tokens")
+        what = counted(
+            len(long), f"records are longer than a block of {args.block_size} tokens"
+        )
         advice = "give a larger --block-size, or --skip-long"
-        raise UserError(f"{what} ({places}; the longest has {max(long)[0]} tokens): {advice}")
-    next(iter(corpora.values())).counts["records longer than a block are skipped"] += len(long)
+        raise UserError(
+            f"{what} ({places}; the longest has {max(long)[0]} tokens): {advice}"
+        )
+    next(iter(corpora.values())).counts["records longer than a block are skipped"] += (
+        len(long)
+    )
     if not files:
         raise UserError(f"no document of {args.name} is left: give more text")
     entries = {split: files[split].close() for split in SPLITS if split in files}
@@ -267,7 +348,9 @@ def write_splits(
         rows = entries.get(split, {}).get("documents", 0)
         published = corpus.published
         if published not in (None, rows):
-            notes.append(f"{rows:,} rows, where the published {split} split has {published:,}")
+            notes.append(
+                f"{rows:,} rows, where the published {split} split has {published:,}"
+            )
     return {"splits": entries, "notes": notes}
 
 
@@ -277,20 +360,32 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
-        raise UserError(f"{target} is not a prepared dataset ({found}); choose another --out")
+        raise UserError(
+            f"{target} is not a prepared dataset ({found}); choose another --out"
+        )
     if overwrite or not names:
         return False
     found = load_meta(target)
     for split in found["splits"]:
         read_tokens(target, split, verify=True)
-    before, now = ({**m.get("settings", {}), "source": m.get("source")} for m in (found, meta))
-    changed = [key for key in now if before.get(key) != now[key] and (key in before or now[key])]
-    if not (other := other_tokenizer(found, meta)):  # the name of a vocabulary does not matter
+    before, now = (
+        {**m.get("settings", {}), "source": m.get("source")} for m in (found, meta)
+    )
+    changed = [
+        key
+        for key in now
+        if before.get(key) != now[key] and (key in before or now[key])
+    ]
+    if not (
+        other := other_tokenizer(found, meta)
+    ):  # the name of a vocabulary does not matter
         changed = [key for key in changed if key != "tokenizer"]
     changed += ["vocabulary"] * (not changed and bool(other))
     if changed:
         advice = "pass --overwrite to replace it, or choose another --out"
-        raise UserError(f"{target} was made with another {', '.join(changed)}: {advice}")
+        raise UserError(
+            f"{target} was made with another {', '.join(changed)}: {advice}"
+        )
     return True
 
 
@@ -298,11 +393,17 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
     """Print what was made and noticed, and which command comes next. folder: as it is typed."""
     for split, entry in meta["splits"].items():
         whole = [counted(entry[key], key) for key in ("tokens", "documents")]
-        show(f"{split}: {' of '.join(whole)}, {entry['dropped_tokens']:,} tokens dropped")
+        show(
+            f"{split}: {' of '.join(whole)}, {entry['dropped_tokens']:,} tokens dropped"
+        )
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
-    show(f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}")
+    show(
+        f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}"
+    )
     notes = [f"note: {counted(count, what)}" for what, count in counts.items() if count]
-    notes += [f"not comparable with the published tables: {note}" for note in meta["notes"]]
+    notes += [
+        f"not comparable with the published tables: {note}" for note in meta["notes"]
+    ]
     for note in notes:
         show(note)
     if meta["protocol"] == "sedd" or meta["split"] or meta["settings"]["predict"]:
@@ -310,17 +411,23 @@ def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
         return
     named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
     name = meta["name"]
-    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(meta["tokenizer"], "quickstart")
+    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(
+        meta["tokenizer"], "quickstart"
+    )
     config = named.get(name, by_tokenizer)
     options = f" --name {name} --data.folder {folder}"
     options = "" if Path(folder).resolve() == DATA / "stories" else options
     if meta["tokenizer"] == tokenizers.HUB:
-        show(f"next: python train.py configs/aogpt_llama.toml{options} --train.init-from FOLDER")
+        show(
+            f"next: python train.py configs/aogpt_llama.toml{options} --train.init-from FOLDER"
+        )
         return
     if meta["tokenizer"] in tokenizers.FILES:
         options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
     least = min(entry["tokens"] for entry in meta["splits"].values())
-    usual = read_toml(PROJECT / "configs" / f"{config}.toml")["model"].get("block_size", least)
+    usual = read_toml(PROJECT / "configs" / f"{config}.toml")["model"].get(
+        "block_size", least
+    )
     if meta["protocol"] == "records":
         options += f" --model.block-size {meta['block_size']}"
     elif least < usual:

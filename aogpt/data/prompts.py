@@ -32,7 +32,9 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
     """The parts of an example and their roles. Raises UserError that begins with `place`."""
     parts = MARKS.split(example)  # every other one is a mark
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
-        raise UserError(f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}")
+        raise UserError(
+            f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}"
+        )
     result = [(part, i // 2 % 2) for i, part in enumerate(parts) if i % 2 == 0 and part]
     if all(role == PROMPT for _, role in result):
         raise UserError(f"{place}: all of it is given, and nothing left to predict")

@@ -23,7 +23,9 @@ class Task:
     length: int  # characters (bytes) of an example
     start = 0  # of the answer, where only the answer is compared
     documents = 100_000  # of the training split
-    keys: int | None = None  # of val and of test, where they are few and each is drawn once
+    keys: int | None = (
+        None  # of val and of test, where they are few and each is drawn once
+    )
     board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
     # with exact conditionals
@@ -67,7 +69,9 @@ def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Co
                 drawn.add(key)
             yield task.example(key, rng)
 
-    return Corpus(examples(), [{"task": task.name, "seed": seed, "documents": documents}])
+    return Corpus(
+        examples(), [{"task": task.name, "seed": seed, "documents": documents}]
+    )
 
 
 def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
@@ -81,8 +85,13 @@ def pairs(text: str, count: int) -> list[str]:
 
 
 SIDE = 6  # of a Sudoku
-UNITS = [(r, 6 + c, 12 + r // 2 * 2 + c // 3) for r in range(6) for c in range(6)]  # of each cell
-PEERS = [[i for i in range(36) if i != c and set(UNITS[c]) & set(UNITS[i])] for c in range(36)]
+UNITS = [
+    (r, 6 + c, 12 + r // 2 * 2 + c // 3) for r in range(6) for c in range(6)
+]  # of each cell
+PEERS = [
+    [i for i in range(36) if i != c and set(UNITS[c]) & set(UNITS[i])]
+    for c in range(36)
+]
 
 
 def solutions(cells: str) -> Iterator[str]:
@@ -106,7 +115,9 @@ def first_row_in_order() -> list[str]:
     return list(solutions("123456" + "0" * 30))
 
 
-class Sudoku(Task):  # a 6x6 Sudoku with boxes of 2 rows and 3 columns, and its only solution
+class Sudoku(
+    Task
+):  # a 6x6 Sudoku with boxes of 2 rows and 3 columns, and its only solution
     name = "sudoku6"
     length = 2 * SIDE**2
     documents = 200_000
@@ -128,7 +139,9 @@ class Sudoku(Task):  # a 6x6 Sudoku with boxes of 2 rows and 3 columns, and its 
         for cell in order[: int(rng.integers(12, 21))]:
             cells[cell] = key[cell]
         # Another solution differs from the key somewhere: show that cell, until there is none.
-        while other := next((board for board in solutions("".join(cells)) if board != key), None):
+        while other := next(
+            (board for board in solutions("".join(cells)) if board != key), None
+        ):
             cell = next(cell for cell in order if other[cell] != key[cell])
             cells[cell] = key[cell]
         return as_prompt("".join(cells)) + key
@@ -153,7 +166,9 @@ class Star(Task):
 
     def draw(self, rng):
         """The edges, two letters each, in random order; the centre and the end of an arm."""
-        names = letters(rng, EDGES + 1, of=EDGES + 1)  # with more, edges are looked up late
+        names = letters(
+            rng, EDGES + 1, of=EDGES + 1
+        )  # with more, edges are looked up late
         arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
         edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
         shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
@@ -183,10 +198,20 @@ class Colouring(Task):
         edges = []
         while len(edges) < BORDERS:
             colour = rng.integers(len(COLOURS), size=COUNTRIES)
-            edges = [(i, j) for i in range(COUNTRIES) for j in range(i) if colour[i] != colour[j]]
+            edges = [
+                (i, j)
+                for i in range(COUNTRIES)
+                for j in range(i)
+                if colour[i] != colour[j]
+            ]
         chosen = [edges[k] for k in rng.permutation(len(edges))[:BORDERS]]
         turned = zip(chosen, rng.integers(2, size=BORDERS), strict=True)
-        return "".join(LETTERS[edge[turn]] + LETTERS[edge[1 - turn]] for edge, turn in turned) + "="
+        return (
+            "".join(
+                LETTERS[edge[turn]] + LETTERS[edge[1 - turn]] for edge, turn in turned
+            )
+            + "="
+        )
 
     def canonical(self, key):
         return "".join(sorted("".join(sorted(pair)) for pair in pairs(key, BORDERS)))
@@ -209,11 +234,16 @@ class Colouring(Task):
 
     def fits(self, answer, key, made):
         is_whole = len(answer) == COUNTRIES and set(answer) <= set(COLOURS)
-        return is_whole and not self.clashes(key, dict(zip(LETTERS, answer, strict=False)))
+        return is_whole and not self.clashes(
+            key, dict(zip(LETTERS, answer, strict=False))
+        )
 
     def clashes(self, key: str, colours: dict[str, str]) -> bool:
         """Whether two neighbours have one colour; some countries may have none yet."""
-        return any(a in colours and colours[a] == colours.get(b) for a, b in pairs(key, BORDERS))
+        return any(
+            a in colours and colours[a] == colours.get(b)
+            for a, b in pairs(key, BORDERS)
+        )
 
 
 DIGITS = 5
@@ -275,7 +305,11 @@ class Reversal(Task):
         name, other = facts()[int(number)]
         if direction == "forward":
             return f"{name}:{other}"
-        return f":{other}{name}" if self.split_of(key) == "train" else name + as_prompt(f":{other}")
+        return (
+            f":{other}{name}"
+            if self.split_of(key) == "train"
+            else name + as_prompt(f":{other}")
+        )
 
 
 class Exchanged(Reversal):
@@ -294,7 +328,9 @@ class Exchanged(Reversal):
         return (start if self.split_of(key) == "train" else as_prompt(start)) + name
 
 
-class Parity(Task):  # bits, and the parity of each and all before it: left to right, a step a bit
+class Parity(
+    Task
+):  # bits, and the parity of each and all before it: left to right, a step a bit
     name = "parity"
     length = 2 * 20 + 1
 

@@ -32,9 +32,13 @@ class Reading:
     """How documents are read, and what was noticed on the way."""
 
     field: str  # the field of a row that holds the text
-    prompt_field: str | None = None  # the field with the prompt of an example (prompts.py)
+    prompt_field: str | None = (
+        None  # the field with the prompt of an example (prompts.py)
+    )
     split_at: str | None = None  # the separator of documents in a text
-    counts: Counter[str] = field(default_factory=Counter)  # notes for the user, and how often
+    counts: Counter[str] = field(
+        default_factory=Counter
+    )  # notes for the user, and how often
 
     @property
     def fields(self) -> set[str]:  # the fields of a row that are read
@@ -48,7 +52,9 @@ class Reading:
     def documents(self, text: str) -> Iterator[str]:
         """The documents in what was read as one."""
         if self.split_at:
-            yield from filter(None, (part.strip("\n") for part in text.split(self.split_at)))
+            yield from filter(
+                None, (part.strip("\n") for part in text.split(self.split_at))
+            )
         else:
             self.counts[MARKED] += text.count(END_OF_TEXT)
             yield text
@@ -65,7 +71,9 @@ class Corpus:
     documents: Iterable[str]
     description: list[dict]  # for meta.json; equal ones mean equal documents
     published: int | None = None  # documents of the published split
-    counts: Counter[str] = field(default_factory=Counter)  # of `Reading`, shared by all splits
+    counts: Counter[str] = field(
+        default_factory=Counter
+    )  # of `Reading`, shared by all splits
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
@@ -75,15 +83,21 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
             files.append(path)
             continue
-        inside = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+        inside = (
+            path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+        )
         known = [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]
         if not known:
-            raise UserError(f"{path}: there is no file of a known kind ({', '.join(readers)})")
+            raise UserError(
+                f"{path}: there is no file of a known kind ({', '.join(readers)})"
+            )
         files += sorted(known)
     return tuple(files)
 
 
-def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Reading) -> Corpus:
+def local_files(
+    paths: Iterable[Path], readers: dict[str, Reader], reading: Reading
+) -> Corpus:
     """The documents of some files. readers: how files of each suffix are read."""
     description = []
     files = {}
@@ -94,7 +108,9 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Read
     if len(files) > MOST_LISTED:
         digest = hashlib.sha256(repr(description).encode()).hexdigest()
         size = sum(file["bytes"] for file in description)
-        description = [{"file": f"{len(files):,} files", "bytes": size, "sha256": digest}]
+        description = [
+            {"file": f"{len(files):,} files", "bytes": size, "sha256": digest}
+        ]
 
     def documents() -> Iterator[str]:
         empty = 0
@@ -106,7 +122,9 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Read
                     is_empty = False
             empty += is_empty
         if empty == len(files):
-            raise UserError(f"{', '.join(map(str, [*files][:3]))} holds no document; leave it out")
+            raise UserError(
+                f"{', '.join(map(str, [*files][:3]))} holds no document; leave it out"
+            )
         reading.counts["empty files are skipped"] += empty
 
     return Corpus(documents(), description)
@@ -115,7 +133,10 @@ def local_files(paths: Iterable[Path], readers: dict[str, Reader], reading: Read
 def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
     """The reader of a file, by its suffix."""
     unpacked = str(file).lower().removesuffix(".gz").removesuffix(".xz")
-    return next((read for suffix, read in readers.items() if fnmatch(unpacked, f"*{suffix}")), None)
+    return next(
+        (read for suffix, read in readers.items() if fnmatch(unpacked, f"*{suffix}")),
+        None,
+    )
 
 
 def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
@@ -133,7 +154,9 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         with opener(path, "rb") as file:
             yield file
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path}: damaged, cut short, or not a {path.suffix} file") from error
+        raise UserError(
+            f"{path}: damaged, cut short, or not a {path.suffix} file"
+        ) from error
 
 
 def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
@@ -151,10 +174,15 @@ def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """The only file of a .zip as one document."""
     try:
-        with zipfile.ZipFile(stream) as archive, archive.open(*archive.namelist()) as file:
+        with (
+            zipfile.ZipFile(stream) as archive,
+            archive.open(*archive.namelist()) as file,
+        ):
             yield from read_whole(file, name, reading)
     except (zipfile.BadZipFile, TypeError) as error:  # TypeError: not one file
-        raise UserError(f"{name}: no .zip of one file ({reason_of(error)}); get it again") from None
+        raise UserError(
+            f"{name}: no .zip of one file ({reason_of(error)}); get it again"
+        ) from None
 
 
 def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
@@ -172,9 +200,13 @@ def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     if field not in row:
         fields = ", ".join(map(repr, row)) or "(none)"
-        raise UserError(f"{place}: no field {field!r}, but {fields}; choose one with {option}")
+        raise UserError(
+            f"{place}: no field {field!r}, but {fields}; choose one with {option}"
+        )
     if not isinstance(text := row[field], str):
-        raise UserError(f"{place}: the field {field!r} holds {type(text).__name__}, not a string")
+        raise UserError(
+            f"{place}: the field {field!r} holds {type(text).__name__}, not a string"
+        )
     return text
 
 
@@ -186,13 +218,17 @@ def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]
 
         file = ParquetFile(stream)
         names = file.schema_arrow.names
-        for batch in file.iter_batches(500, columns=[n for n in names if n in reading.fields]):
+        for batch in file.iter_batches(
+            500, columns=[n for n in names if n in reading.fields]
+        ):
             yield from (dict.fromkeys(names) | row for row in batch.to_pylist())
 
     return texts_of(rows(), reading, name, "damaged, or not a .parquet file")
 
 
-def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) -> Iterator[str]:
+def texts_of(
+    rows: Iterable[dict], reading: Reading, name: str, problem: str
+) -> Iterator[str]:
     """The document in each row. problem: the message if reading fails."""
     number = 0
     try:
@@ -200,11 +236,17 @@ def texts_of(rows: Iterable[dict], reading: Reading, name: str, problem: str) ->
             yield reading.document(row, f"{name} row {number}")
     except UserError:
         raise
-    except Exception as error:  # pyarrow, datasets and the network have errors of their own
-        raise UserError(f"{name}: {problem} ({reason_of(error)}, after row {number})") from error
+    except (
+        Exception
+    ) as error:  # pyarrow, datasets and the network have errors of their own
+        raise UserError(
+            f"{name}: {problem} ({reason_of(error)}, after row {number})"
+        ) from error
 
 
-def hub_rows(name: str, repository: str, config: str | None, split: str, how: Reading) -> Corpus:
+def hub_rows(
+    name: str, repository: str, config: str | None, split: str, how: Reading
+) -> Corpus:
     """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
 
     def hub() -> Iterator[dict]:
@@ -227,7 +269,9 @@ def hub_rows(name: str, repository: str, config: str | None, split: str, how: Re
     return Corpus(texts_of(hub(), how, repository, problem), [source])
 
 
-def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Reading) -> Corpus:
+def downloaded_file(
+    name: str, url: str, readers: dict[str, Reader], reading: Reading
+) -> Corpus:
     """The file at an address, held in memory."""
 
     def documents() -> Iterator[str]:
@@ -238,7 +282,9 @@ def downloaded_file(name: str, url: str, readers: dict[str, Reader], reading: Re
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            advice = f"get it elsewhere, then: python data/prepare.py {name} --source FILE"
+            advice = (
+                f"get it elsewhere, then: python data/prepare.py {name} --source FILE"
+            )
             raise UserError(f"{url}: {reason_of(error)}; {advice}") from error
         yield from read(stream, url, reading)
 

@@ -29,7 +29,11 @@ TOKENIZERS = ("gpt2", "english", "bytes", "chorales")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
 HUB = "tokenizer.json"  # the same of a pretrained model
 FILES = (OWN, HUB)
-RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")  # keys of meta.json and of `Loaded`
+RECORDED = (
+    "tokenizer",
+    "tokenizer_sha256",
+    "vocab_size",
+)  # keys of meta.json and of `Loaded`
 ALPHABET = "alphabet:"  # and its characters: a name
 END_OF_TEXT = "<|endoftext|>"
 # What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
@@ -91,7 +95,9 @@ class Tokenizer:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             known = f"the vocabulary of the {self.name!r} tokenizer (0 to {self.vocab_size - 1})"
-            raise UserError(f"id {wrong[0]} is not in {known}; was the text made with another one?")
+            raise UserError(
+                f"id {wrong[0]} is not in {known}; was the text made with another one?"
+            )
         return self.to_bytes(ids).decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
@@ -100,7 +106,9 @@ class Tokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
         for token in ids.tolist() if hasattr(ids, "tolist") else ids:
-            if token == self.eot and pieces:  # no character continues over the end of a document
+            if (
+                token == self.eot and pieces
+            ):  # no character continues over the end of a document
                 pieces[-1] += decoder.decode(b"", final=True)
             pieces.append(decoder.decode(self.to_bytes([token])))
         if pieces:
@@ -128,7 +136,9 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
     def to_bytes(self, ids: list[int]) -> bytes:
-        return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+        return b"".join(
+            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
+        )
 
 
 class AlphabetTokenizer(Tokenizer):
@@ -136,7 +146,9 @@ class AlphabetTokenizer(Tokenizer):
 
     def __init__(self, letters: str):
         if twice := sorted({letter for letter in letters if letters.count(letter) > 1}):
-            raise UserError(f"--alphabet has {twice[0]!r} twice; give each character once")
+            raise UserError(
+                f"--alphabet has {twice[0]!r} twice; give each character once"
+            )
         self.letters = letters
         self.name = ALPHABET + letters
         self.eot = len(letters)
@@ -145,7 +157,8 @@ class AlphabetTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         codes, known = (
-            np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in (text, self.letters)
+            np.frombuffer(t.encode("utf-32-le"), np.uint32)
+            for t in (text, self.letters)
         )
         order = known.argsort()
         places = np.searchsorted(known[order], codes).clip(max=self.eot - 1)
@@ -165,7 +178,10 @@ class ChoralesTokenizer(Tokenizer):
     name = "chorales"
     vocab_size = HIGHEST - LOWEST + 3
     eot = HIGHEST - LOWEST + 2
-    names = ["r", *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1))]
+    names = [
+        "r",
+        *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1)),
+    ]
     ranks = {name.encode(): i for i, name in enumerate(names)}
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -183,7 +199,9 @@ class ChoralesTokenizer(Tokenizer):
         return "".join(self.pieces(ids)).encode()
 
     def byte_lengths(self) -> np.ndarray:
-        return np.full(self.vocab_size, np.nan)  # bits per byte of text mean nothing here
+        return np.full(
+            self.vocab_size, np.nan
+        )  # bits per byte of text mean nothing here
 
     def pitches(self, ids: list[int]) -> list[int]:
         return [i - 1 + LOWEST if 0 < i < self.eot else -1 for i in ids]
@@ -201,7 +219,9 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        ids = self.encoding.encode_to_numpy(without_lone_surrogates(text), disallowed_special=())
+        ids = self.encoding.encode_to_numpy(
+            without_lone_surrogates(text), disallowed_special=()
+        )
         return ids.astype(np.uint16)
 
 
@@ -220,7 +240,9 @@ class HubTokenizer(Tokenizer):
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"{path} is not a tokenizer.json: {reason_of(error)}") from None
+            raise UserError(
+                f"{path} is not a tokenizer.json: {reason_of(error)}"
+            ) from None
         self.inner.no_truncation()
         self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)
@@ -250,12 +272,16 @@ class HubTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         text = without_lone_surrogates(text)
-        return np.array(self.inner.encode(text, add_special_tokens=False).ids, self.dtype)
+        return np.array(
+            self.inner.encode(text, add_special_tokens=False).ids, self.dtype
+        )
 
     def encode_after(self, text: str) -> list[int]:
         if not self.adds_space:
             return self.encode(text)
-        for start in "\n0.":  # after a character that does not merge with the first of the text
+        for (
+            start
+        ) in "\n0.":  # after a character that does not merge with the first of the text
             before = self.encode(start)
             whole = self.encode(start + text)
             if whole[: len(before)] == before:
@@ -290,15 +316,23 @@ def without_lone_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def other_tokenizer(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple]:
+def other_tokenizer(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, tuple]:
     """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
     if pairs["tokenizer_sha256"][0] == pairs["tokenizer_sha256"][1] is not None:
         del pairs["tokenizer"]  # one vocabulary under two names
-    return {key: pair for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if None not in pair and pair[0] != pair[1]
+    }
 
 
-def get_tokenizer(name: str, sha256: str | None = None, folder: Path | None = None) -> Tokenizer:
+def get_tokenizer(
+    name: str, sha256: str | None = None, folder: Path | None = None
+) -> Tokenizer:
     """The tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path FILE.tiktoken or
     tokenizer.json, or OWN or HUB in `folder` or up to two folders above it. Raises UserError for
     another sha256."""
@@ -332,15 +366,21 @@ def _read_file(path: Path) -> BytePairTokenizer:
             token, i = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(i)
         except ValueError:
-            raise UserError(f"{path} line {number}: not the base64 of a token and its id") from None
+            raise UserError(
+                f"{path} line {number}: not the base64 of a token and its id"
+            ) from None
         if len(ranks) != number:
             raise UserError(f"{path} line {number}: this token is in it twice")
     if sorted(ranks.values()) != [*range(len(ranks))] or not 256 <= len(ranks) < 2**16:
-        raise UserError(f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536")
+        raise UserError(
+            f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536"
+        )
     if any(bytes([i]) not in ranks for i in range(256)):
         raise UserError(f"{path}: each of the 256 bytes must be a token")
     words = {"pat_str": GPT2_WORDS, "special_tokens": {END_OF_TEXT: len(ranks)}}
-    return BytePairTokenizer(name, tiktoken.Encoding(name, mergeable_ranks=ranks, **words))
+    return BytePairTokenizer(
+        name, tiktoken.Encoding(name, mergeable_ranks=ranks, **words)
+    )
 
 
 @functools.cache
@@ -354,8 +394,12 @@ def _get_known(name: str) -> Tokenizer:
 
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
-    except Exception as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        what = f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
+    except (
+        Exception
+    ) as error:  # of requests, an OSError, a wrong hash: one remedy for all
+        what = (
+            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
+        )
         place = "a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
         advice = f"set TIKTOKEN_CACHE_DIR to {place}, or use --tokenizer bytes"
         raise UserError(f"{what}. Without a network, {advice}") from error

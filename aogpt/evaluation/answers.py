@@ -41,7 +41,9 @@ class Questions:
 
     def given_first(self) -> "Questions":
         """With the prompt at the beginning, for a model that can only continue a text."""
-        order = self.roles.first_given(torch.arange(self.tokens.shape[1]).expand_as(self.tokens))
+        order = self.roles.first_given(
+            torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        )
         rows = self.tokens, self.roles.predicted, self.roles.given
         tokens, *roles = (values.gather(1, order) for values in rows)
         return replace(self, tokens=tokens, roles=Roles(*roles))
@@ -52,7 +54,9 @@ def open_questions(
 ) -> Questions:
     """The rows of a prepared data set, or `limit` of them, spread over the split. split: by default
     test, where there is one. Raises UserError for a set without prompts."""
-    eval_set = open_eval_set(name, split, loaded, limit, preferred_split="test", verify=False)
+    eval_set = open_eval_set(
+        name, split, loaded, limit, preferred_split="test", verify=False
+    )
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
     if roles is None:
@@ -66,13 +70,19 @@ def open_questions(
 class Answers:
     """What a model has answered."""
 
-    records: list[dict]  # of each row: text, answer (the text as filled in), right, step, nfe
+    records: list[
+        dict
+    ]  # of each row: text, answer (the text as filled in), right, step, nfe
     samples: Generation
     seconds: float
-    limit: float | None  # share of right answers that is possible with these groups: `Task.limit`
+    limit: (
+        float | None
+    )  # share of right answers that is possible with these groups: `Task.limit`
 
     def summary(self) -> dict:
-        share, error = mean_and_error([float(record["right"]) for record in self.records])
+        share, error = mean_and_error(
+            [float(record["right"]) for record in self.records]
+        )
         return {
             "records": len(self.records),
             "exact_match": share,
@@ -85,7 +95,11 @@ class Answers:
 
 
 def answer(
-    loaded: Loaded, questions: Questions, options: DecodingOptions, seed: int, procs: Processes
+    loaded: Loaded,
+    questions: Questions,
+    options: DecodingOptions,
+    seed: int,
+    procs: Processes,
 ) -> Answers:
     """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
     if loaded.model.config.l2r_only:
@@ -106,7 +120,9 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
     text = functools.partial(modes.text_until, loaded.get_tokenizer())
     records = []
     is_right = questions.task.is_right if questions.task else str.__eq__
-    rows = zip(questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True)
+    rows = zip(
+        questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True
+    )
     for true, (filled, step, _), nfe in rows:
         record = {"text": text(true[: len(filled)]), "answer": text(filled)}
         record["right"] = is_right(record["answer"], record["text"])
@@ -134,6 +150,10 @@ def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) 
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
         caption = "right" if record["right"] else "wrong"
-        roll = None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)  # in its order
-        shown.append(PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll))
+        roll = (
+            None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)
+        )  # in its order
+        shown.append(
+            PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll)
+        )
     return render(shown, told)

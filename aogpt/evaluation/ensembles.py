@@ -43,7 +43,9 @@ class RandomStream(NamedTuple):
     def index(self) -> int:
         return self.draw + (self.use << 24) + (self.member << 48)  # of `philox_bits`
 
-    def uniform(self, seed: int, rows: range, width: int) -> Tensor:  # (len(rows), width) in [0, 1)
+    def uniform(
+        self, seed: int, rows: range, width: int
+    ) -> Tensor:  # (len(rows), width) in [0, 1)
         bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
         return torch.from_numpy(to_uniform(bits))
 
@@ -61,7 +63,9 @@ def permute_context(
     T = order.shape[1]
     steps = torch.arange(T)
     keys = stream.uniform(seed, rows, T)
-    keys = torch.where(steps < known, keys, 1.0 + steps)  # above every random key, and in order
+    keys = torch.where(
+        steps < known, keys, 1.0 + steps
+    )  # above every random key, and in order
     keys = torch.where(steps < prompt, steps - float(T), keys)
     return order.gather(1, keys.argsort(dim=1, stable=True))
 

@@ -59,7 +59,10 @@ class Estimate:
 
 
 def estimate(
-    *parts: Tensor, joint=False, weights: Tensor | None = None, documents: Tensor | None = None
+    *parts: Tensor,
+    joint=False,
+    weights: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Estimate:
     """The mean over N sequences of a sum of parts, and its standard errors. A part is (N,), known
     exactly, or (N, D), D samples of an estimate of it; D may differ. weights: (N,) of mean 1, where
@@ -80,7 +83,9 @@ def estimate(
         _, cluster = documents.unique(return_inverse=True)
         clusters = int(cluster.max()) + 1
         sums = deviations.new_zeros(clusters).index_add_(0, cluster, deviations)
-        document_error = float(sums.std()) * clusters**0.5 / n if clusters > 1 else math.nan
+        document_error = (
+            float(sums.std()) * clusters**0.5 / n if clusters > 1 else math.nan
+        )
 
     sampled = [weights[:, None] * part.double() for part in parts if part.dim() == 2]
     variance = sum(_monte_carlo(part, joint) for part in sampled)

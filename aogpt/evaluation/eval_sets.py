@@ -29,7 +29,9 @@ class TextDataset(TokenDataset):
         self.of_records = False
         self._opened = {}
         self.block_size, self.num_blocks = block_size, len(self.tokens) // block_size
-        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(-1, block_size)
+        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(
+            -1, block_size
+        )
         sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
         self.meta = {"tokenizer": loaded.tokenizer, "eot": tokenizer.eot}
         self.meta["splits"] = {"text": {"tokens": len(self.tokens), "sha256": sha256}}
@@ -41,7 +43,9 @@ class EvalSet:
     all blocks, where nothing may be dropped, a shorter row of the tokens that are left."""
 
     name: str
-    folder: Path  # of the data, or of the model's file: where the tokenizer's is looked for
+    folder: (
+        Path  # of the data, or of the model's file: where the tokenizer's is looked for
+    )
     split: str
     dataset: TokenDataset
     count: int  # N, the rows
@@ -73,7 +77,9 @@ class EvalSet:
         """(N,) number of the document that the middle of every row is in."""
         if self.dataset.meta.get("protocol") == "records":
             return torch.arange(self.count)
-        rows = np.append(self._chosen, self.dataset.num_blocks)[: self.count]  # or the tail's
+        rows = np.append(self._chosen, self.dataset.num_blocks)[
+            : self.count
+        ]  # or the tail's
         middles = rows * self.dataset.block_size + self.lengths.numpy() // 2
         ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
         return torch.from_numpy(np.searchsorted(ends, middles))
@@ -83,7 +89,9 @@ class EvalSet:
         """Mean UTF-8 bytes of text per token that is predicted; end-of-text has none. NaN where the
         tokenizer's file is missing, which scoring does not need."""
         try:
-            tokenizer = get_tokenizer(self.dataset.meta["tokenizer"], folder=self.folder)
+            tokenizer = get_tokenizer(
+                self.dataset.meta["tokenizer"], folder=self.folder
+            )
         except ValueError:
             return math.nan
         tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
@@ -100,18 +108,28 @@ class EvalSet:
     def description(self) -> dict:
         """What a result names so that it can be reproduced: above all the file's checksum."""
         meta = self.dataset.meta
-        known = {k: meta[k] for k in ("tokenizer", "protocol", "packing", "notes") if k in meta}
+        known = {
+            k: meta[k]
+            for k in ("tokenizer", "protocol", "packing", "notes")
+            if k in meta
+        }
         place = {"split": self.split, "block_size": self.dataset.block_size}
         entry = meta["splits"][self.split]
-        sha256 = entry["sha256"] or sha256_file(self.folder / entry["file"])  # nanoGPT has none
+        sha256 = entry["sha256"] or sha256_file(
+            self.folder / entry["file"]
+        )  # nanoGPT has none
         return known | place | entry | {"sha256": sha256}
 
 
 def comparable(models: list[Loaded]) -> list[Loaded]:
     """The models, set to score the same tokens. Raises UserError for other tokenizers."""
     if other_tokenizer(vars(models[0]), vars(models[-1])):
-        found = " and ".join(f"{model.path} has {model.tokenizer} tokens" for model in models)
-        raise UserError(f"{found}, of another vocabulary: compare models of one tokenizer")
+        found = " and ".join(
+            f"{model.path} has {model.tokenizer} tokens" for model in models
+        )
+        raise UserError(
+            f"{found}, of another vocabulary: compare models of one tokenizer"
+        )
     return [replace(m, scored_from=max(m.scored_from for m in models)) for m in models]
 
 

@@ -29,7 +29,12 @@ from ..checkpoints import Loaded, load
 from ..data.tokenizers import without_lone_surrogates
 from ..orders import OrderConfig, orders_at
 from ..runtime.command_line import ModelOptions
-from ..runtime.devices import attention_of_many_shapes, autocast, pick_device, pick_dtype
+from ..runtime.devices import (
+    attention_of_many_shapes,
+    autocast,
+    pick_device,
+    pick_dtype,
+)
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import REQUESTS, philox_bits, to_uniform
@@ -44,7 +49,9 @@ try:
     import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-except ImportError:  # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do
+except (
+    ImportError
+):  # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do
     lm_eval = None
     TemplateLM = object
 
@@ -91,14 +98,20 @@ class HarnessModel(TemplateLM):
     is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
 
     def __init__(
-        self, run, processes: Processes | None = None, max_batch_size: int | None = None, **options
+        self,
+        run,
+        processes: Processes | None = None,
+        max_batch_size: int | None = None,
+        **options,
     ):
         require_lm_eval()
         super().__init__()
         names = {field.name for field in fields(Settings)}
         self.settings = a = Settings(**{k: v for k, v in options.items() if k in names})
         check_values(a, name=str)
-        decoding = DecodingOptions(**{k: v for k, v in options.items() if k not in names})
+        decoding = DecodingOptions(
+            **{k: v for k, v in options.items() if k not in names}
+        )
         self.procs = processes or Processes(0, 1, pick_device(a.device))
         # The harness reads `rank`, `world_size` and `device`, its properties of these.
         self._rank = self.procs.rank
@@ -107,7 +120,10 @@ class HarnessModel(TemplateLM):
         if not isinstance(run, Loaded):
             run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded, self.model = run, run.model.to(self.device)
-        self.tokenizer, self.dtype = run.get_tokenizer(), pick_dtype(a.dtype, self.device)
+        self.tokenizer, self.dtype = (
+            run.get_tokenizer(),
+            pick_dtype(a.dtype, self.device),
+        )
         config = self.model.config
         self.block_size = config.block_size
         self.is_encoder = config.is_encoder
@@ -118,17 +134,26 @@ class HarnessModel(TemplateLM):
         decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
-        self.counts = Counter()  # of requests: all, with a token across, with a context cut short
+        self.counts = (
+            Counter()
+        )  # of requests: all, with a token across, with a context cut short
         self._check()
 
     def _check(self) -> None:
         check_value(self.order, Literal["l2r", "random"], "order")
         if self.is_encoder and self.order == "l2r":
-            raise UserError("an encoder has no left-to-right likelihood; take order random")
-        if self.model.config.l2r_only and (self.order, self.decoding.mode) != ("l2r", "l2r"):
+            raise UserError(
+                "an encoder has no left-to-right likelihood; take order random"
+            )
+        if self.model.config.l2r_only and (self.order, self.decoding.mode) != (
+            "l2r",
+            "l2r",
+        ):
             raise UserError("this model is a plain GPT; take order l2r and mode l2r")
         if not self.decoding.choice.is_exact:
-            raise UserError("how tokens are drawn is for the tasks to say; give --gen-kwargs")
+            raise UserError(
+                "how tokens are drawn is for the tasks to say; give --gen-kwargs"
+            )
         if self.decoding.refine:
             raise UserError("--refine is not for tasks of the harness: leave it out")
 
@@ -139,7 +164,9 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, **options) -> list[int]:
         return self.tokenizer.encode(string)
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _encode_pair(
+        self, context: str, continuation: str
+    ) -> tuple[list[int], list[int]]:
         """The tokens of both together, divided at the last boundary of tokens within the context,
         whose trailing spaces belong to the continuation."""
         text = context + continuation
@@ -160,7 +187,10 @@ class HarnessModel(TemplateLM):
         """Requests of all processes; `spanning`: with a token across context and continuation,
         `truncated`: whose context lost its beginning."""
         found = self.procs.gather(self.counts)
-        return {name: sum(c[name] for c in found) for name in ("all", "spanning", "truncated")}
+        return {
+            name: sum(c[name] for c in found)
+            for name in ("all", "spanning", "truncated")
+        }
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.procs.gather(tensor.item()))
@@ -172,7 +202,9 @@ class HarnessModel(TemplateLM):
     def barrier(self) -> None:
         self.procs.gather(None)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests, disable_tqdm: bool = False
+    ) -> list[float]:
         """Log-likelihood of each text."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -200,20 +232,28 @@ class HarnessModel(TemplateLM):
             context = context or [self.prefix_token_id]
             pairs.append((self._fitting(context, len(continuation)), continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
-                passes += [(-len(pairs[i][0]) - len(continuation), i, d) for d in range(draws)]
+                passes += [
+                    (-len(pairs[i][0]) - len(continuation), i, d) for d in range(draws)
+                ]
         # Long ones first: little padding, and if memory does not suffice, it shows at once.
         passes.sort()
         values = [[] for _ in pairs]
         greedy = [True] * len(pairs)
-        quiet = True if disable_tqdm or self.rank else None  # None: quiet without a terminal
+        quiet = (
+            True if disable_tqdm or self.rank else None
+        )  # None: quiet without a terminal
         starts = range(0, len(passes), self.batch_size)
         for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
             batch = passes[start : start + self.batch_size]
-            scores = self.score([self.scoring_pass(*pairs[i], draw) for _, i, draw in batch])
+            scores = self.score(
+                [self.scoring_pass(*pairs[i], draw) for _, i, draw in batch]
+            )
             for (_, i, _), (value, is_greedy) in zip(batch, scores, strict=True):
                 values[i].append(value)
                 greedy[i] &= is_greedy
-        return [(math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)]
+        return [
+            (math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)
+        ]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text after each context; gen_kwargs: see `generation_settings`."""
@@ -228,9 +268,13 @@ class HarnessModel(TemplateLM):
             groups[settings].append((tokens, copies[id(request)], number))
         texts = [""] * len(requests)
         quiet = True if disable_tqdm or self.rank else None
-        with tqdm(desc=self.decoding.mode, unit="token", disable=quiet, leave=False) as bar:
+        with tqdm(
+            desc=self.decoding.mode, unit="token", disable=quiet, leave=False
+        ) as bar:
             for settings, group in groups.items():
-                contexts, repeats, numbers = zip(*sorted(group, key=lambda r: -len(r[0])))  # noqa: B905
+                contexts, repeats, numbers = zip(
+                    *sorted(group, key=lambda r: -len(r[0]))
+                )  # noqa: B905
                 answers = self.complete(contexts, repeats, settings, bar.update)
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
@@ -238,10 +282,14 @@ class HarnessModel(TemplateLM):
 
     def _fitting(self, context: list[int], new: int) -> list[int]:
         """The end of a context that leaves room for new tokens; counts the request."""
-        self.counts += Counter(all=1, truncated=int(len(context) + new > self.block_size))
+        self.counts += Counter(
+            all=1, truncated=int(len(context) + new > self.block_size)
+        )
         return context[new - self.block_size :]
 
-    def scoring_pass(self, context: list[int], continuation: list[int], draw: int) -> ScoringPass:
+    def scoring_pass(
+        self, context: list[int], continuation: list[int], draw: int
+    ) -> ScoringPass:
         """Pass `draw` over a request, by the definitions above."""
         a = self.settings
         c = len(context)
@@ -268,30 +316,47 @@ class HarnessModel(TemplateLM):
         length = torch.tensor([len(p.tokens) for p in passes])
         first = torch.tensor([p.first for p in passes])
         steps = torch.arange(int(length.max()))
-        tokens = pad_sequence([torch.tensor(p.tokens) for p in passes], batch_first=True)
+        tokens = pad_sequence(
+            [torch.tensor(p.tokens) for p in passes], batch_first=True
+        )
         # Padding comes last in the order of a decoder, so that nothing sees it.
-        order = torch.stack([torch.cat([p.order, steps[len(p.order) :]]) for p in passes])
+        order = torch.stack(
+            [torch.cat([p.order, steps[len(p.order) :]]) for p in passes]
+        )
         scored = (steps >= first[:, None]) & (steps < length[:, None])
         counts = scored.sum(dim=1).tolist()
-        tokens, order, scored, length = (v.to(self.device) for v in (tokens, order, scored, length))
+        tokens, order, scored, length = (
+            v.to(self.device) for v in (tokens, order, scored, length)
+        )
         with autocast(self.device, self.dtype), attention_of_many_shapes():
             if self.is_encoder:
                 hidden = self._encoder_hidden(tokens, order, scored, length)
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
-            results = self.model.in_chunks(self._score_tokens, hidden[scored][None], targets[None])
+            results = self.model.in_chunks(
+                self._score_tokens, hidden[scored][None], targets[None]
+            )
         log_probs, hits = results.double().cpu().unbind(dim=1)
         parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
-        return [(p.weight * float(values.sum()), bool(hit.all())) for p, values, hit in parts]
+        return [
+            (p.weight * float(values.sum()), bool(hit.all()))
+            for p, values, hit in parts
+        ]
 
     def _encoder_hidden(self, tokens, order, scored, length) -> Tensor:
         """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
-        sigma = log_linear_noise(masked.sum(dim=1) / length.double()) if config.noise else None
+        sigma = (
+            log_linear_noise(masked.sum(dim=1) / length.double())
+            if config.noise
+            else None
+        )
         lengths = length if int(length.min()) < tokens.shape[1] else None
-        hidden = self.model.hidden(tokens.where(~masked, config.mask_token), sigma, lengths)
+        hidden = self.model.hidden(
+            tokens.where(~masked, config.mask_token), sigma, lengths
+        )
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
 
     def _score_tokens(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -303,7 +368,9 @@ class HarnessModel(TemplateLM):
         hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets
         return torch.stack([log_probs, hits.to(log_probs.dtype)], dim=1)
 
-    def generation_settings(self, gen_kwargs: dict) -> tuple[TokenChoice, int, tuple[str, ...]]:
+    def generation_settings(
+        self, gen_kwargs: dict
+    ) -> tuple[TokenChoice, int, tuple[str, ...]]:
         """How to draw, tokens at most, and strings that end the answer."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -318,32 +385,48 @@ class HarnessModel(TemplateLM):
         given.pop("temperature", None)
         if given:
             known = "until, max_gen_toks, do_sample, temperature, top_p and top_k are"
-            raise UserError(f"generation setting {', '.join(given)} is not supported: {known}")
+            raise UserError(
+                f"generation setting {', '.join(given)} is not supported: {known}"
+            )
         if not 1 <= max_tokens < self.block_size:
-            advice = f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            advice = (
+                f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            )
             raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
-        choice = TokenChoice(temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k)
+        choice = TokenChoice(
+            temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k
+        )
         return choice, max_tokens, until
 
     def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:
         """The text after each context, a function of (seed, context, repeat) alone."""
         choice, most, until = settings
-        keys = [digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)]
+        keys = [
+            digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)
+        ]
         rows = [context + [None] * most for context in contexts]
         seed = self.settings.seed
-        plan, tokens, uniforms = modes.plan_samples(self.decoding, rows, seed, keys=keys)
+        plan, tokens, uniforms = modes.plan_samples(
+            self.decoding, rows, seed, keys=keys
+        )
         how = {"choice": choice, "uniforms": uniforms, "batch_size": self.batch_size}
         how |= {"compile": self.decoding.compile, "kernels": self.decoding.kernels}
         how |= {"vocab_size": self.loaded.vocab_size, "progress": progress}
-        answers = zip(contexts, generate(self._generator, plan, tokens, **how).rows(), strict=True)
+        answers = zip(
+            contexts, generate(self._generator, plan, tokens, **how).rows(), strict=True
+        )
         new = (row[len(context) :] for context, (row, *_) in answers)
         return [modes.text_until(self.tokenizer, row, until) for row in new]
 
     @functools.cached_property
     def _generator(self):
         """The model in the precision of generation: likelihoods keep its float32 weights."""
-        return copy.deepcopy(self.model).bfloat16() if self.dtype == torch.bfloat16 else self.model
+        return (
+            copy.deepcopy(self.model).bfloat16()
+            if self.dtype == torch.bfloat16
+            else self.model
+        )
 
 
 if lm_eval is not None:
@@ -352,9 +435,13 @@ if lm_eval is not None:
 
 def digest(*parts: Sequence[int]) -> int:
     """64 bits that tell lists of integers apart."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest())
+    return int.from_bytes(
+        hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    )
 
 
 def require_lm_eval() -> None:
     if lm_eval is None:
-        raise UserError("this needs the package lm_eval: pip install -r requirements-harness.txt")
+        raise UserError(
+            "this needs the package lm_eval: pip install -r requirements-harness.txt"
+        )

@@ -43,7 +43,9 @@ class Passages:
         return [row[start:end] for row, start, end in spans]
 
 
-def find_passages(blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: int) -> Passages:
+def find_passages(
+    blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: int
+) -> Passages:
     """The blocks (N, T) that have a whole sentence of this many tokens, and of several the one that
     is nearest to the middle."""
     ids = blocks.unique().tolist()
@@ -51,7 +53,11 @@ def find_passages(blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: 
     spans = []
     texts = {token: tokenizer.decode([token]).rstrip(AFTER_THEM) for token in ids}
     for row, block in enumerate(blocks.tolist()):
-        ends = [i + 1 for i, token in enumerate(block) if texts[token].endswith(SENTENCE_ENDS)]
+        ends = [
+            i + 1
+            for i, token in enumerate(block)
+            if texts[token].endswith(SENTENCE_ENDS)
+        ]
         pairs = zip(ends, ends[1:], strict=False)
         fitting = [(a, b) for a, b in pairs if shortest <= b - a <= longest]
         if fitting:
@@ -106,14 +112,20 @@ def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
         for i in range(int(length.max())):  # a pass for the i-th token of every middle
             place = (passages.start + i)[:, None]
             masked = ~known & (positions >= place)
-            log_probs = model.masked_log_probs(tokens.to(device), masked.to(device)).cpu().double()
+            log_probs = (
+                model.masked_log_probs(tokens.to(device), masked.to(device))
+                .cpu()
+                .double()
+            )
             found = log_probs.gather(1, place.clamp(max=T - 1)).squeeze(1)
             total -= found.where(i < length, 0.0)
         return total / length
     # What is known first, then the middle, then what is neither: each from left to right.
     middle = ~known & (positions < passages.end[:, None])
     order = torch.where(known, 0, torch.where(middle, 1, 2)).argsort(dim=1, stable=True)
-    log_probs = model.token_log_probs(tokens.to(device), order.to(device)).cpu().double()
+    log_probs = (
+        model.token_log_probs(tokens.to(device), order.to(device)).cpu().double()
+    )
     return -(log_probs * middle.gather(1, order)).sum(dim=1) / length
 
 
@@ -134,4 +146,6 @@ def rouge(pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     found = [scorer.score(reference, text) for text, reference in pairs]
     names = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
-    return {key: [scores[name].fmeasure for scores in found] for key, name in names.items()}
+    return {
+        key: [scores[name].fmeasure for scores in found] for key, name in names.items()
+    }

@@ -19,7 +19,9 @@ from ..runtime.errors import UserError
 from ..runtime.validation import expand_home, read_bounded
 from ..systems import parameter_counts
 
-MAX_LOGITS = 2**28  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
+MAX_LOGITS = (
+    2**28
+)  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
 
 
 class Judge:
@@ -35,7 +37,9 @@ class Judge:
     device: torch.device
     libraries: dict[str, str] = {}  # versions, besides the project's own
     encode: Callable[[str], list[int]]  # in the text "<|endoftext|>" ends a document
-    has_ids_of: Callable[[str], bool]  # whether the ids of this tokenizer mean the same to it
+    has_ids_of: Callable[
+        [str], bool
+    ]  # whether the ids of this tokenizer mean the same to it
     # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
     # first column means nothing.
     nll: Callable[[Tensor], Tensor]
@@ -61,7 +65,9 @@ class Judge:
         starts = range(0, len(windows), size)
         for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
             batch = windows[start : start + size]
-            tokens = pad_sequence([torch.tensor(ids) for _, ids in batch], batch_first=True)
+            tokens = pad_sequence(
+                [torch.tensor(ids) for _, ids in batch], batch_first=True
+            )
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
                 totals[sample] += float(row[first : len(ids)].sum())
@@ -71,7 +77,9 @@ class Judge:
     def describe(self) -> dict:
         """What a reported number depends on."""
         names = "name", "source", "tokenizer", "parameters", "context"
-        scored = "every token" if self.start else "all tokens but the first (no start token)"
+        scored = (
+            "every token" if self.start else "all tokens but the first (no start token)"
+        )
         described = {"dtype": "float32", "start_token": self.start, "scored": scored}
         return {name: getattr(self, name) for name in names} | described
 
@@ -109,7 +117,9 @@ class DecoderJudge(Judge):
 
     def encode(self, text):
         tokenizer = self.get_tokenizer()
-        ids, *documents = [tokenizer.encode(document) for document in text.split(END_OF_TEXT)]
+        ids, *documents = [
+            tokenizer.encode(document) for document in text.split(END_OF_TEXT)
+        ]
         for document in documents:
             ids += [tokenizer.eot, *document]
         return ids
@@ -119,7 +129,9 @@ class DecoderJudge(Judge):
         return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
 
     def nll(self, tokens):
-        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+            tokens
+        )
         return -self.model.token_log_probs(tokens, left_to_right)
 
 
@@ -134,12 +146,20 @@ class TransformersJudge(Judge):
             transformers.logging.disable_progress_bar()
             # The small file first: it shows what is wrong before anything large is fetched.
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            options = {"use_safetensors": True, "output_loading_info": True, "dtype": torch.float32}
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+            options = {
+                "use_safetensors": True,
+                "output_loading_info": True,
+                "dtype": torch.float32,
+            }
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                name, **options
+            )
         # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            what = f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
+            what = (
+                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
+            )
             model = "a causal language model's folder or Hugging Face id (needs the network once)"
             advice = f"Give a run of this project; or, with pip install transformers, {model}"
             raise UserError(f"{what}. {advice}") from error
@@ -149,8 +169,13 @@ class TransformersJudge(Judge):
                 f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}"
             )
         # Without files transformers makes an empty tokenizer.
-        if not self._tokenizer("The cat.").input_ids or len(self._tokenizer) > self.vocab_size:
-            found = f"its tokenizer is missing or has more than {self.vocab_size} tokens"
+        if (
+            not self._tokenizer("The cat.").input_ids
+            or len(self._tokenizer) > self.vocab_size
+        ):
+            found = (
+                f"its tokenizer is missing or has more than {self.vocab_size} tokens"
+            )
             raise UserError(f"--judge {name}: {found}")
         self.name = name
         self.device = device
@@ -162,7 +187,9 @@ class TransformersJudge(Judge):
         self.parameters = sum(p.numel() for p in model.parameters())
         # Models were trained as their tokenizers write text: with a start token in front or not.
         self._bos = self._tokenizer.bos_token_id
-        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [self._bos]
+        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [
+            self._bos
+        ]
         limit = getattr(model.config, "max_position_embeddings", None)
         self.context = limit and limit - self.start  # the start token takes a place
 
@@ -182,9 +209,15 @@ class TransformersJudge(Judge):
     def nll(self, tokens):
         if self.start:
             tokens = F.pad(tokens, (1, 0), value=self._bos)
-        mask = torch.ones_like(tokens)  # padding is at the end: a causal model does not see it
-        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        mask = torch.ones_like(
+            tokens
+        )  # padding is at the end: a causal model does not see it
+        logits = self.model(
+            input_ids=tokens, attention_mask=mask, use_cache=False
+        ).logits
         # One row at a time: cross_entropy of all would take several times the memory of the logits.
         pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
-        nll = torch.stack([F.cross_entropy(row, target, reduction="none") for row, target in pairs])
+        nll = torch.stack(
+            [F.cross_entropy(row, target, reduction="none") for row, target in pairs]
+        )
         return nll if self.start else F.pad(nll, (1, 0))

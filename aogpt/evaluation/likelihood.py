@@ -41,13 +41,17 @@ class Scorer:
     group: int = 1  # steps that are predicted at once
     ensembles: tuple[int, ...] = (1,)  # rising sizes, above 1 under uniform orders only
     weighted: bool = False  # the importance-weighted bound over all draws
-    joint: bool = False  # stratified, as masks are: the sequences of a draw depend on one another
+    joint: bool = (
+        False  # stratified, as masks are: the sequences of a draw depend on one another
+    )
 
     @property
     def exact(self) -> bool:  # nothing is random
         return self.rule is not None or self.orders is not None and self.orders.is_fixed
 
-    def nll(self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None) -> Tensor:
+    def nll(
+        self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
+    ) -> Tensor:
         """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
         (seed, number of the draw, rows, total of rows)."""
         if self.rule is not None:
@@ -92,7 +96,9 @@ class Task(NamedTuple):
         if roles is None:
             return self.eval_set.lengths - self.loaded.scored_from
         # The first step of an order is part of the prompt wherever there is one.
-        return roles.predicted.sum(dim=1) - self.loaded.scored_from * ~roles.given.any(dim=1)
+        return roles.predicted.sum(dim=1) - self.loaded.scored_from * ~roles.given.any(
+            dim=1
+        )
 
 
 class BatchRunner:
@@ -101,16 +107,25 @@ class BatchRunner:
     batch_size: rows; None: enough for a fast pass, halved for good where memory runs out."""
 
     def __init__(
-        self, procs: Processes, dtype: torch.dtype, block_size: int, batch_size: int | None = None
+        self,
+        procs: Processes,
+        dtype: torch.dtype,
+        block_size: int,
+        batch_size: int | None = None,
     ):
         self.procs = procs
         self.dtype = dtype
         self.halves = batch_size is None
-        most = 2**12 if procs.device.type == "cpu" else 2**19  # tokens: more are not faster
+        most = (
+            2**12 if procs.device.type == "cpu" else 2**19
+        )  # tokens: more are not faster
         self.batch_size = batch_size or max(1, most // block_size)
 
     def run(
-        self, task: Task, work: Callable[[Tensor, range], Tensor], dtype: torch.dtype | None = None
+        self,
+        task: Task,
+        work: Callable[[Tensor, range], Tensor],
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on the CPU of every process."""
         eval_set = task.eval_set
@@ -121,7 +136,9 @@ class BatchRunner:
         title = visible(f"{eval_set.name} {task.name}")
         quiet = None if self.procs.main else True
         row = share.start
-        with tqdm(total=len(share), desc=title, unit="seq", leave=False, disable=quiet) as bar:
+        with tqdm(
+            total=len(share), desc=title, unit="seq", leave=False, disable=quiet
+        ) as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 # The row after the blocks is shorter and goes alone.
@@ -131,11 +148,17 @@ class BatchRunner:
                     with torch.no_grad(), autocast(device, dtype or self.dtype):
                         part = work(eval_set.tokens(rows).to(device), rows).cpu()
                 except (MemoryError, RuntimeError) as error:
-                    if not out_of_memory(error) or not self.halves or self.batch_size == 1:
+                    if (
+                        not out_of_memory(error)
+                        or not self.halves
+                        or self.batch_size == 1
+                    ):
                         raise
                 if part is None:
                     self.batch_size //= 2
-                    release_memory(device)  # out here, where no error keeps tensors alive
+                    release_memory(
+                        device
+                    )  # out here, where no error keeps tensors alive
                     continue
                 parts.append(part)
                 row = rows.stop
@@ -153,7 +176,9 @@ class Losses(NamedTuple):
     """What a task costs: D Monte Carlo samples for each of N sequences."""
 
     nll: Tensor  # (N, D) float64, nats per token that is scored
-    gains: Tensor | None = None  # (N, fewer samples, ensemble sizes above 1), nats per token
+    gains: Tensor | None = (
+        None  # (N, fewer samples, ensemble sizes above 1), nats per token
+    )
 
 
 def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
@@ -168,7 +193,9 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
         draw = seed, len(losses), rows, eval_set.count
-        return scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows)).nanmean(dim=1)
+        return scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows)).nanmean(
+            dim=1
+        )
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
         how = seed, len(gains), rows, runner.batch_size, eval_set.roles(rows)
@@ -177,11 +204,15 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     for _ in range(1 if scorer.exact else draws):
         losses.append(runner.run(task, loss))
     # Two contexts at least if there are two draws: a single one does not show its error.
-    for _ in range(max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0):
+    for _ in range(
+        max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0
+    ):
         # In float32 (or TF32): averaging the independent rounding of bfloat16 looks like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
-    return Losses(torch.stack(losses, dim=1), torch.stack(gains, dim=1) if gains else None)
+    return Losses(
+        torch.stack(losses, dim=1), torch.stack(gains, dim=1) if gains else None
+    )
 
 
 def scores_of(task: Task, losses: Losses) -> Scores:
@@ -189,7 +220,9 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     scored = task.scored_tokens().double()
     of = _weighting(task)
     if scorer.weighted:
-        return {1: (importance_weighted(losses.nll, scored, task.eval_set.documents), None)}
+        return {
+            1: (importance_weighted(losses.nll, scored, task.eval_set.documents), None)
+        }
     found = {1: (estimate(_samples(task, losses.nll), joint=scorer.joint, **of), None)}
     # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
     for i, size in enumerate(size for size in scorer.ensembles if size > 1):
@@ -217,7 +250,9 @@ def _samples(task: Task, nll: Tensor) -> Tensor:
     return nll[:, 0] if task.scorer.exact else nll
 
 
-def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = None) -> Estimate:
+def importance_weighted(
+    nll: Tensor, scored: Tensor, documents: Tensor | None = None
+) -> Estimate:
     """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
     (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token, and `scored` (N,) tokens.
     It falls with D, to -log of the mean of p over all orders. The Monte Carlo error is that of the
@@ -228,7 +263,9 @@ def importance_weighted(nll: Tensor, scored: Tensor, documents: Tensor | None = 
     weights = scored / scored.mean()
     found = estimate(bound, weights=weights, documents=documents)
     share = (log_p - log_p.amax(dim=1, keepdim=True)).exp()  # p, up to a factor
-    relative = share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
+    relative = (
+        share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
+    )
     variance = (weights / scored).square() * relative
     error = float(variance.sum().sqrt()) / len(nll)
     return replace(found, monte_carlo_error=error)

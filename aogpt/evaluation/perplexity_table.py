@@ -26,7 +26,17 @@ NOTES = {
     "oracle": "oracle: next the position whose true token is most probable; it looks at the answer "
     "and is not a likelihood: such probabilities of all texts do not add up to 1",
 }
-COMPARED = ["text", "orders", "A, nats/token", "B", "A - B", "A, bits/byte", "B", "A - B", "p"]
+COMPARED = [
+    "text",
+    "orders",
+    "A, nats/token",
+    "B",
+    "A - B",
+    "A, bits/byte",
+    "B",
+    "A - B",
+    "p",
+]
 PAIRED = (
     "A - B: the mean of the differences of the same sequences, below 0 where A is better, ± the "
     "half-width of the 95% interval, the wider one of over sequences and by document; p: two-sided "
@@ -68,11 +78,20 @@ def difference_row(rows: list[dict], gap: Estimate) -> dict:
     the estimate of the difference of their losses."""
     a, b = rows
     row = {key: a[key] for key in ("dataset", "data", "orders", "group", "bound")}
-    for key, unit in (("nll", 1.0), ("bits_per_byte", math.log(2) * a["bytes_per_token"])):
+    for key, unit in (
+        ("nll", 1.0),
+        ("bits_per_byte", math.log(2) * a["bytes_per_token"]),
+    ):
         row[key] = {"a": a[key], "b": b[key], "difference": gap.nll / unit}
         row[key]["half_width_95"] = gap.half_width / unit
     row |= {"p": gap.p_value, "p_by": "document" if gap.documents > 1 else "sequence"}
-    errors = "standard_error", "document_error", "monte_carlo_error", "sequences", "documents"
+    errors = (
+        "standard_error",
+        "document_error",
+        "monte_carlo_error",
+        "sequences",
+        "documents",
+    )
     row |= {key: getattr(gap, key) for key in errors}
     return row | {key: a[key] for key in ("blocks", "tokens", "draws")}
 
@@ -87,13 +106,20 @@ def markdown(results: list[dict]) -> list[str]:
         cells += [_number(r["standard_error"], 4), _number(r["document_error"], 4)]
         cells.append(_number(r["monte_carlo_error"], 5))
         cells += [f"{r['bits_per_token']:.4f}", _number(r["bits_per_byte"], 4)]
-        cells += [f"{r['perplexity']:.3f}", "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"]
+        cells += [
+            f"{r['perplexity']:.3f}",
+            "" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
+        ]
         if gains:
             gain = r["gain"]
             error = r["gain_error"]
             cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
         rows.append(cells)
-    return [*markdown_table(HEAD + ["gain"] * gains, rows, left=2), "", *_notes(results)]
+    return [
+        *markdown_table(HEAD + ["gain"] * gains, rows, left=2),
+        "",
+        *_notes(results),
+    ]
 
 
 def comparison(differences: list[dict]) -> list[str]:
@@ -116,9 +142,15 @@ def _notes(results: list[dict]) -> list[str]:
         size += f" {r['documents']:,} document{'s' * (r['documents'] != 1)}"
         split = r["data"]["split"]
         tokens = f"{r['tokens']:,} tokens"
-        tested = f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}" if "p_by" in r else ""
+        tested = (
+            f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}"
+            if "p_by" in r
+            else ""
+        )
         texts[r["dataset"]] = f"{r['dataset']} ({split}): {size}, {tokens}{tested}"
-    found = {r["orders"].partition(":")[0] for r in results} | {r["bound"] for r in results}
+    found = {r["orders"].partition(":")[0] for r in results} | {
+        r["bound"] for r in results
+    }
     return [*texts.values(), *(text for key, text in NOTES.items() if key in found)]
 
 

@@ -54,7 +54,9 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
     groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
         sample = from_json(line, Sample, place, ADVICE)
-        groups.setdefault(json.dumps(sample.get("settings"), sort_keys=True), []).append(sample)
+        groups.setdefault(
+            json.dumps(sample.get("settings"), sort_keys=True), []
+        ).append(sample)
     if not groups:
         raise UserError(f"--samples {path}: there is no sample in it")
     sets = []
@@ -78,7 +80,9 @@ def _tokenizer_of(samples: list[Sample]) -> str | None:
     if not all("tokens" in sample for sample in samples):
         return None
     # gpt2 last, which may read its files from the network.
-    return next((n for n in reversed(TOKENIZERS) if all(fits(n, s) for s in samples)), None)
+    return next(
+        (n for n in reversed(TOKENIZERS) if all(fits(n, s) for s in samples)), None
+    )
 
 
 class Reference:
@@ -100,7 +104,9 @@ class Reference:
         """js_N: the Jensen-Shannon divergence of the samples' N-grams from those of the text, nats;
         js_N_text: that of about as much other text, below which no samples need to come."""
         own = samples.tokenizer == self.tokenizer
-        found = [s["tokens"] if own else self.encode(s["text"]) for s in samples.samples]
+        found = [
+            s["tokens"] if own else self.encode(s["text"]) for s in samples.samples
+        ]
         count = -(-sum(map(len, found)) // CHUNK)
         text = [self.other[n] for n in spread(count, len(self.other))]
         row = {}
@@ -133,14 +139,21 @@ def score_samples(
         tokens = ids if how == "text" else sample["tokens"]
         perplexity = text_measures.exp(nll / count) if count else math.nan
         result = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
-        result |= {"tokens": len(tokens), "given_tokens": sample.get("step", []).count(-1)}
+        result |= {
+            "tokens": len(tokens),
+            "given_tokens": sample.get("step", []).count(-1),
+        }
         measured = {name: measure(tokens) for name, measure in MEASURES.items()}
         results.append(result | measured | {"nfe": sample.get("nfe", math.nan)})
     results = sum(procs.gather(results), [])
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results)
     row |= reference.divergences(samples) if reference and procs.main else {}
-    row |= {"seconds": samples.seconds, "tokenizer": samples.tokenizer, "sampler": samples.settings}
+    row |= {
+        "seconds": samples.seconds,
+        "tokenizer": samples.tokenizer,
+        "sampler": samples.settings,
+    }
     return row | {"per_sample": results}
 
 
@@ -165,8 +178,12 @@ def summary(results: list[dict]) -> dict:
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
         **text_measures.corpus_perplexity(columns["nll"], scored),
-        "mean_sample_perplexity": text_measures.mean_and_error(columns["perplexity"])[0],
+        "mean_sample_perplexity": text_measures.mean_and_error(columns["perplexity"])[
+            0
+        ],
     }
     for name in (*MEASURES, "nfe"):
-        row[name], row[f"{name}_standard_error"] = text_measures.mean_and_error(columns[name])
+        row[name], row[f"{name}_standard_error"] = text_measures.mean_and_error(
+            columns[name]
+        )
     return row

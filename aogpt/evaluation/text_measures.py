@@ -15,7 +15,9 @@ def unigram_entropy(tokens: Sequence[int]) -> float:
     if not tokens:
         return math.nan
     shares = [count / len(tokens) for count in Counter(tokens).values()]
-    return -math.fsum(share * math.log(share) for share in shares) + 0.0  # 0.0, not -0.0
+    return (
+        -math.fsum(share * math.log(share) for share in shares) + 0.0
+    )  # 0.0, not -0.0
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:
@@ -42,15 +44,21 @@ def jensen_shannon(one: Counter, other: Counter) -> float:
     for key in one.keys() | other.keys():
         p = one[key] / sums[0]
         q = other[key] / sums[1]
-        total += sum(share * math.log(2 * share / (p + q)) for share in (p, q) if share) / 2
+        total += (
+            sum(share * math.log(2 * share / (p + q)) for share in (p, q) if share) / 2
+        )
     return total
 
 
-def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[str, float]:
+def corpus_perplexity(
+    totals: Sequence[float], counts: Sequence[int]
+) -> dict[str, float]:
     """exp(all nats / all scored tokens), its 95% interval over samples, and both as nats, from the
     -log p of each sample and its scored tokens. The mean over tokens is a ratio of two sums, with
     the standard error sqrt(N / (N - 1) sum_i (total_i - mean count_i)^2) / sum_i count_i."""
-    scored = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
+    scored = [
+        (total, count) for total, count in zip(totals, counts, strict=True) if count
+    ]
     samples = len(scored)
     tokens = sum(count for _, count in scored)
     nll = math.fsum(total for total, _ in scored) / tokens if tokens else math.nan
@@ -68,13 +76,17 @@ def corpus_perplexity(totals: Sequence[float], counts: Sequence[int]) -> dict[st
     }
 
 
-def exp(value: float) -> float:  # infinite where that is too large, not an OverflowError
+def exp(
+    value: float,
+) -> float:  # infinite where that is too large, not an OverflowError
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error over the values that are not NaN."""
-    known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
+    known = torch.tensor(
+        [value for value in values if not math.isnan(value)], dtype=torch.float64
+    )
     mean = float(known.mean()) if len(known) else math.nan
     error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else math.nan
     return mean, error

@@ -48,7 +48,9 @@ class Fill:
         self.text = text
         self.context = list(context)
         self.tokens = list(context)
-        self.steps: list[tuple[int, int, float]] = []  # position, token, its log p in nats
+        self.steps: list[
+            tuple[int, int, float]
+        ] = []  # position, token, its log p in nats
         self._log_probs: Tensor | None = None
 
     @property
@@ -58,20 +60,30 @@ class Fill:
     @property
     def sums(self) -> list[float]:
         """log p of the tokens filled in, in the order in which they were, after each of them."""
-        return list(itertools.accumulate((log_p for *_, log_p in self.steps), initial=0.0))
+        return list(
+            itertools.accumulate((log_p for *_, log_p in self.steps), initial=0.0)
+        )
 
     def log_probs(self, position: int) -> Tensor:
         """log p of every id at a blank given all known tokens, float64 (V,). A decoder has read
         them in the order in which they became known."""
         if self._log_probs is None:
             rank = {place: i for i, (place, *_) in enumerate(self.steps)}
-            key = [(token is None, rank.get(i, -1)) for i, token in enumerate(self.tokens)]
+            key = [
+                (token is None, rank.get(i, -1)) for i, token in enumerate(self.tokens)
+            ]
             order = [sorted(range(len(key)), key=key.__getitem__)]
-            values = [[token or 0 for token in self.tokens]], [[blank for blank, _ in key]], order
+            values = (
+                [[token or 0 for token in self.tokens]],
+                [[blank for blank, _ in key]],
+                order,
+            )
             given = (torch.tensor(v, device=self.text.device) for v in values)
             logits = self.text.model.masked_logits(*given).cpu().double()
             # ids that only pad the token table are never drawn
-            self._log_probs = logits.log_softmax(dim=-1)[:, : self.text.loaded.vocab_size]
+            self._log_probs = logits.log_softmax(dim=-1)[
+                :, : self.text.loaded.vocab_size
+            ]
         return self._log_probs[self.blanks.index(position)]
 
     def best(self, position: int, count: int = 1) -> list[tuple[int, float]]:
@@ -87,13 +99,19 @@ class Fill:
             return blanks[0]
         if rule == "random":
             return min(blanks, key=self._uniforms(seed, PLANS).__getitem__)
-        return blanks[scores_of(torch.stack([*map(self.log_probs, blanks)]), [rule]).argmax()]
+        return blanks[
+            scores_of(torch.stack([*map(self.log_probs, blanks)]), [rule]).argmax()
+        ]
 
     def _uniforms(self, seed: int, stream: int) -> list[float]:
-        return to_uniform(philox_bits(seed, 0, range(1), len(self.context), stream))[0].tolist()
+        return to_uniform(philox_bits(seed, 0, range(1), len(self.context), stream))[
+            0
+        ].tolist()
 
     def draw(self, position: int, temperature: float, seed: int) -> None:
-        uniforms = torch.tensor([self._uniforms(seed, TOKENS)[position]], dtype=torch.float64)
+        uniforms = torch.tensor(
+            [self._uniforms(seed, TOKENS)[position]], dtype=torch.float64
+        )
         choice = TokenChoice(temperature=temperature)
         log_probs = self.log_probs(position)[None]
         self.put(position, int(choose_tokens(log_probs, uniforms, choice)))
@@ -108,7 +126,9 @@ class Fill:
         ids = self.text.tokenizer.encode(text)
         places = range(position, position + len(ids))
         if not ids or not set(places) <= set(self.blanks):
-            raise UserError(f"{text!r} has {len(ids)} tokens, which do not fit into these blanks")
+            raise UserError(
+                f"{text!r} has {len(ids)} tokens, which do not fit into these blanks"
+            )
         for place, token in zip(places, ids, strict=True):
             self.put(place, token)
 
@@ -120,7 +140,9 @@ class Fill:
     def left_to_right(self) -> tuple[float, float]:
         """log p of a finished text's filling given the rest, and of the whole text."""
         (scores,) = gaps.score_fillings(self.text.model, [self.context], [self.tokens])
-        return scores.filling * self.context.count(None), self.text.log_prob(self.tokens)
+        return scores.filling * self.context.count(None), self.text.log_prob(
+            self.tokens
+        )
 
 
 class Settings(NamedTuple):
@@ -151,7 +173,11 @@ class Session:
         """Do what a visitor asks for; then the text beside keeps pace. Raises UserError."""
         check_value(s.seed, Seed, "the seed")
         check_value(s.beside_seed, Seed, "the seed beside")
-        stale = self.fill is None or self.source != (s.model, s.text) and action in ("step", "run")
+        stale = (
+            self.fill is None
+            or self.source != (s.model, s.text)
+            and action in ("step", "run")
+        )
         if stale or action == "restart":
             self.restart(s)
         (position, token), fill, blanks = s.clicked, self.fill, self.fill.blanks
@@ -160,7 +186,9 @@ class Session:
         match action:
             case "step" | "run" if blanks:
                 fill.draw(self.selected, s.temperature, s.seed)
-                while action == "run" and (blank := fill.next(s.rule, s.seed)) is not None:
+                while (
+                    action == "run" and (blank := fill.next(s.rule, s.seed)) is not None
+                ):
                     fill.draw(blank, s.temperature, s.seed)
             case "undo":
                 fill.undo()
@@ -174,7 +202,9 @@ class Session:
                 self.beside = None
         if action != "select":
             self.selected = fill.next(s.rule, s.seed)
-        self.beside = (self.beside or Fill(fill.text, fill.context)) if s.compare else None
+        self.beside = (
+            (self.beside or Fill(fill.text, fill.context)) if s.compare else None
+        )
         while self.beside and len(self.beside.steps) > len(fill.steps):
             self.beside.undo()
         while self.beside and len(self.beside.steps) < len(fill.steps):
@@ -185,13 +215,19 @@ class Session:
         text = load(s.model or "")
         note = ""
         if text.model.config.l2r_only:
-            raise UserError("this model only continues texts; choose one that takes any order")
+            raise UserError(
+                "this model only continues texts; choose one that takes any order"
+            )
         given = gaps.contexts(s.text, text.tokenizer, text.block_size)
-        if len(given) > 1:  # the length after which the text to the right is most probable
+        if (
+            len(given) > 1
+        ):  # the length after which the text to the right is most probable
             options = {"mode": "l2r", "temperature": s.temperature, "seed": s.seed}
             found = text.fill(s.text, 2 * len(given), num_samples=2, **options)
             given = list(dict.fromkeys(tuple(filling.context) for filling in found))
-            fits = (" and ".join(map(str, gap_lengths(context))) for context in given[:3])
+            fits = (
+                " and ".join(map(str, gap_lengths(context))) for context in given[:3]
+            )
             note = f"Lengths of the gaps in tokens, the best first: {'; then '.join(fits)}."
         self.fill = Fill(text, given[0])
         self.beside = None
@@ -214,17 +250,25 @@ def view(fill: Fill, selected: int | None = None) -> dict:
     """A text as app.js draws it."""
     tokens = []
     name = lambda token: visible(fill.text.tokenizer.decode([token]))
-    steps = {position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)}
-    for blank, run in itertools.groupby(enumerate(fill.tokens), key=lambda pair: pair[1] is None):
+    steps = {
+        position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)
+    }
+    for blank, run in itertools.groupby(
+        enumerate(fill.tokens), key=lambda pair: pair[1] is None
+    ):
         places, ids = zip(*run, strict=True)
         pieces = ids if blank else fill.text.tokenizer.pieces(ids)
         for i, piece in zip(places, pieces, strict=True):
             if blank:
                 ((token, p),) = fill.best(i)
-                tokens.append({"blank": i, "next": i == selected, "text": name(token), "p": p})
+                tokens.append(
+                    {"blank": i, "next": i == selected, "text": name(token), "p": p}
+                )
             else:
                 step, log_p = steps.get(i, (0, 0.0))
-                tokens.append({"step": step, "text": visible(piece), "p": math.exp(log_p)})
+                tokens.append(
+                    {"step": step, "text": visible(piece), "p": math.exp(log_p)}
+                )
     scores = [("in the order taken", fill.sums[-1], len(fill.steps))]
     if not fill.blanks:
         given, whole = fill.left_to_right()
@@ -249,7 +293,11 @@ def page(run: str):
     except ImportError:
         raise UserError("the playground needs gradio: run make playground") from None
 
-    runs = [str(path) for path in sorted(Path("out").glob("*")) if (path / "checkpoints").is_dir()]
+    runs = [
+        str(path)
+        for path in sorted(Path("out").glob("*"))
+        if (path / "checkpoints").is_dir()
+    ]
     models = dict.fromkeys([run, *[BOOKS] * Path(BOOKS).exists(), *runs])
     rules = [*RULES.items()]
     any_path = "SPACE_ID" not in os.environ  # visitors of a public space name no paths
@@ -257,9 +305,13 @@ def page(run: str):
         session = gr.State(Session())
         gr.Markdown(INTRO)
         with gr.Row():
-            text = gr.Textbox(EXAMPLE, label="Text with gaps", info=GAPS, lines=2, min_width=320)
+            text = gr.Textbox(
+                EXAMPLE, label="Text with gaps", info=GAPS, lines=2, min_width=320
+            )
             label = "Model: from the list, or a path" if any_path else "Model"
-            model = gr.Dropdown([*models], label=label, min_width=240, allow_custom_value=any_path)
+            model = gr.Dropdown(
+                [*models], label=label, min_width=240, allow_custom_value=any_path
+            )
         with gr.Row():
             rule = gr.Dropdown(rules, value="confidence", label="Order", min_width=240)
             temperature = gr.Slider(0, 2, 0.8, step=0.1, label="Temperature")
@@ -274,10 +326,25 @@ def page(run: str):
             step, run_all = (gr.Button(name, **main) for name in ("Step", "Run"))
             undo, restart = (gr.Button(name, **small) for name in ("Undo", "Restart"))
         script = Path(__file__).with_name("app.js")
-        drawing = {"html_template": "<div></div>", "js_on_load": script.read_text("utf-8")}
+        drawing = {
+            "html_template": "<div></div>",
+            "js_on_load": script.read_text("utf-8"),
+        }
         board = gr.HTML(apply_default_css=False, **drawing)
-        own = gr.Textbox(label="Or write your own and press Enter (a word begins with a space)")
-        controls = [model, text, rule, temperature, seed, compare, beside_rule, beside_seed, own]
+        own = gr.Textbox(
+            label="Or write your own and press Enter (a word begins with a space)"
+        )
+        controls = [
+            model,
+            text,
+            rule,
+            temperature,
+            seed,
+            compare,
+            beside_rule,
+            beside_seed,
+            own,
+        ]
 
         def on(event, action):
             def act(data: gr.EventData, session, *values):
@@ -320,7 +387,10 @@ def main() -> None:
     load(a.run)
     css = Path(__file__).with_name("app.css")
     page(a.run).launch(
-        server_port=a.port, share=False, css_paths=css, footer_links=["gradio", "settings"]
+        server_port=a.port,
+        share=False,
+        css_paths=css,
+        footer_links=["gradio", "settings"],
     )
 
 

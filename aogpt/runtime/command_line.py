@@ -13,7 +13,9 @@ from .errors import UserError
 from .validation import Count, Seed, expand_home
 
 # Control characters except newline and tab, line separators, and marks that reverse the direction.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,9 @@ class ModelOptions:
 
 def visible(text: Any, one_line: bool = False) -> str:
     """Text in which control characters, and with `one_line` newlines, are escaped."""
-    text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+    text = CONTROL.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), str(text)
+    )
     return text.replace("\n", "\\n") if one_line else text
 
 
@@ -56,7 +60,9 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. UserError, OSError and a lack of memory or processes print one
     line and exit with status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
-    if hasattr(sys.stdout, "reconfigure"):  # for characters that the terminal cannot show
+    if hasattr(
+        sys.stdout, "reconfigure"
+    ):  # for characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         with _paths_with_home():

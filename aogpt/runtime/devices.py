@@ -20,10 +20,14 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
         chosen = torch.device(device)
         module = torch.get_device_module(chosen)
     except RuntimeError:
-        raise UserError(f"device {device!r} is not known; give auto, cpu, cuda:N or mps") from None
+        raise UserError(
+            f"device {device!r} is not known; give auto, cpu, cuda:N or mps"
+        ) from None
     if chosen.type == "cpu":
         return torch.device("cpu")
-    chosen = torch.device(chosen.type, local_rank if chosen.index is None else chosen.index)
+    chosen = torch.device(
+        chosen.type, local_rank if chosen.index is None else chosen.index
+    )
     count = module.device_count() if module.is_available() else 0
     if chosen.index >= count:
         what = f"device {device!r}: PyTorch sees {count} GPUs here"
@@ -36,7 +40,9 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 on a CUDA GPU that has it. bfloat16: if autocast supports it. Else float32."""
     if dtype == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
     else:
         fast = dtype == "bfloat16" and device.type in ("cpu", "cuda", "xpu")
     return torch.bfloat16 if fast else torch.float32
@@ -46,7 +52,9 @@ def precision_note(dtype: str, device: torch.device) -> str:
     """A note for the user if bfloat16 was expected but is not available; else ""."""
     expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
     missing = expected and pick_dtype(dtype, device) == torch.float32
-    return f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
+    return (
+        f"no bfloat16 on {device}: everything is computed in float32" if missing else ""
+    )
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -60,12 +68,18 @@ def supports_float64(device: torch.device) -> bool:
 
 def current(device: torch.device):
     """A context in which a CUDA GPU is the current one, on which Triton kernels run."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return (
+        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    )
 
 
 def attention_of_many_shapes():
     """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape."""
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    kernels = [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     return sdpa_kernel(kernels)
 
 
@@ -74,9 +88,13 @@ def deterministic(enabled: bool):
     """A context in which, if enabled, a GPU computes the same bits in every run, or an operation
     raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # read when cuBLAS starts
     torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = not enabled  # slow, for debugging
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        not enabled
+    )  # slow, for debugging
     try:
         yield
     finally:
@@ -111,7 +129,9 @@ def synchronize(device: torch.device) -> None:
 def out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory, of the device or the CPU, has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(error)  # a plain RuntimeError on the CPU
+    return full or "can't allocate memory" in str(
+        error
+    )  # a plain RuntimeError on the CPU
 
 
 def has_compiler() -> bool:

@@ -23,7 +23,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     Raises FileExistsError for devices and FIFOs."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path} is not a regular file; remove it, or name another file")
+        raise FileExistsError(
+            f"{path} is not a regular file; remove it, or name another file"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -68,7 +70,9 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            if (path / "old").exists() and not target.exists():  # killed between the two moves
+            if (
+                path / "old"
+            ).exists() and not target.exists():  # killed between the two moves
                 (path / "old").rename(target)
             shutil.rmtree(path, ignore_errors=True)
     beside = target.with_name(f"{prefix}{os.getpid()}")
@@ -120,7 +124,9 @@ def sha256_file(path: Path) -> str:
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON of plain values; NaN and infinity become null, paths become strings."""
     text = json.dumps(value, default=str)
-    return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=indent)
+    return json.dumps(
+        json.loads(text, parse_constant=lambda number: None), indent=indent
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -139,7 +145,9 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, "FILE line N"."""
     if not path.is_file() and str(path) != "/dev/stdin":
         what = (
-            "it is not a regular file; copy it to one" if path.exists() else "there is no such file"
+            "it is not a regular file; copy it to one"
+            if path.exists()
+            else "there is no such file"
         )
         raise UserError(f"{option} {path}: {what}")
     with open(path, "rb") as file:
@@ -154,7 +162,9 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
         try:
             line = data.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{place}: this is not UTF-8; save the file as UTF-8") from error
+            raise UserError(
+                f"{place}: this is not UTF-8; save the file as UTF-8"
+            ) from error
         if line.strip():
             yield place, line.removesuffix("\n").removesuffix("\r")
 
@@ -163,8 +173,13 @@ def json_object(line: str, place: str) -> dict:
     """The object on one line of JSON. Raises UserError that begins with the place of the line."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # the latter: brackets nested too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # the latter: brackets nested too deep
         raise UserError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place}: this is a {type(row).__name__}, not an object of JSON")
+        raise UserError(
+            f"{place}: this is a {type(row).__name__}, not an object of JSON"
+        )
     return row

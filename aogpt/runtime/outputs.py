@@ -38,34 +38,54 @@ class Outputs:
         outputs.write(a.json, text)"""
 
     def __init__(
-        self, files: Mapping[str, Path | None], inputs: Iterable[Any] = (), overwrite: bool = False
+        self,
+        files: Mapping[str, Path | None],
+        inputs: Iterable[Any] = (),
+        overwrite: bool = False,
     ):
         """files: path by option. inputs: files that are read and must not be overwritten; ignored
         if they do not exist. Raises UserError for a file that cannot or must not be written."""
         self.failed: dict[Path, str] = {}
-        inputs = [path for path in map(expand_home, filter(None, inputs)) if os.path.exists(path)]
+        inputs = [
+            path
+            for path in map(expand_home, filter(None, inputs))
+            if os.path.exists(path)
+        ]
         options: dict[str, str] = {}
         for option, path in files.items():
             if path is None:
                 continue
             other = options.setdefault(os.path.realpath(path), option)
             if other != option and not _is_device(path):
-                raise UserError(f"{other} and {option} name the same file; name different ones")
+                raise UserError(
+                    f"{other} and {option} name the same file; name different ones"
+                )
             if path.is_dir():
                 raise UserError(f"{option} {path} is a folder; name a file")
             if not path.parent.is_dir():
-                raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
+                raise UserError(
+                    f"{option} {path}: there is no folder {path.parent}; make it first"
+                )
             if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise UserError(f"{option} {path}: no permission to write it; name another file")
+                raise UserError(
+                    f"{option} {path}: no permission to write it; name another file"
+                )
             if path.exists() and any(path.samefile(source) for source in inputs):
                 raise UserError(f"{option} {path} is an input; name another file")
             if not overwrite and path.is_file() and path.stat().st_size:
-                raise UserError(f"{option} {path} exists already; pass --overwrite to replace it")
+                raise UserError(
+                    f"{option} {path} exists already; pass --overwrite to replace it"
+                )
 
     @classmethod
-    def of_report(cls, json: Path | None, inputs: Iterable[Any], overwrite: bool) -> "Outputs":
+    def of_report(
+        cls, json: Path | None, inputs: Iterable[Any], overwrite: bool
+    ) -> "Outputs":
         """For `write_report`: the file of --json, and beside it the table as Markdown (.md)."""
-        files = {"--json": json, "the table beside --json": json and json.with_suffix(".md")}
+        files = {
+            "--json": json,
+            "the table beside --json": json and json.with_suffix(".md"),
+        }
         return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
@@ -73,7 +93,11 @@ class Outputs:
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
-        data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        data = (
+            content.encode(errors="backslashreplace")
+            if isinstance(content, str)
+            else content
+        )
         try:
             if _is_device(path):
                 path.write_bytes(data)
@@ -82,7 +106,10 @@ class Outputs:
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
-                show(f"---- {path}, which could not be written ----\n{content}", flush=True)
+                show(
+                    f"---- {path}, which could not be written ----\n{content}",
+                    flush=True,
+                )
 
     def write_json(self, path: Path | None, value: Any) -> None:
         self.write(path, to_json(value, indent=2) + "\n")
@@ -90,7 +117,9 @@ class Outputs:
     def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
         """Write the files of `of_report`. lines: the table."""
         self.write_json(json, value)
-        self.write(json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n")
+        self.write(
+            json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n"
+        )
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
@@ -118,7 +147,9 @@ def commit() -> str:
     """The commit of this code, with "-dirty" if files outside results/ have changed."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=PROJECT, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *words], cwd=PROJECT, capture_output=True, text=True
+        ).stdout
 
     changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
     return (git("describe", "--always").strip() or "unknown") + "-dirty" * bool(changed)
@@ -134,7 +165,11 @@ def command() -> str:
 
 
 def provenance(
-    arguments: Any, dtype: "torch.dtype", device: "torch.device", processes: int = 1, **more
+    arguments: Any,
+    dtype: "torch.dtype",
+    device: "torch.device",
+    processes: int = 1,
+    **more,
 ) -> dict:
     """Everything that results depend on. arguments: the options. dtype: the one that was used."""
     settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -147,16 +182,25 @@ def provenance(
 def escaped(line: str) -> str:
     """One line of Markdown, with HTML tags and control characters escaped."""
     # An odd number of backslashes before "<" escapes it already.
-    return re.sub(r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True))
+    return re.sub(
+        r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True)
+    )
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     """The lines of a Markdown table, padded: `left` columns left-aligned, then right-aligned."""
-    rows = [[escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)]
+    rows = [
+        [escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)
+    ]
     widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
+    rows.insert(
+        1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    )
     aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
-    padded = ([p(c, w) for p, c, w in zip(aligned, cells, widths, strict=True)] for cells in rows)
+    padded = (
+        [p(c, w) for p, c, w in zip(aligned, cells, widths, strict=True)]
+        for cells in rows
+    )
     return [f"| {' | '.join(cells)} |" for cells in padded]
 
 
@@ -164,7 +208,9 @@ def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> lis
 COLORS = "#0072B2 #000000 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #8C8C00".split()
 
 
-def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options):
+def new_figure(
+    rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options
+):
     """A matplotlib figure that needs no screen, and its axes. size: in inches."""
     import matplotlib
 

@@ -15,9 +15,13 @@ import torch.distributed as dist
 from .command_line import show
 from .devices import pick_device
 
-MEETING_SECONDS = 300.0  # for the processes of a job to start: some import PyTorch from a slow disk
+MEETING_SECONDS = (
+    300.0  # for the processes of a job to start: some import PyTorch from a slow disk
+)
 # What gloo, NCCL and the store say when another process has ended, or does not answer in time.
-CUT_OFF = r"Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|failed to recv"
+CUT_OFF = (
+    r"Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|failed to recv"
+)
 TOO_LATE = r"(?i)timed out (waiting|after)|timeout"
 
 
@@ -40,7 +44,9 @@ class Processes:
 
     def share(self, total: int) -> range:
         """This process's contiguous part of range(total); parts differ by at most one."""
-        first, end = (total * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        first, end = (
+            total * rank // self.world_size for rank in (self.rank, self.rank + 1)
+        )
         return range(first, end)
 
     def gather(self, value) -> list:
@@ -64,7 +70,9 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     in seconds. group: make a process group even for one process (FSDP needs it). Raises
     ConnectionError if another process hangs or has ended."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-    rank, local_rank, world_size = (int(os.environ.get(name, n)) for name, n in names.items())
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, n)) for name, n in names.items()
+    )
     procs = Processes(rank, world_size, pick_device(device, local_rank))
     if world_size == 1 and not group:
         yield procs
@@ -76,9 +84,15 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     if kind != "cpu":  # gloo for messages between CPUs, which wait for no GPU
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     try:
-        store = dist.HashStore() if world_size == 1 else fresh_store(max(timeout, MEETING_SECONDS))
+        store = (
+            dist.HashStore()
+            if world_size == 1
+            else fresh_store(max(timeout, MEETING_SECONDS))
+        )
         place = {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **place)
+        dist.init_process_group(
+            backend, timeout=datetime.timedelta(seconds=timeout), **place
+        )
         yield procs
         dist.barrier()  # leave together: others can abort when the first connection breaks
         ended_well = True
@@ -107,11 +121,15 @@ def fresh_store(timeout: float) -> dist.Store:
         return dist.PrefixStore(prefix, store)
     missing = range(1, world_size)
     while missing := [r for r in missing if not store.check([f"{name}/joined/{r}"])]:
-        for other in missing:  # again and again, for the name may be that of a dead process
+        for (
+            other
+        ) in missing:  # again and again, for the name may be that of a dead process
             if store.check([f"name/{other}"]):
                 store.set(f"prefix/{store.get(f'name/{other}').decode()}", name)
         if time.monotonic() > deadline:
-            raise ConnectionError(f"the job's processes did not all start in {timeout:g} seconds")
+            raise ConnectionError(
+                f"the job's processes did not all start in {timeout:g} seconds"
+            )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
@@ -146,13 +164,17 @@ class StopRequest:
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, number, frame) -> None:
-        if self.signalled and number == signal.SIGINT:  # the second Ctrl-C does not wait
+        if (
+            self.signalled and number == signal.SIGINT
+        ):  # the second Ctrl-C does not wait
             raise KeyboardInterrupt
         self.signalled = True
 
     def agree(self, failed: bool = False, due: bool = False) -> None:
         """Set `requested`, `failed` and `due` if they are true of any process."""
-        if self.launcher and os.getppid() != self.launcher:  # another job may take its place
+        if (
+            self.launcher and os.getppid() != self.launcher
+        ):  # another job may take its place
             raise ChildProcessError("torchrun, which started this process, has ended")
         flags = self.signalled, failed, due
         if self.procs.world_size > 1:

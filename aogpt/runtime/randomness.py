@@ -10,7 +10,9 @@ ORDERS, SHUFFLE, SPLIT, LENGTHS, PLANS, TOKENS, SCORED_ORDERS, SCORED_MASKS = ra
 ENSEMBLES, REQUESTS, DROPOUT, MIXTURE = range(8, 12)
 
 
-def philox_bits(seed: int, index: int, rows: range, width: int, stream: int = ORDERS) -> np.ndarray:
+def philox_bits(
+    seed: int, index: int, rows: range, width: int, stream: int = ORDERS
+) -> np.ndarray:
     """Rows of an endless table of random 64-bit integers, uint64 (len(rows), width): raw Philox
     output, the same in every version of numpy. seed, index: below 2**64. stream: a use above."""
     counters = -(-width // 4)  # of a row: one counter yields four numbers

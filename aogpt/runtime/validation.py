@@ -26,7 +26,9 @@ Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 Probability = Annotated[float, Interval(ge=0, le=1)]  # or a share
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a momentum, a decay, a dropout rate
-FileName = Annotated[str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))]
+FileName = Annotated[
+    str, Predicate(lambda name: re.fullmatch(r"(?!\.{0,2}$)[^/\\\0]+", name))
+]
 
 MAX_BYTES = 64 << 20  # of a file of settings: state.json has 100 bytes for each tensor
 
@@ -97,7 +99,9 @@ def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> A
 
 def read_json(path: Path, shape: Any, advice: str) -> Any:
     """The contents of a JSON file of this type."""
-    return from_json(read_bounded(path).removeprefix(codecs.BOM_UTF8), shape, str(path), advice)
+    return from_json(
+        read_bounded(path).removeprefix(codecs.BOM_UTF8), shape, str(path), advice
+    )
 
 
 def read_results(path: Path, advice: str) -> Any:
@@ -110,7 +114,10 @@ def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     try:
         return tomllib.loads(read_bounded(path).decode("utf-8-sig"), parse_float=number)
-    except (ValueError, RecursionError) as error:  # ValueError: also of a very long number
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: also of a very long number
         raise FileError(f"{path} is not a TOML file: {error}") from None
 
 
@@ -122,7 +129,9 @@ def number(text: str) -> float:
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a regular file of at most `most` bytes. Raises FileError."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # opening a FIFO would wait
+    if path.exists() and not (
+        path.is_file() or path.is_dir()
+    ):  # opening a FIFO would wait
         raise FileError(f"{path} is not a regular file; copy its contents to one")
     with open(path, "rb") as file:
         data = file.read(most + 1)
@@ -163,7 +172,12 @@ OTHER_NAMES = {  # keys, and what other projects call them
     "block_size": "seq_len context_length max_seq_len",
     "folder": "dataset data_dir",
 }
-KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
+KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+}
 KINDS |= dict.fromkeys(("tuple", "list"), "a list")
 KINDS |= dict.fromkeys(("dict", "dataclass"), "a table of keys")
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -208,7 +222,9 @@ def _bounds(hint: Any) -> str:
     words = []
     for item in get_args(hint):
         limits = {word: getattr(item, name, None) for name, word in BOUNDS.items()}
-        words += [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+        words += [
+            f"{word} {limit}" for word, limit in limits.items() if limit is not None
+        ]
         words += filter(None, [_bounds(item)])
     text = " and ".join(words).replace("below inf", "finite")
     return text.replace(f"{LARGEST}", "2**31").replace(f"{2**63}", "2**63")
@@ -217,7 +233,11 @@ def _bounds(hint: Any) -> str:
 def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
     """Every dotted key of nested tables, and its type."""
     keys = {}
-    if isinstance(table, type) and dataclasses.is_dataclass(table) or is_typeddict(table):
+    if (
+        isinstance(table, type)
+        and dataclasses.is_dataclass(table)
+        or is_typeddict(table)
+    ):
         for field, hint in _hints(table).items():
             keys |= keys_of(hint, f"{prefix}{field}.") or {prefix + field: hint}
     for argument in get_args(table):  # as of tuple[X, ...] | None
@@ -229,11 +249,21 @@ def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str
     """What to write instead of an unknown key: a similar one, or one of another table."""
     keys = list(keys_of(table))
     prefix = "".join(key.rpartition(".")[:2])
-    names = [name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)]
+    names = [
+        name.removeprefix(prefix).split(".")[0]
+        for name in keys
+        if name.startswith(prefix)
+    ]
     here = [prefix + name for name in dict.fromkeys(names)]
     last = key.removeprefix(prefix)
     near = difflib.get_close_matches(key, here, 1, 0.9)
-    last = next((ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last)
+    last = next(
+        (ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last
+    )
     near = near or [name for name in keys if name.split(".")[-1] == last]
     near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return f"; did you mean {shown(near[0])}?" if near else f"; the keys are {', '.join(here)}"
+    return (
+        f"; did you mean {shown(near[0])}?"
+        if near
+        else f"; the keys are {', '.join(here)}"
+    )

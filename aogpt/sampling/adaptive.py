@@ -26,7 +26,9 @@ def adapt(engine, plan: Plan, tally) -> None:
         candidates = left.sum(dim=1)
         # 2. Predict them all, best first, and see how many of them to take.
         count = engine.count(cached, known, candidates, plan.length)
-        (step,) = engine.steps(*(v[None] for v in (cached, known, count, candidates, candidates)))
+        (step,) = engine.steps(
+            *(v[None] for v in (cached, known, count, candidates, candidates))
+        )
         hidden, index = engine.call(engine.predict, step)
         index, scores = reorder(engine, hidden, index, step, by)
         size = within_limits(plan, known, candidates, [v.cpu() for v in scores])
@@ -39,12 +41,16 @@ def adapt(engine, plan: Plan, tally) -> None:
         tally.unmask(size)
 
 
-def within_limits(plan: Plan, known: Tensor, candidates: Tensor, scores: list[Tensor]) -> Tensor:
+def within_limits(
+    plan: Plan, known: Tensor, candidates: Tensor, scores: list[Tensor]
+) -> Tensor:
     """How many candidates each row unmasks, (B,), one at least. scores: as `reorder` gives them,
     the last one minus the entropy where that is bounded."""
     pace = plan.pace
     slots = torch.arange(scores[0].shape[1])
-    taken = candidate = (slots >= known[:, None]) & (slots < (known + candidates)[:, None])
+    taken = candidate = (slots >= known[:, None]) & (
+        slots < (known + candidates)[:, None]
+    )
     if pace.threshold is not None:
         limit = pace.threshold
         log = math.log(limit) if limit else -math.inf
@@ -63,7 +69,9 @@ def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) ->
     and the scores (B, T + 1) of its slots: inf where known, -inf where it is not a candidate."""
     # 1. The scores of every candidate, (N, scores).
     row, slot = engine.slots(step.known, step.candidates, step.all_candidates)
-    targets = torch.zeros_like(slot) if engine.forced is None else engine.forced_at(row, slot)
+    targets = (
+        torch.zeros_like(slot) if engine.forced is None else engine.forced_at(row, slot)
+    )
     chunks = (x.split(engine.head_rows) for x in (hidden[index[row, slot]], targets))
     found = [scores_of(engine.logits(x), by, of) for x, of in zip(*chunks, strict=True)]
     found = torch.cat(found).to(engine.device)
@@ -79,7 +87,9 @@ def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) ->
     # 3. Highest score first.
     preferred = by_slot[0].argsort(dim=1, descending=True, stable=True)
     engine.order.copy_(engine.order.gather(1, preferred))
-    return index.gather(1, preferred), [scores.gather(1, preferred) for scores in by_slot]
+    return index.gather(1, preferred), [
+        scores.gather(1, preferred) for scores in by_slot
+    ]
 
 
 def scores_of(logits: Tensor, by: list[str], targets: Tensor | None = None) -> Tensor:
@@ -101,5 +111,7 @@ def scores_of(logits: Tensor, by: list[str], targets: Tensor | None = None) -> T
             case "entropy":
                 # 0 times minus infinity is not a number, but 0 times the least number is 0.
                 least = torch.finfo(torch.float).min
-                scores.append((log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1))
+                scores.append(
+                    (log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1)
+                )
     return torch.stack(scores, dim=-1)

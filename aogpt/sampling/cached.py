@@ -74,7 +74,9 @@ class KVCache:
     """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
     that of input i; the last slot is written to and never read."""
 
-    def __init__(self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None):
+    def __init__(
+        self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None
+    ):
         self.unused_slot = length
         shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
         # A tensor for each layer: compiled code would copy all of one that it writes a part of.
@@ -93,7 +95,9 @@ class CachedPass(Pass):
         self.tables = tables
         self.row, self.column, valid = ragged(step.count, step.inputs)
         # Padding goes to the unused slot.
-        self.slot = torch.where(valid, step.cached[self.row] + self.column, cache.unused_slot)
+        self.slot = torch.where(
+            valid, step.cached[self.row] + self.column, cache.unused_slot
+        )
         self.targets = order[self.row, self.slot.clamp(max=order.shape[1] - 1)]  # (N,)
         self.target_angles = None
         starts = step.count.cumsum(0) - step.count
@@ -105,7 +109,9 @@ class CachedPass(Pass):
         if tables is None and (condition := model.condition()) is not None:
             self.condition = condition[self.targets] if self.per_input else condition
 
-    def _masks(self, config: ModelConfig, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _masks(
+        self, config: ModelConfig, columns: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """What inputs, and the queries of two streams, see of the first slots (B, 1, W, end)."""
         cached, known = (v.view(-1, 1, 1) for v in (self.step.cached, self.step.known))
         slots = cached + columns[:, None]  # (B, W, 1)
@@ -114,7 +120,9 @@ class CachedPass(Pass):
         visible = (keys < source) | (keys == slots)
         if config.target != "two_stream":
             return without_start(visible, slots, config).unsqueeze(1), None
-        if self.step.grouped and config.group_attention:  # inputs of a group see all of it
+        if (
+            self.step.grouped and config.group_attention
+        ):  # inputs of a group see all of it
             visible |= (cached > 0) & (slots <= known) & (keys <= known)
         # A query has no key of its own. It reads the true inputs, 0 to `source`.
         of_query = without_start(keys <= source, source, config).unsqueeze(1)
@@ -135,11 +143,15 @@ class CachedPass(Pass):
         return self._attend_cache(q, self.mask)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend_cache(q, self.query_mask)  # of two streams: k and v are cached already
+        return self._attend_cache(
+            q, self.query_mask
+        )  # of two streams: k and v are cached already
 
     def _attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:
         end = self.step.end
-        y = attention(q[self.index], self.keys[:, :end], self.values[:, :end], mask)  # (B, W, D)
+        y = attention(
+            q[self.index], self.keys[:, :end], self.values[:, :end], mask
+        )  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
@@ -147,14 +159,21 @@ class CachedPass(Pass):
         if self.table is not None:
             return self.table[self.targets].chunk(parts, dim=-1)
         outputs = linear(self.condition)
-        return (outputs if self.per_input else outputs[self.targets]).chunk(parts, dim=-1)
+        return (outputs if self.per_input else outputs[self.targets]).chunk(
+            parts, dim=-1
+        )
 
     def lookup(self, table: Tensor) -> Tensor:
         return table[self.targets]
 
 
 def cached_hidden(
-    model: AOGPT, ordered: Tensor, order: Tensor, step: Step, cache: KVCache, tables=None
+    model: AOGPT,
+    ordered: Tensor,
+    order: Tensor,
+    step: Step,
+    cache: KVCache,
+    tables=None,
 ) -> Tensor:
     """(N, D) final hidden states, rows one after the other. ordered, order: (B, T) tokens and
     positions in prediction order; tokens from `known` on are ignored. tables: `modulation_tables`.
@@ -163,7 +182,9 @@ def cached_hidden(
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
     in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)
-    return model.trunk(model.embed(ordered[p.row, before], in_positions), in_positions, p)
+    return model.trunk(
+        model.embed(ordered[p.row, before], in_positions), in_positions, p
+    )
 
 
 def modulation_tables(model: AOGPT) -> list[Tensor] | None:
@@ -172,7 +193,10 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     condition = model.condition()
     if condition is None:
         return None
-    return [*(block.adaln(condition) for block in model.blocks), model.adaln_f(condition)]
+    return [
+        *(block.adaln(condition) for block in model.blocks),
+        model.adaln_f(condition),
+    ]
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
@@ -212,7 +236,9 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
         """then: an activation that is applied to the output where it is computed."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, then, [], variant)
+        return torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, then, [], variant
+        )
 
 
 class PackedMLP(nn.Module):
@@ -228,14 +254,19 @@ class PackedMLP(nn.Module):
 
 def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
     """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers."""
-    model, weight = copy.deepcopy(model, {id(p): p for p in model.parameters()}), model.wte.weight
+    model, weight = (
+        copy.deepcopy(model, {id(p): p for p in model.parameters()}),
+        model.wte.weight,
+    )
     # What would be computed in every pass.
     if model.angles is not None:
         model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
     condition = model.condition()
     model.condition = lambda: condition
     if compile:
-        for block in model.blocks:  # they differ in weights alone: a graph of a shape serves all
+        for block in (
+            model.blocks
+        ):  # they differ in weights alone: a graph of a shape serves all
             block.compile(dynamic=False)
     elif weight.device.type == "cpu" and weight.dtype == torch.float32:
         if torch.backends.mkldnn.is_available():

@@ -7,7 +7,9 @@ import torch
 
 from .cached import Step
 
-MAX_SHAPES = 256  # beyond its default limit of shapes torch.compile would run a block uncompiled
+MAX_SHAPES = (
+    256  # beyond its default limit of shapes torch.compile would run a block uncompiled
+)
 LEAST_END = 256  # slots of the cache that a compiled step reads
 
 
@@ -20,8 +22,16 @@ def many_shapes():
 def few_shapes(step: Step, length: int) -> Step:
     """The step with its numbers rounded up to powers of two, as each new shape costs a compilation.
     length: slots of the cache."""
-    least = {"inputs": 8, "width": 8, "all_candidates": 8, "all_size": 8, "end": LEAST_END}
-    sizes = {k: max(n, 1 << (getattr(step, k) - 1).bit_length()) for k, n in least.items()}
+    least = {
+        "inputs": 8,
+        "width": 8,
+        "all_candidates": 8,
+        "all_size": 8,
+        "end": LEAST_END,
+    }
+    sizes = {
+        k: max(n, 1 << (getattr(step, k) - 1).bit_length()) for k, n in least.items()
+    }
     sizes |= {"end": min(length, sizes["end"]), "active": step.rows.shape[1]}
     return dataclasses.replace(step, **sizes)
 
@@ -35,7 +45,9 @@ class GraphRunner:
         self.device = device
         self.run_once = set()
         self.graphs = {}
-        self.rows = self.pool = self.stream = None  # rows: where recorded graphs read their step
+        self.rows = self.pool = self.stream = (
+            None  # rows: where recorded graphs read their step
+        )
 
     def __call__(self, function: Callable, step: Step, *more):
         """function(step) -> its result, which the next call with this shape overwrites. more: other
@@ -49,12 +61,16 @@ class GraphRunner:
             self.rows = step.rows.clone()
         self.rows.copy_(step.rows)
         if key not in self.graphs:
-            self.graphs[key] = self.record(function, dataclasses.replace(step, rows=self.rows))
+            self.graphs[key] = self.record(
+                function, dataclasses.replace(step, rows=self.rows)
+            )
         graph, result = self.graphs[key]
         graph.replay()
         return result
 
-    def record(self, function: Callable, step: Step) -> tuple[torch.cuda.CUDAGraph, object]:
+    def record(
+        self, function: Callable, step: Step
+    ) -> tuple[torch.cuda.CUDAGraph, object]:
         if self.pool is None:
             # One graph runs at a time, so that all can use the same memory in passing. The stream
             # is of this device: by default all devices would share one, of the first of them.

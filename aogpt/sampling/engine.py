@@ -29,7 +29,9 @@ from .token_choice import TokenChoice, choose_tokens, known_text, without_repeat
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
 CPU_CHUNK_ELEMENTS = 2**19
-STEPS_TO_END = 8  # between two looks at which samples have ended, which wait for the device
+STEPS_TO_END = (
+    8  # between two looks at which samples have ended, which wait for the device
+)
 
 
 @dataclass
@@ -54,12 +56,16 @@ class Generation:
     def joined(parts: list["Generation"]) -> "Generation":
         """Samples that were generated in parts, as one."""
         values = zip(*(vars(part).values() for part in parts), strict=True)
-        return Generation(*(torch.cat(v) if torch.is_tensor(v[0]) else sum(v) for v in values))
+        return Generation(
+            *(torch.cat(v) if torch.is_tensor(v[0]) else sum(v) for v in values)
+        )
 
     def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
         """Tokens, steps and log-probabilities of each sample, as long as it is."""
         for b, length in enumerate(self.length.tolist()):
-            yield tuple(v[b, :length].tolist() for v in (self.tokens, self.step, self.log_probs))
+            yield tuple(
+                v[b, :length].tolist() for v in (self.tokens, self.step, self.log_probs)
+            )
 
 
 @torch.no_grad()
@@ -117,7 +123,9 @@ def generate(
         size //= 2
 
 
-def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced) -> tuple:
+def check_inputs(
+    model, plan: Plan, choice, tokens, uniforms, generator, forced
+) -> tuple:
     """Tokens, 0 where they are not given, uniforms and forced tokens, (B, T) each; UserError if
     they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
@@ -126,11 +134,23 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
     unfit = plan.draft and (c.is_encoder or c.l2r_only)
     for wrong, message in (
         (model.training, "the model is in training mode; call model.eval() first"),
-        (T > c.block_size, f"samples of {T} tokens, but the model takes up to {c.block_size}"),
-        (unfit, "speculative decoding needs a decoder that is conditioned on the target position"),
+        (
+            T > c.block_size,
+            f"samples of {T} tokens, but the model takes up to {c.block_size}",
+        ),
+        (
+            unfit,
+            "speculative decoding needs a decoder that is conditioned on the target position",
+        ),
         (plan.draft and inexact, f"speculation draws exactly; {exact}"),
-        (plan.unmask_by == "oracle" and forced is None, "the oracle order needs forced tokens"),
-        (tokens is None and given.any(), "the plan has given positions: pass their tokens"),
+        (
+            plan.unmask_by == "oracle" and forced is None,
+            "the oracle order needs forced tokens",
+        ),
+        (
+            tokens is None and given.any(),
+            "the plan has given positions: pass their tokens",
+        ),
     ):
         if wrong:
             raise UserError(message)
@@ -142,13 +162,19 @@ def check_inputs(model, plan: Plan, choice, tokens, uniforms, generator, forced)
         uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     for name, value in (("tokens", tokens), ("uniforms", uniforms), ("forced", forced)):
         if value is not None and value.shape != (B, T):
-            raise UserError(f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}")
+            raise UserError(
+                f"{name} are {tuple(value.shape)}, but the plan is for {(B, T)}"
+            )
     if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise UserError("uniforms must lie in [0, 1); torch.rand in float64 makes such numbers")
+        raise UserError(
+            "uniforms must lie in [0, 1); torch.rand in float64 makes such numbers"
+        )
     ids = c.vocab_size if c.mask_token is None else c.mask_token
     for name, values in (("given", tokens.cpu()[given]), ("forced", forced)):
         if values is not None and ((values < 0) | (values >= ids)).any():
-            raise UserError(f"a {name} token is outside the model's vocabulary of {ids}")
+            raise UserError(
+                f"a {name} token is outside the model's vocabulary of {ids}"
+            )
     return tokens.cpu().where(given, 0), uniforms, forced
 
 
@@ -166,7 +192,9 @@ class Tally:
 
     def __init__(self, plan: Plan, progress: Callable[[int], None] | None):
         self.known = plan.given_positions().sum(dim=1)  # (B,) tokens
-        self.step = torch.full_like(plan.step, -1)  # (B, T) the round of each slot, -1: none
+        self.step = torch.full_like(
+            plan.step, -1
+        )  # (B, T) the round of each slot, -1: none
         self.nfe = torch.zeros_like(self.known)
         self.slots = torch.arange(plan.order.shape[1])
         self.rounds = self.calls = self.forwards = 0
@@ -218,7 +246,9 @@ class Engine:
         c = model.config
         self.device = device = weight.device
         # Draws take float64; where the device has none, they are made on the CPU.
-        self.draw_device = device if devices.supports_float64(device) else torch.device("cpu")
+        self.draw_device = (
+            device if devices.supports_float64(device) else torch.device("cpu")
+        )
         self.model = decoding_copy(model, compile)
         self.kernels = triton_kernels(device) if kernels else None
         self.graphs = GraphRunner(device) if compile and self.kernels else None
@@ -226,12 +256,16 @@ class Engine:
         if not c.is_encoder:
             self.cache = KVCache(c, batch_size, length, device, weight.dtype)
             # What adaLN gives all positions, unless that is larger than the cache.
-            table = c.block_size * (6 * c.n_layer + 2) * c.n_embd * weight.dtype.itemsize
+            table = (
+                c.block_size * (6 * c.n_layer + 2) * c.n_embd * weight.dtype.itemsize
+            )
             if table <= sum(t.nbytes for t in self.cache.keys + self.cache.values):
                 self.tables = caching.modulation_tables(self.model)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
         # Their addresses stay, as CUDA graphs need.
-        self.order = torch.zeros(batch_size, length + 1, dtype=torch.long, device=device)
+        self.order = torch.zeros(
+            batch_size, length + 1, dtype=torch.long, device=device
+        )
         self.tokens, self.log_probs = torch.zeros_like(self.order), self.order.float()
         self.uniforms = self.order.to(self.draw_device).double()  # by position
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -246,7 +280,9 @@ class Engine:
         if plan.order.shape[1] != self.T:
             wrong = f"a plan for {plan.order.shape[1]} positions"
             raise UserError(f"{wrong} does not fit this engine, which is for {self.T}")
-        inputs = check_inputs(self.model, plan, self.choice, tokens, uniforms, generator, None)
+        inputs = check_inputs(
+            self.model, plan, self.choice, tokens, uniforms, generator, None
+        )
         return self.run(plan, *inputs, progress)
 
     @torch.no_grad()
@@ -257,7 +293,9 @@ class Engine:
             parts = []
             for start in range(0, len(plan), self.B):
                 rows = slice(start, start + self.B)
-                inputs = (v if v is None else v[rows] for v in (tokens, uniforms, forced))
+                inputs = (
+                    v if v is None else v[rows] for v in (tokens, uniforms, forced)
+                )
                 parts.append(self._batch(plan[rows], *inputs, progress))
         return Generation.joined(parts)
 
@@ -269,7 +307,9 @@ class Engine:
         T = self.T
         if missing:
             plan = stack_plans([plan, l2r_plan(missing, length=0)], T)
-            tokens, uniforms = (F.pad(v, (0, 0, 0, missing)) for v in (tokens, uniforms))
+            tokens, uniforms = (
+                F.pad(v, (0, 0, 0, missing)) for v in (tokens, uniforms)
+            )
         self.order[:, :T].copy_(plan.order)
         self.tokens[:, :T].copy_(tokens.gather(1, plan.order))
         self.uniforms[:, :T].copy_(uniforms)
@@ -285,7 +325,9 @@ class Engine:
         drive(self, plan, tally)
         # 3. Wait for the device, and put the results in sequence order.
         if not self.log_probs[:, :T].isfinite().all():
-            raise UserError("the model's output is not finite: its weights overflowed or hold NaN")
+            raise UserError(
+                "the model's output is not finite: its weights overflowed or hold NaN"
+            )
         order = self.order[:, :T].cpu()
         by_slot = self.tokens[:, :T].cpu(), tally.step, self.log_probs[:, :T].cpu()
         made = [torch.empty_like(v).scatter_(1, order, v)[:rows] for v in by_slot]
@@ -295,9 +337,13 @@ class Engine:
 
     # ---- passes: (B,) or (G, B) numbers of rows, on the host -------------------------------------
 
-    def count(self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor) -> Tensor:
+    def count(
+        self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor
+    ) -> Tensor:
         """Inputs of a pass that predicts the candidates after `known` tokens."""
-        return (candidates > 0) * (length if self.cache is None else known + candidates - cached)
+        return (candidates > 0) * (
+            length if self.cache is None else known + candidates - cached
+        )
 
     def cached_after(self, known: Tensor, chosen: bool) -> Tensor:
         """Inputs in the cache after a pass with `known` tokens. The key of the last known token
@@ -314,7 +360,9 @@ class Engine:
 
     def call(self, function: Callable, step: Step):
         """function(step), by a CUDA graph where these are recorded."""
-        return self.graphs(function, step, self.padded) if self.graphs else function(step)
+        return (
+            self.graphs(function, step, self.padded) if self.graphs else function(step)
+        )
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
         """Hidden states (N, D), and which of them predicts each slot, (B, T + 1); it means
@@ -337,11 +385,17 @@ class Engine:
         known = torch.arange(T, device=self.device) < step.known[:, None]
         ordered = torch.where(known, self.tokens[:, :T], c.mask_token)
         sequence = torch.empty_like(ordered).scatter_(1, order, ordered)
-        rows = (step.candidates == 0).to(torch.uint8).argsort(stable=True)[: step.active]
+        rows = (
+            (step.candidates == 0).to(torch.uint8).argsort(stable=True)[: step.active]
+        )
         lengths = self.length[rows] if self.padded else None
         sigma = None
-        if c.noise:  # the level of the share of masked tokens; bfloat16 is too coarse for it
-            total = torch.full_like(rows, T) if lengths is None else lengths.clamp(min=1)
+        if (
+            c.noise
+        ):  # the level of the share of masked tokens; bfloat16 is too coarse for it
+            total = (
+                torch.full_like(rows, T) if lengths is None else lengths.clamp(min=1)
+            )
             known = step.known[rows].to(self.draw_device)
             total = total.to(self.draw_device)
             sigma = log_linear_noise(1 - known.double() / total)
@@ -356,7 +410,9 @@ class Engine:
         if self.end_token is None:
             return torch.zeros_like(tally.known, dtype=torch.bool)
         unknown = tally.slots >= tally.known[:, None]  # (B, T), by slot
-        is_end = (self.tokens[:, :-1].cpu() == self.end_token) & (tally.step >= 0) & ~unknown
+        is_end = (
+            (self.tokens[:, :-1].cpu() == self.end_token) & (tally.step >= 0) & ~unknown
+        )
         position = self.order[:, :-1].cpu()
         first_end = position.where(is_end, self.T).amin(dim=1)
         return first_end < position.where(unknown, self.T).amin(dim=1)
@@ -366,7 +422,9 @@ class Engine:
         hidden, index = self.predict(step)
         if step.unmask_by != "order":
             index, _ = reorder(self, hidden, index, step, [step.unmask_by])
-        self.draw(hidden, index, step.known, *self.slots(step.known, step.size, step.all_size))
+        self.draw(
+            hidden, index, step.known, *self.slots(step.known, step.size, step.all_size)
+        )
 
     def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T in
@@ -383,19 +441,25 @@ class Engine:
 
     def uniforms_at(self, row: Tensor, slot: Tensor) -> Tensor:
         """The uniform number of the position in each slot, (N,)."""
-        position = self.order[row.to(self.device), slot.to(self.device)].to(self.draw_device)
+        position = self.order[row.to(self.device), slot.to(self.device)].to(
+            self.draw_device
+        )
         return self.uniforms[row.to(self.draw_device), position]
 
     def forced_at(self, row: Tensor, slot: Tensor) -> Tensor:
         """The forced tokens of the positions in slots, (N,)."""
         return self.forced[row, self.order[row, slot]]
 
-    def draw(self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor) -> None:
+    def draw(
+        self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor
+    ) -> None:
         """Draw the tokens of the slots, given `known` (B,) of each row, or store forced ones."""
         text = None
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, known)
-        for rows, slots in zip(row.split(self.head_rows), slot.split(self.head_rows), strict=True):
+        for rows, slots in zip(
+            row.split(self.head_rows), slot.split(self.head_rows), strict=True
+        ):
             logits = self.logits(hidden[index[rows, slots]])
             if self.forced is not None:
                 self.store(rows, slots, self.forced_at(rows, slots), logits)
@@ -409,16 +473,27 @@ class Engine:
             size = len(logits)
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
-            for r, s, chunk in zip(*(v.split(size) for v in (rows, slots, logits)), strict=True):
+            for r, s, chunk in zip(
+                *(v.split(size) for v in (rows, slots, logits)), strict=True
+            ):
                 logits = chunk
                 if text is not None:
-                    logits = without_repeats(chunk, text[r], self.order[r, s], self.choice)
-                self.store(r, s, choose_tokens(logits, self.uniforms_at(r, s), self.choice), chunk)
+                    logits = without_repeats(
+                        chunk, text[r], self.order[r, s], self.choice
+                    )
+                self.store(
+                    r,
+                    s,
+                    choose_tokens(logits, self.uniforms_at(r, s), self.choice),
+                    chunk,
+                )
 
     def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
         """Store tokens (N,) and their log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None].to(logits.device))
+        log_probs = logits.log_softmax(dim=-1).gather(
+            1, tokens[:, None].to(logits.device)
+        )
         at = row.to(self.device), slot.to(self.device)
         self.tokens[at] = tokens.to(self.device)
         self.log_probs[at] = log_probs.squeeze(1).float().to(self.device)
@@ -441,7 +516,9 @@ def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
         # Where the model chooses, every position left is a candidate.
         candidates = (size > 0) * (plan.length - known) if chosen else size
         count = engine.count(before, known, candidates, plan.length)
-        steps = engine.steps(before, known, count, candidates, size, unmask_by=plan.unmask_by)
+        steps = engine.steps(
+            before, known, count, candidates, size, unmask_by=plan.unmask_by
+        )
         for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
             if unmasked:
                 engine.call(engine.take_step, step)

@@ -36,7 +36,9 @@ def read_gaps(text: str) -> list[str | range]:
     for number, part in enumerate(MASK.split(text)):
         if number % 2 == 0:
             parts.append(part)
-        elif mask := re.fullmatch(r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]", part):
+        elif mask := re.fullmatch(
+            r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]", part
+        ):
             shortest = int(mask[1] or 1)
             parts.append(range(shortest, int(mask[2] or shortest) + 1))
             if not parts[-1]:
@@ -58,12 +60,16 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
     gaps = parts[1::2]
     total = sum(map(len, known))
     if total + sum(gap[0] for gap in gaps) > block_size:
-        raise TooLong(f"text and masks exceed the block size, {block_size} tokens; shorten them")
+        raise TooLong(
+            f"text and masks exceed the block size, {block_size} tokens; shorten them"
+        )
     if (count := math.prod(map(len, gaps))) > MOST_LENGTHS:
         what = f"its masks have {count:,} combinations of lengths, more than {MOST_LENGTHS}"
         raise UserError(f"{what}; give narrower ranges")
     if count > 1 and not known[-1]:
-        raise UserError("a mask of unknown length needs text after the last mask to be judged by")
+        raise UserError(
+            "a mask of unknown length needs text after the last mask to be judged by"
+        )
     found = []
     for lengths in itertools.product(*gaps):
         if total + sum(lengths) <= block_size:
@@ -77,14 +83,19 @@ def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
 class Scores:
     """The log-probabilities that rank a filling, nats per token."""
 
-    right: float  # the known text after the first gap, given all that is before each token
+    right: (
+        float  # the known text after the first gap, given all that is before each token
+    )
     joint: float  # that text and the filling, in the same way
     filling: float  # the filling, given the known text on all sides
 
 
 @torch.no_grad()
 def score_fillings(
-    model: AOGPT, given: Sequence[Context], tokens: Sequence[list[int]], batch_size: int = 16
+    model: AOGPT,
+    given: Sequence[Context],
+    tokens: Sequence[list[int]],
+    batch_size: int = 16,
 ) -> list[Scores]:
     """given: the context of each of N fillings; tokens: the whole text of each. NaN: `right`
     without known text after the first gap, `filling` of a model that can only continue a text."""
@@ -121,9 +132,13 @@ def log_probs_along(
     """log p of every token along an order, float64 (N, T) in its steps, from step `start` (N,) on:
     a pass for a decoder, one a step for an encoder. Orders end with the padding."""
     device = model.wte.weight.device
-    more = {"prompt_lengths": start, "lengths": lengths} if model.config.is_encoder else {}
+    more = (
+        {"prompt_lengths": start, "lengths": lengths} if model.config.is_encoder else {}
+    )
     more = {name: value.to(device) for name, value in more.items()}
-    return group_log_probs(model, x.to(device), order.to(device), 1, **more).cpu().double()
+    return (
+        group_log_probs(model, x.to(device), order.to(device), 1, **more).cpu().double()
+    )
 
 
 def _mean(log_probs: Tensor, where: Tensor) -> Tensor:
@@ -139,5 +154,7 @@ def ranked(scores: Sequence[Scores]) -> list[int]:
 def best_fillings(model: AOGPT, given, tokens, most: int) -> list[tuple[int, Scores]]:
     """Numbers and scores of at most `most` fillings with different tokens, the best first."""
     distinct = list({tuple(row): i for i, row in enumerate(tokens)}.values())
-    found = score_fillings(model, [given[i] for i in distinct], [tokens[i] for i in distinct])
+    found = score_fillings(
+        model, [given[i] for i in distinct], [tokens[i] for i in distinct]
+    )
     return [(distinct[i], found[i]) for i in ranked(found)[:most]]

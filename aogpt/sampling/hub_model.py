@@ -31,7 +31,9 @@ class AOGPTConfig(PreTrainedConfig):
 
     model_type = "aogpt"
 
-    def __init__(self, aogpt: dict | None = None, mask_token_id=None, start_token_id=None, **more):
+    def __init__(
+        self, aogpt: dict | None = None, mask_token_id=None, start_token_id=None, **more
+    ):
         self.aogpt = aogpt or {}
         self.mask_token_id = mask_token_id
         self.start_token_id = start_token_id
@@ -46,8 +48,12 @@ class AOGPTModel(PreTrainedModel):
 
     config_class = AOGPTConfig
     main_input_name = "input_ids"
-    accepts_loss_kwargs = False  # the Trainer divides the loss by its accumulation steps
-    _tied_weights_keys = {"model.head.weight": "model.wte.weight"}  # if config.tie_word_embeddings
+    accepts_loss_kwargs = (
+        False  # the Trainer divides the loss by its accumulation steps
+    )
+    _tied_weights_keys = {
+        "model.head.weight": "model.wte.weight"
+    }  # if config.tie_word_embeddings
 
     def __init__(self, config: AOGPTConfig):
         super().__init__(config)
@@ -75,20 +81,28 @@ class AOGPTModel(PreTrainedModel):
         model = self.model
         config = self.model.config
         if config.is_encoder and order is not None:
-            raise UserError("an encoder has no order: it predicts every [MASK] from the rest")
+            raise UserError(
+                "an encoder has no order: it predicts every [MASK] from the rest"
+            )
         order = self._checked(input_ids, order, attention_mask)
         masked = input_ids == self.config.mask_token_id
         if config.is_encoder:
-            sigma = log_linear_noise(masked.double().mean(dim=1)) if config.noise else None
+            sigma = (
+                log_linear_noise(masked.double().mean(dim=1)) if config.noise else None
+            )
             logits = model.logits(input_ids, masked, sigma)
             wanted = labels
         else:
             if masked.any():
-                raise UserError("a decoder scores known tokens; generate fills in [MASK]")
+                raise UserError(
+                    "a decoder scores known tokens; generate fills in [MASK]"
+                )
             logits = model.logits(input_ids, order)
             wanted = None if labels is None else labels.gather(1, order)
         loss = None
-        if labels is not None:  # without a start token the first step has nothing to predict from
+        if (
+            labels is not None
+        ):  # without a start token the first step has nothing to predict from
             first = self.config.aogpt["scored_from"]
             scored = at_least_float32(logits[:, first:].flatten(0, 1))
             loss = F.cross_entropy(scored, wanted[:, first:].flatten())
@@ -123,7 +137,9 @@ class AOGPTModel(PreTrainedModel):
         device = tokens.device
         config = self.model.config
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(device)
+        uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(
+            device
+        )
         if given is not None:
             place = given.argsort(dim=1)
         elif order == "l2r" or config.l2r_only:
@@ -131,14 +147,21 @@ class AOGPTModel(PreTrainedModel):
         else:
             place = uniforms[0].argsort(dim=1).argsort(dim=1)
         if config.l2r_only and (unknown[:, :-1] & ~unknown[:, 1:]).any():
-            raise UserError("a plain GPT only continues a text: no [MASK] may come before a token")
+            raise UserError(
+                "a plain GPT only continues a text: no [MASK] may come before a token"
+            )
         if (~unknown).sum(dim=1).min() < self.config.aogpt["scored_from"]:
             raise UserError("this model has no start token: give it at least one token")
         order = torch.where(unknown, place, place - shape[1]).argsort(dim=1)
         fill = self._fill_encoder if config.is_encoder else simple_generate
-        settings = {"temperature": temperature, "vocab_size": self.config.aogpt["vocab_size"]}
+        settings = {
+            "temperature": temperature,
+            "vocab_size": self.config.aogpt["vocab_size"],
+        }
         rows = zip(order, unknown.sum(dim=1).tolist(), uniforms[1], tokens, strict=True)
-        filled = [fill(self.model, o, [1] * n, u, t, **settings)[0] for o, n, u, t in rows]
+        filled = [
+            fill(self.model, o, [1] * n, u, t, **settings)[0] for o, n, u, t in rows
+        ]
         return torch.stack(filled)
 
     def _checked(
@@ -146,7 +169,9 @@ class AOGPTModel(PreTrainedModel):
     ) -> Tensor:
         """The order, left to right by default. Raises UserError for what the model cannot take."""
         if attention_mask is not None and not attention_mask.all():
-            raise UserError("padding is not supported: give sequences of one length, unpadded")
+            raise UserError(
+                "padding is not supported: give sequences of one length, unpadded"
+            )
         if tokens.dim() == 2:  # otherwise check_tokens refuses it
             l2r = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             order = l2r if order is None else order
@@ -154,12 +179,18 @@ class AOGPTModel(PreTrainedModel):
         check_tokens(self.model, known, tokens if order is None else order)
         check_permutations(order)
         if self.config.start_token_id in tokens[:, 0].tolist():
-            raise UserError("no begin-of-text is needed: tokenizer(text, add_special_tokens=False)")
+            raise UserError(
+                "no begin-of-text is needed: tokenizer(text, add_special_tokens=False)"
+            )
         if self.model.config.l2r_only and not torch.equal(order, l2r):
-            raise UserError("a plain GPT predicts from left to right only: leave out order")
+            raise UserError(
+                "a plain GPT predicts from left to right only: leave out order"
+            )
         return order
 
-    def _fill_encoder(self, model, order, sizes, uniforms, tokens, temperature, vocab_size):
+    def _fill_encoder(
+        self, model, order, sizes, uniforms, tokens, temperature, vocab_size
+    ):
         for position in order[len(order) - len(sizes) :]:
             logits = self(tokens[None]).logits[0, position, None, :vocab_size].double()
             if temperature == 0:

@@ -20,7 +20,13 @@ from .token_choice import REDRAWN, TokenChoice
 
 LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
 TILE = 4096
-KNOWN_FIELDS = {"temperature", "top_p", "top_k", "noise", "crossing"}  # of `TokenChoice`
+KNOWN_FIELDS = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "noise",
+    "crossing",
+}  # of `TokenChoice`
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)
@@ -38,12 +44,16 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     """Whether `choose` draws what the reference would: it must know all fields that are used."""
     others = {field.name: field.default for field in dataclasses.fields(choice)}
     new = vars(choice).keys() - KNOWN_FIELDS
-    exact = choice.noise == "float64" and choice.top_k is None and choice.crossing == "keep"
+    exact = (
+        choice.noise == "float64" and choice.top_k is None and choice.crossing == "keep"
+    )
     fits = logits.dtype != torch.float64 and logits.shape[1] <= LARGEST_VOCABULARY
     return exact and fits and all(getattr(choice, name) == others[name] for name in new)
 
 
-def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, uniforms: Tensor, choice: TokenChoice
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row: logits (N, V), rows contiguous, uniforms float64 (N,) in [0, 1) ->
     tokens, LongTensor (N,), and their log-probabilities before temperature and top-p, float32."""
     N, V = logits.shape
@@ -51,14 +61,29 @@ def choose(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> tuple[Tenso
     log_probs = torch.empty(N, dtype=torch.float, device=logits.device)
     if N:
         # top_p as an exact integer, where Triton would round a float to 24 bits.
-        settings = 0.0 if choice.greedy else choice.temperature, round(choice.top_p * 2**53)
+        settings = (
+            0.0 if choice.greedy else choice.temperature,
+            round(choice.top_p * 2**53),
+        )
         row = logits.stride(0), V, *settings
         _choose[(N,)](logits, uniforms, tokens, log_probs, *row, TILE=TILE)
     return tokens, log_probs
 
 
-@triton.jit(do_not_specialize=["top_p"])  # an integer of 1 would become a constant, without a type
-def _choose(logits, uniforms, tokens, log_probs, stride, V, temperature, top_p, TILE: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["top_p"]
+)  # an integer of 1 would become a constant, without a type
+def _choose(
+    logits,
+    uniforms,
+    tokens,
+    log_probs,
+    stride,
+    V,
+    temperature,
+    top_p,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     largest, token = _largest(logits, V, TILE)
@@ -71,7 +96,9 @@ def _choose(logits, uniforms, tokens, log_probs, stride, V, temperature, top_p, 
         token = _draw(logits, V, largest, heat, uniform, bound, 0, TILE)
         if top_p < _ALL:
             share = top_p.to(tl.float64) * _LEAST
-            wanted = tl.maximum(tl.math.ceil(total.to(tl.float64) * share).to(tl.int64), 1)
+            wanted = tl.maximum(
+                tl.math.ceil(total.to(tl.float64) * share).to(tl.int64), 1
+            )
             logit = tl.load(logits + token).to(tl.float32)
             bits, weight = _bits_and_weight(logit, largest, heat)
             above, ties = _above(logits, V, largest, heat, bits, token, TILE)
@@ -153,7 +180,9 @@ def _draw(logits, V, largest, heat, uniform, least, ties, TILE: tl.constexpr):
         column = tl.argmax(_over(tl.expand_dims(of_column, 0), weights), axis=1)
         here = tl.max(noise, axis=0)
         first = tl.argmax(noise, axis=0)
-        found = start + first * _BLOCK + tl.sum(tl.where(row == first, column, 0), axis=0)
+        found = (
+            start + first * _BLOCK + tl.sum(tl.where(row == first, column, 0), axis=0)
+        )
         token = tl.where(here > best, found.to(tl.int64), token)
         best = tl.maximum(best, here)
         ties_before += tl.sum(equal, axis=0)

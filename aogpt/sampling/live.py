@@ -18,7 +18,13 @@ MASK = "▁"
 DIM = "\033[2m"
 BOLD = "\033[1m"
 RESET = "\033[0m"
-COLORS = {0.01: 197, 0.1: 208, 0.3: 142, 0.7: 71, 1: 32}  # up to a probability; on black and white
+COLORS = {
+    0.01: 197,
+    0.1: 208,
+    0.3: 142,
+    0.7: 71,
+    1: 32,
+}  # up to a probability; on black and white
 SHADES = {most: f"\033[38;5;{color}m" for most, color in COLORS.items()}
 # no cursor, no wrapped lines
 ENTER = "\033[?25l\033[?7l"
@@ -28,15 +34,22 @@ LEAVE = f"{RESET}\033[?7h\033[?25h"
 def can_style() -> bool:
     """Whether standard output is a terminal that knows escape sequences and the mask."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return is_terminal and (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
+    return (
+        is_terminal
+        and (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
+    )
 
 
 def columns(c: str) -> int:
     """Columns of the terminal that a character takes."""
-    return 0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+    return (
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+    )
 
 
-def cells(pieces, step, log_probs, now: float = math.inf, color: bool = False) -> Iterator[Cell]:
+def cells(
+    pieces, step, log_probs, now: float = math.inf, color: bool = False
+) -> Iterator[Cell]:
     """A sample after step `now`: a mask for each token of a later step; other tokens colored by
     their probability, or else bold; given text (step -1) as it is."""
     for piece, when, log_prob in zip(pieces, step, log_probs, strict=True):
@@ -54,7 +67,9 @@ def wrap(found: Iterable[Cell], width: int) -> list[list[Cell]]:
     used = 0
     for cell in found:
         while cell[0] != "\n" and used + columns(cell[0]) > width:
-            cut = max((i for i, (c, _) in enumerate(line, 1) if c == " "), default=len(line))
+            cut = max(
+                (i for i, (c, _) in enumerate(line, 1) if c == " "), default=len(line)
+            )
             lines.append(line[:cut])
             line = line[cut:]
             used = sum(columns(c) for c, _ in line)
@@ -90,10 +105,14 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
     def draw(done: int) -> None:
         nonlocal drawn
         below = [(c, DIM) for c in f"step {done} of {last}" + "; p when drawn:" * color]
-        below += [(c, style) for most, style in SHADES.items() if color for c in f" ≤{most:g}"]
+        below += [
+            (c, style) for most, style in SHADES.items() if color for c in f" ≤{most:g}"
+        ]
         below = wrap(below, width)
         lines = wrap(cells(pieces, step, log_probs, steps[done], color), width)
-        if done < last:  # of what is taller than the terminal, the lines around the first mask
+        if (
+            done < last
+        ):  # of what is taller than the terminal, the lines around the first mask
             room = max(1, height - 1 - len(below))
             first = next(i for i, line in enumerate(lines) if (MASK, DIM) in line)
             top = max(0, min(first - room // 2, len(lines) - room))
@@ -108,7 +127,9 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
         sys.stdout.write(ENTER)
         for key in keys:
             tty.setcbreak(key, termios.TCSADRAIN)
-        typed = select.select(keys, [], [], 0)[0]  # before: that is the next line, which is kept
+        typed = select.select(keys, [], [], 0)[
+            0
+        ]  # before: that is the next line, which is kept
         for done in range(0, last, stride):
             draw(done)
             if select.select(keys, [], [], pause)[0]:
@@ -134,7 +155,9 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
     line = ""
     now = seed - 1
     if prompt:
-        show("Type text, also with [MASK:3] or [MASK:2-6]. Empty line: again. exit: end.")
+        show(
+            "Type text, also with [MASK:3] or [MASK:2-6]. Empty line: again. exit: end."
+        )
     try:
         while (typed := input(prompt)) != "exit":
             request = (typed, seed) if typed else (line, now + 1)

@@ -24,7 +24,9 @@ def midi_file(samples: list[list[int]]) -> bytes:
             line += sung + [-1] * (length - len(sung))
     tracks = [_track(voice, line) for voice, line in enumerate(lines)]
     header = b"MThd" + pack(">IHHH", 6, 1, len(tracks), 4 * TICKS)
-    return header + b"".join(b"MTrk" + pack(">I", len(track)) + track for track in tracks)
+    return header + b"".join(
+        b"MTrk" + pack(">I", len(track)) + track for track in tracks
+    )
 
 
 def _track(voice: int, pitches: list[int]) -> bytes:

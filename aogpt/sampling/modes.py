@@ -19,7 +19,14 @@ from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
-from ..runtime.validation import LARGEST, Count, NonNegative, check_value, check_values, flag
+from ..runtime.validation import (
+    LARGEST,
+    Count,
+    NonNegative,
+    check_value,
+    check_values,
+    flag,
+)
 from ..systems.scoring import check_boolean
 from . import plans
 from .engine import Generation, generate
@@ -27,9 +34,13 @@ from .plans import Plan, Schedule, Score
 from .refine import RefineBy, redrawn, refine
 from .token_choice import TokenChoice
 
-Mode = Literal["mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"]
+Mode = Literal[
+    "mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"
+]
 UnmaskFirst = Literal[Score, "random"]
-Context = list[int | None]  # the tokens of a sample, None where they are to be generated
+Context = list[
+    int | None
+]  # the tokens of a sample, None where they are to be generated
 
 # The options that only some modes have: their default there, and these modes. Without `steps` a
 # sample takes one for each of its tokens to generate.
@@ -47,7 +58,10 @@ MODE_OPTIONS = {
 }
 Bound = Annotated[float, Interval(ge=0)]
 TOKEN_CHOICE = [field.name for field in fields(TokenChoice)]
-REFINING = {"refine_share": 0.1, "refine_by": "drawn"}  # defaults of what goes with `refine`
+REFINING = {
+    "refine_share": 0.1,
+    "refine_by": "drawn",
+}  # defaults of what goes with `refine`
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
@@ -66,7 +80,9 @@ class DecodingOptions(TokenChoice):
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
     speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
-    steps: Count | None = None  # Steps of mdm and even; by default one per token to generate.
+    steps: Count | None = (
+        None  # Steps of mdm and even; by default one per token to generate.
+    )
     schedule: Schedule | None = None
     """Schedule of mdm and even. linear (default): about equally many tokens in every step.
     cosine: few at first, many at the end."""
@@ -117,7 +133,9 @@ class DecodingOptions(TokenChoice):
         return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
 
 
-def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> DecodingOptions:
+def with_mode_defaults(
+    options: DecodingOptions, l2r_only: bool = False
+) -> DecodingOptions:
     """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
     options without meaning in it, and for values that exclude each other."""
     if options.mode is None:
@@ -125,7 +143,9 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
         options = replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
-            raise UserError(f"--mode {options.mode} says what to unmask by: leave out --unmask-by")
+            raise UserError(
+                f"--mode {options.mode} says what to unmask by: leave out --unmask-by"
+            )
         options = replace(options, mode="adaptive", unmask_by=options.mode)
     defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
@@ -133,20 +153,32 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
         if options.mode in modes:
             defaults[name] = default if value is None else value
         elif value is not None:
-            also = get_args(Score) if modes == ("adaptive",) and name != "unmask_by" else ()
+            also = (
+                get_args(Score)
+                if modes == ("adaptive",) and name != "unmask_by"
+                else ()
+            )
             advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
-            raise UserError(f"{flag(name)} has no meaning with --mode {options.mode}: {advice}")
+            raise UserError(
+                f"{flag(name)} has no meaning with --mode {options.mode}: {advice}"
+            )
     for name, default in REFINING.items():
         if options.refine:
-            defaults[name] = default if getattr(options, name) is None else getattr(options, name)
+            defaults[name] = (
+                default if getattr(options, name) is None else getattr(options, name)
+            )
         elif getattr(options, name) is not None:
-            raise UserError(f"{flag(name)} has no meaning without --refine: give it, such as 4")
+            raise UserError(
+                f"{flag(name)} has no meaning without --refine: give it, such as 4"
+            )
     if (options.threshold, options.entropy_bound) != (None, None):
         defaults["group_size"] = options.group_size  # the model chooses how many
     o = replace(options, **defaults)
     if o.mode == "speculative":
         if o.noise != "float64":
-            raise UserError(f"--mode speculative draws exactly: leave out --noise {o.noise}")
+            raise UserError(
+                f"--mode speculative draws exactly: leave out --noise {o.noise}"
+            )
         if o.choice.avoids_repeats:
             refused = "leave out --repetition-penalty and --no-repeat-ngram"
             raise UserError(f"--mode speculative draws exactly: {refused}")
@@ -156,13 +188,17 @@ def with_mode_defaults(options: DecodingOptions, l2r_only: bool = False) -> Deco
     if o.unmask_by == "random":
         if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
             limits = "--threshold, --entropy-bound and --block"
-            raise UserError(f"{limits} need a score to choose by: give another --unmask-by")
+            raise UserError(
+                f"{limits} need a score to choose by: give another --unmask-by"
+            )
     elif o.threshold is not None:
         plans.check_threshold(o.unmask_by, o.threshold)
     return o
 
 
-def with_default_steps(options: DecodingOptions, contexts: list[Context]) -> DecodingOptions:
+def with_default_steps(
+    options: DecodingOptions, contexts: list[Context]
+) -> DecodingOptions:
     """The options with the steps that mdm and even take by default, one per token to generate, if
     that is the same for all contexts."""
     counts = {context.count(None) for context in contexts}
@@ -191,8 +227,12 @@ def check_context(context: Context, config: ModelConfig, scored_from: int) -> No
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
     if scored_from and context[0] is None:
         raise UserError("this model has no start token (GPT-2): begin with text")
-    if config.l2r_only and any(token is not None for token in context[context.index(None) :]):
-        raise UserError("this model can only continue a text: write one mask, at the end")
+    if config.l2r_only and any(
+        token is not None for token in context[context.index(None) :]
+    ):
+        raise UserError(
+            "this model can only continue a text: write one mask, at the end"
+        )
 
 
 class PlannedSamples(NamedTuple):
@@ -201,18 +241,27 @@ class PlannedSamples(NamedTuple):
 
     plan: Plan
     tokens: Tensor  # LongTensor (B, T), by position: the given tokens
-    uniforms: Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
+    uniforms: (
+        Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
+    )
 
 
 def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
     """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
     check_boolean(given, "given")
     rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
-    return [[t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)] for ts, gs, n in rows]
+    return [
+        [t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)]
+        for ts, gs, n in rows
+    ]
 
 
 def plan_samples(
-    options: DecodingOptions, contexts: list[Context], seed: int, num_samples: int = 1, keys=None
+    options: DecodingOptions,
+    contexts: list[Context],
+    seed: int,
+    num_samples: int = 1,
+    keys=None,
 ) -> PlannedSamples:
     """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
     the context, number, length) alone. options: with the mode's defaults. keys: integers below
@@ -230,13 +279,18 @@ def plan_samples(
         sort_keys += _sort_keys(options, *which)
         uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
     length = torch.tensor([len(row) for row in tokens])
-    rows = (pad_sequence(list(v), batch_first=True) for v in (tokens, given, sort_keys, uniforms))
+    rows = (
+        pad_sequence(list(v), batch_first=True)
+        for v in (tokens, given, sort_keys, uniforms)
+    )
     tokens, given, sort_keys, uniforms = rows
     plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
     return PlannedSamples(plan, tokens, uniforms)
 
 
-def _sort_keys(options: DecodingOptions, seed: int, key: int, rows: range, length: int) -> Tensor:
+def _sort_keys(
+    options: DecodingOptions, seed: int, key: int, rows: range, length: int
+) -> Tensor:
     """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
     if options.mode == "order":
         orders = parse_order(options.order, "--order")
@@ -254,17 +308,23 @@ def _mode_plan(
     group = options.group_size
     match o.mode:
         case "mdm" | "even":
-            return plans.mdm_plan(B, length, steps, keys, given, o.mode == "even", o.schedule)
+            return plans.mdm_plan(
+                B, length, steps, keys, given, o.mode == "even", o.schedule
+            )
         case "l2r":
             return plans.l2r_plan(B, length, given, group)
         case "random" | "order":
             return plans.random_plan(B, length, keys, given, group)
         case "adaptive":
             limits = o.threshold, o.entropy_bound, o.block
-            return plans.adaptive_plan(B, length, o.unmask_by, keys, given, group, *limits)
+            return plans.adaptive_plan(
+                B, length, o.unmask_by, keys, given, group, *limits
+            )
         case "speculative":
             shuffled = keys if o.order == "random" else None
-            return plans.speculative_plan(B, length, o.draft, shuffled, given, o.draft_by)
+            return plans.speculative_plan(
+                B, length, o.draft, shuffled, given, o.draft_by
+            )
 
 
 def generate_distributed(
@@ -288,12 +348,16 @@ def generate_distributed(
     quiet = None if procs.main else True
     if options.refine:
         end_token = None  # what follows it may change
-        total += options.refine * int(redrawn(plan.generated(), options.refine_share).sum())
+        total += options.refine * int(
+            redrawn(plan.generated(), options.refine_share).sum()
+        )
     shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
     with tqdm(total=total, **shown) as bar:
         if share:  # with more processes than samples, some have none
             random = {"uniforms": uniforms, "progress": bar.update}
-            part = generate(model, plan, tokens, **random, **settings, end_token=end_token)
+            part = generate(
+                model, plan, tokens, **random, **settings, end_token=end_token
+            )
             if options.refine:
                 how = options.refine, options.refine_share, options.refine_by
                 part = refine(model, part, uniforms, *how, bar.update, **settings)
@@ -301,7 +365,12 @@ def generate_distributed(
 
 
 def generate_rows(
-    model: AOGPT, contexts: list[Context], options: DecodingOptions, vocab_size: int, seed, count=1
+    model: AOGPT,
+    contexts: list[Context],
+    options: DecodingOptions,
+    vocab_size: int,
+    seed,
+    count=1,
 ) -> list[list[int]]:
     """The tokens of `count` samples in a row for each context, made by this process alone.
     options: with the mode's defaults."""
@@ -311,7 +380,9 @@ def generate_rows(
     return [tokens for tokens, *_ in samples.rows()]
 
 
-def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()) -> str:
+def text_until(
+    tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
+) -> str:
     """The text of the tokens up to the first end-of-text or stop string."""
     end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None
     text = tokenizer.decode(tokens[:end])
@@ -319,7 +390,11 @@ def text_until(tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
 
 
 def sample_records(
-    samples: Generation, tokenizer: Tokenizer, prompts=(("prompt", ""),), until_end=False, stop=()
+    samples: Generation,
+    tokenizer: Tokenizer,
+    prompts=(("prompt", ""),),
+    until_end=False,
+    stop=(),
 ) -> list[dict]:
     """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
     step -1: given; log_probs: nats; order: the positions in the order in which they became known.
@@ -333,7 +408,9 @@ def sample_records(
     for number, ((tokens, step, log_probs), order) in enumerate(rows):
         end = len(tokens)
         if until_end:
-            ends = (i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0)
+            ends = (
+                i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0
+            )
             end = next(ends, end)
         text = tokenizer.decode(tokens[:end])
         first = next((i for i, s in enumerate(step) if s >= 0), end)

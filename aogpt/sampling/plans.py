@@ -20,7 +20,9 @@ from ..systems.scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
-RuleScore = Literal[Score, "oracle"]  # the probability of the true token, which is forced
+RuleScore = Literal[
+    Score, "oracle"
+]  # the probability of the true token, which is forced
 UnmaskBy = Literal["order", RuleScore]
 Length = int | Tensor
 Given = Tensor | None
@@ -32,9 +34,13 @@ class Pace:
     """How many positions a step unmasks where the model decides that: the best ones within these
     limits, and always one at least."""
 
-    threshold: float | None = None  # confidence or margin at least, entropy (nats) at most this
+    threshold: float | None = (
+        None  # confidence or margin at least, entropy (nats) at most this
+    )
     # (Fast-dLLM, arXiv 2505.22618)
-    entropy_bound: float | None = None  # entropies (nats) of a step, without the largest, add up to
+    entropy_bound: float | None = (
+        None  # entropies (nats) of a step, without the largest, add up to
+    )
     # at most this: it bounds what they tell of each other (EB-sampler, arXiv 2505.24857)
     most: int | None = None  # positions a step; without the other two exactly this many
 
@@ -61,7 +67,9 @@ class Rule:
 
 def check_threshold(score: Score, threshold: float) -> None:
     if score != "entropy" and threshold > 1:
-        raise UserError(f"the threshold is {threshold:g}: for {score} give a number from 0 to 1")
+        raise UserError(
+            f"the threshold is {threshold:g}: for {score} give a number from 0 to 1"
+        )
 
 
 @dataclass
@@ -72,33 +80,53 @@ class Plan:
     # ones first, last those that a shorter sample does not have
     step: Tensor  # LongTensor (B, T), the step at which order[b, i] is unmasked, never falling; -1:
     # given. Positions of equal step are predicted in parallel, from those of earlier steps.
-    length: Tensor | None = None  # LongTensor (B,), positions of each sample; None: all have T
-    unmask_by: UnmaskBy = "order"  # a score: only the number of positions of each step is fixed,
+    length: Tensor | None = (
+        None  # LongTensor (B,), positions of each sample; None: all have T
+    )
+    unmask_by: UnmaskBy = (
+        "order"  # a score: only the number of positions of each step is fixed,
+    )
     # and the model chooses which: of the likeliest token the highest probability, or the least
     # entropy, or the widest margin to the second token (Kim et al., arXiv 2502.06768)
     draft: int = 0  # positions that are drafted, then verified one after the other; the steps are
     # then those of the groups at best
     pace: Pace | None = None  # nor is that number fixed; steps only say what is given
-    draft_by: Literal["model", "ngram"] = "model"  # in parallel, or from pairs of known neighbours
-    block: int | None = None  # positions of blocks that are filled in one after the other (pace)
+    draft_by: Literal["model", "ngram"] = (
+        "model"  # in parallel, or from pairs of known neighbours
+    )
+    block: int | None = (
+        None  # positions of blocks that are filled in one after the other (pace)
+    )
 
     def __post_init__(self):
         B, T = self.order.shape
         self.length = torch.full((B,), T) if self.length is None else self.length
         if self.length.shape != (B,) or ((self.length < 0) | (self.length > T)).any():
-            raise UserError(f"a plan's length must be {B} numbers from 0 to {T}, one a sample")
+            raise UserError(
+                f"a plan's length must be {B} numbers from 0 to {T}, one a sample"
+            )
         positions = torch.arange(T, device=self.order.device)
-        if not torch.equal(self.order.sort(dim=1).values, positions.expand_as(self.order)):
-            raise UserError(f"every row of a plan's order must be a permutation of 0..{T - 1}")
+        if not torch.equal(
+            self.order.sort(dim=1).values, positions.expand_as(self.order)
+        ):
+            raise UserError(
+                f"every row of a plan's order must be a permutation of 0..{T - 1}"
+            )
         if not torch.equal(self.order < self.length[:, None], self.valid()):
-            raise UserError("an order must have a sample's positions before those it does not")
+            raise UserError(
+                "an order must have a sample's positions before those it does not"
+            )
         falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
         if (self.step < -1).any() or falls.any():
-            raise UserError("a plan's steps must be -1 (given) or more and must not fall")
+            raise UserError(
+                "a plan's steps must be -1 (given) or more and must not fall"
+            )
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
 
     def __getitem__(self, rows: slice) -> "Plan":
-        of_rows = {name: getattr(self, name)[rows] for name in ("order", "step", "length")}
+        of_rows = {
+            name: getattr(self, name)[rows] for name in ("order", "step", "length")
+        }
         return replace(self, **of_rows)
 
     def __len__(self) -> int:
@@ -106,7 +134,10 @@ class Plan:
 
     def valid(self) -> Tensor:
         """BoolTensor (B, T): the entries of `order` that name a position of their sample."""
-        return torch.arange(self.order.shape[1], device=self.order.device) < self.length[:, None]
+        return (
+            torch.arange(self.order.shape[1], device=self.order.device)
+            < self.length[:, None]
+        )
 
     def generated(self) -> Tensor:
         """BoolTensor (B, T): the entries of `order` whose tokens are generated."""
@@ -118,14 +149,20 @@ class Plan:
         return torch.empty_like(given).scatter_(1, self.order, given)
 
 
-def l2r_plan(batch_size: int, length: Length, given: Given = None, group: int = 1) -> Plan:
+def l2r_plan(
+    batch_size: int, length: Length, given: Given = None, group: int = 1
+) -> Plan:
     """Left to right, `group` positions a step."""
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.position, group)
 
 
 def random_plan(
-    batch_size: int, length: Length, generator: Generator, given: Given = None, group: int = 1
+    batch_size: int,
+    length: Length,
+    generator: Generator,
+    given: Given = None,
+    group: int = 1,
 ) -> Plan:
     """A uniformly random order, `group` positions a step: positions by rising random number."""
     samples = _Samples(batch_size, length, given)

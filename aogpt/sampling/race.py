@@ -55,7 +55,9 @@ def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     count = blocks.shape[1]
     # -E: the log of odd multiples of 2^-53, so that it is never 0, nor infinite.
     salts = torch.arange(RACES, RACES + BLOCK + count, device=weights.device)
-    noise = _hash(uniforms[:, None], salts).bitwise_or_(1).double().mul_(2.0**-53).log_()
+    noise = (
+        _hash(uniforms[:, None], salts).bitwise_or_(1).double().mul_(2.0**-53).log_()
+    )
     block = (noise[:, BLOCK:] / sums).argmax(dim=-1, keepdim=True)
     within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1)
     column = (noise[:, :BLOCK] / within).argmax(dim=-1, keepdim=True)

@@ -44,7 +44,9 @@ def refine(
             samples, score = given_others(model, samples, **settings)
         else:
             score = samples.log_probs if by == "drawn" else keys
-        least_first = score.double().where(generated, torch.inf).argsort(dim=1, stable=True)
+        least_first = (
+            score.double().where(generated, torch.inf).argsort(dim=1, stable=True)
+        )
         chosen = inverse_permutation(least_first) < count
         how = settings | {"uniforms": fresh, "progress": progress}
         samples = redraw(model, samples, chosen, keys, **how)
@@ -57,7 +59,9 @@ def redrawn(generated: Tensor, share: float) -> Tensor:
     return (share * total).round().long().clamp(min=1).minimum(total)
 
 
-def redraw(model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **how) -> Generation:
+def redraw(
+    model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **how
+) -> Generation:
     """The samples with the chosen tokens, BoolTensor (B, T), drawn again one after the other, those
     of small key (B, T) in [0, 1) first. Their steps come after the sample's. how: of `generate`."""
     plan = _last(samples.order, samples.length, chosen, keys)
@@ -87,7 +91,10 @@ def given_others(model: AOGPT, samples: Generation, **how) -> tuple[Generation, 
         scores[b, generated[b]] = got.log_probs[alone]
         calls = calls + got.model_calls
         forwards = forwards + got.token_forwards
-    cost = {"model_calls": samples.model_calls + calls, "nfe": samples.nfe + generated.sum(dim=1)}
+    cost = {
+        "model_calls": samples.model_calls + calls,
+        "nfe": samples.nfe + generated.sum(dim=1),
+    }
     cost["token_forwards"] = samples.token_forwards + forwards
     return dataclasses.replace(samples, **cost), scores
 

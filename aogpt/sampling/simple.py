@@ -30,7 +30,9 @@ def simple_generate(
     id from it on is drawn."""
     T = len(order)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
-    x = torch.zeros_like(order) if tokens is None else tokens[order]  # in prediction order
+    x = (
+        torch.zeros_like(order) if tokens is None else tokens[order]
+    )  # in prediction order
     log_probs = torch.zeros(T)
     cached = 0
     known = T - sum(sizes)
@@ -38,11 +40,19 @@ def simple_generate(
         # 1. One pass over inputs `cached` to `known + size - 1`. Those up to `known` hold their own
         #    true token; later ones repeat the last known token, each with another target.
         count = known + size - cached
-        numbers = cached, known, count, size, size  # of `Step`, the last two: predicted, unmasked
+        numbers = (
+            cached,
+            known,
+            count,
+            size,
+            size,
+        )  # of `Step`, the last two: predicted, unmasked
         (step,) = make_steps(*(torch.tensor([[n]]) for n in numbers), order.device)
         hidden = cached_hidden(model, x[None], order[None], step, cache)  # (inputs, D)
         # 2. Draw the next tokens, each from its own distribution given the known ones.
-        log_p = model.head_logits(hidden[-size:]).double().log_softmax(dim=-1)  # (size, V)
+        log_p = (
+            model.head_logits(hidden[-size:]).double().log_softmax(dim=-1)
+        )  # (size, V)
         new = slice(known, known + size)
         allowed = log_p[:, :vocab_size]
         if temperature == 0:

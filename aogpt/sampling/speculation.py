@@ -32,7 +32,9 @@ def speculate(engine, plan: Plan, tally) -> None:
         n_verify = known + size + (left > plan.draft) - first
         settled = first - known
         if n_verify.any():
-            new = verify(engine, tally, cached, first, n_verify, known, size, draft_probs)
+            new = verify(
+                engine, tally, cached, first, n_verify, known, size, draft_probs
+            )
             settled = settled + new
         # 3. The inputs of what is settled are in the cache.
         tally.unmask(settled)
@@ -57,7 +59,9 @@ def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
     known_ = known.to(device)
     size_ = size.to(device)
     # 1. The known tokens in sequence order, -1 where none is known: column p + 1 is position p.
-    ordered = engine.tokens[:, :T].where(torch.arange(T, device=device) < known_[:, None], -1)
+    ordered = engine.tokens[:, :T].where(
+        torch.arange(T, device=device) < known_[:, None], -1
+    )
     text = torch.full((engine.B, T + 1), -1, device=device)
     text.scatter_(1, engine.order[:, :T] + 1, ordered)
     rows = torch.arange(engine.B, device=device)
@@ -79,7 +83,9 @@ def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
     return F.one_hot(drafted.to(engine.draw_device), V).double()
 
 
-def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Tensor) -> Tensor:
+def verify(
+    engine, tally, cached, first, n_verify, known, size, draft_probs: Tensor
+) -> Tensor:
     """Settle the drafts of a round; how many slots of each row, from `first` on, are settled, (B,).
 
     A draft x, drawn from p, is kept with probability min(1, q(x) / p(x)), where q is the order's
@@ -101,17 +107,25 @@ def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Ten
     tokens known before the round, slots drafted after them. draft_probs: of all drafts."""
     # 1. Predict all drafts in one causal pass, as if they were known. Entry n is slot
     #    `first` + `column[n]` of row `row[n]`.
-    logits, row, slot = predict_slots(engine, tally, cached, known + size, first, n_verify)
+    logits, row, slot = predict_slots(
+        engine, tally, cached, known + size, first, n_verify
+    )
     q = probabilities(logits, engine.choice)  # (N, V)
-    first, known, size, n_verify = (v.to(q.device) for v in (first, known, size, n_verify))
+    first, known, size, n_verify = (
+        v.to(q.device) for v in (first, known, size, n_verify)
+    )
     column = slot - first[row]
     is_draft = slot < (known + size)[row]  # the others are bonus slots
     # Drafts stand in draft_probs row after row. A bonus slot has p = 0: it is drawn from q.
     drafted_before = (size.cumsum(0) - size)[row]
-    p = draft_probs[(drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)]
+    p = draft_probs[
+        (drafted_before + slot - known[row]).clamp(max=len(draft_probs) - 1)
+    ]
     p = p * is_draft[:, None]
     # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
-    token = engine.tokens[row.to(engine.device), slot.to(engine.device)].to(q.device)[:, None]
+    token = engine.tokens[row.to(engine.device), slot.to(engine.device)].to(q.device)[
+        :, None
+    ]
     uniforms = engine.uniforms_at(row, slot)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p.gather(1, token).squeeze(1) < q.gather(1, token).squeeze(1)
@@ -137,7 +151,9 @@ def verify(engine, tally, cached, first, n_verify, known, size, draft_probs: Ten
     return (stop + drawn).cpu()  # those accepted, and the one drawn
 
 
-def predict_slots(engine, tally, cached, known, first, size) -> tuple[Tensor, Tensor, Tensor]:
+def predict_slots(
+    engine, tally, cached, known, first, size
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (N, V) of `size` slots of each row from `first` on, given `known` tokens, and their
     rows and slots (N,). Arguments (B,) on the host."""
     count = (size > 0) * (first + size - cached)

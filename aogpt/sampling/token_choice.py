@@ -81,7 +81,9 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
         return logits.argmax(dim=-1)
     probs = _truncated(logits, choice)
     if choice.noise != "float64":
-        return _gumbel_argmax(_top_p(probs, choice), uniforms, getattr(torch, choice.noise))
+        return _gumbel_argmax(
+            _top_p(probs, choice), uniforms, getattr(torch, choice.noise)
+        )
     if choice.crossing == "drop":
         return draw(_top_p(probs, choice), uniforms)
     drawn, total = race(probs, uniforms)
@@ -93,7 +95,10 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tens
     if not _may_branch(probs):  # all rows: finding those that need it would wait
         return torch.where(outside, draw(_nucleus(probs, wanted), again), drawn)
     if len(rows := outside.nonzero().flatten()):
-        kept = [_nucleus_of_row(probs[row], drawn[row], wanted[row]) for row in rows.tolist()]
+        kept = [
+            _nucleus_of_row(probs[row], drawn[row], wanted[row])
+            for row in rows.tolist()
+        ]
         drawn[rows] = draw(torch.stack(kept), again[rows])
     return drawn
 
@@ -174,7 +179,9 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
         below = _mass_above(probs, middle.view(probs.dtype)) < wanted
         high = torch.where(below, middle, high)
         low = torch.where(below, low, middle)
-    least = high.view(probs.dtype)  # of the tokens exactly as probable, some may be too many
+    least = high.view(
+        probs.dtype
+    )  # of the tokens exactly as probable, some may be too many
     return _from(probs, least, _ties_kept(probs, least, wanted))
 
 
@@ -200,7 +207,9 @@ def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     p = probs.gather(1, token[:, None])
     ties = _ties_kept(probs, p, wanted)
     equal = _compare(torch.eq, probs, p, probs)
-    if _may_branch(probs) and float(equal.sum()) == len(probs):  # each is equal to itself alone
+    if _may_branch(probs) and float(equal.sum()) == len(
+        probs
+    ):  # each is equal to itself alone
         return (ties <= 0).squeeze(1)
     # Count the equals with lower ids. Ids are exact as float32 up to 2**24.
     ids = torch.arange(probs.shape[-1], device=probs.device, dtype=probs.dtype)
@@ -221,7 +230,9 @@ def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
 def _gumbel_argmax(weights: Tensor, uniforms: Tensor, dtype: torch.dtype) -> Tensor:
     """The index of the largest log weight plus Gumbel noise, all rounded to `dtype`."""
     salt = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
-    bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]  # what torch.rand draws in these types
+    bits = {torch.float32: 24, torch.bfloat16: 8}[
+        dtype
+    ]  # what torch.rand draws in these types
     noise = (fresh_uniforms(uniforms[:, None], salt) * 2**bits).floor() * 2.0**-bits
     noise = -(-noise.to(dtype).log()).log()
     # A uniform of 0 gives minus infinity, which is to mean "cut off" and nothing else.
@@ -235,10 +246,14 @@ def known_text(tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
     tokens = tokens[:, :-1]
     order = order[:, :-1]
     slots = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.empty_like(tokens).scatter_(1, order, tokens.where(slots < known[:, None], -1))
+    return torch.empty_like(tokens).scatter_(
+        1, order, tokens.where(slots < known[:, None], -1)
+    )
 
 
-def without_repeats(logits: Tensor, text: Tensor, position: Tensor, choice: TokenChoice) -> Tensor:
+def without_repeats(
+    logits: Tensor, text: Tensor, position: Tensor, choice: TokenChoice
+) -> Tensor:
     """The logits (N, V) of `position` (N,), which is not known, in `text` (N, T), -1 where not
     known, with the choice's repetition penalty and ban of n-grams."""
     text = text.to(logits.device)
@@ -249,7 +264,9 @@ def without_repeats(logits: Tensor, text: Tensor, position: Tensor, choice: Toke
         penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = penalised.where(present, logits)
     if choice.no_repeat_ngram is not None and choice.no_repeat_ngram <= text.shape[1]:
-        banned = _completing(text, position.to(logits.device), choice.no_repeat_ngram, V)
+        banned = _completing(
+            text, position.to(logits.device), choice.no_repeat_ngram, V
+        )
         free = (~banned & (logits > -torch.inf)).any(dim=1, keepdim=True)
         logits = logits.masked_fill(banned & free, -torch.inf)
     return logits

@@ -22,7 +22,9 @@ def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:
         model = Encoder(config)
     else:
         model = (TwoStream if config.target == "two_stream" else Decoder)(config)
-    if not model.wte.weight.is_meta:  # without memory, for weights that are read from a file
+    if (
+        not model.wte.weight.is_meta
+    ):  # without memory, for weights that are read from a file
         init_weights(model)
     return model
 
@@ -32,16 +34,22 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
     it was not trained on. Raises UserError for one with tables of positions."""
     if length_is_fixed(model.config) and block_size != model.config.block_size:
         tables = f"this model has tables of {model.config.block_size} positions"
-        without = "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none'"
+        without = (
+            "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none'"
+        )
         only = f"only models without tables do: those with {without} or 'two_stream'"
-        raise UserError(f"{tables} and takes no other block size, such as {block_size}; {only}")
+        raise UserError(
+            f"{tables} and takes no other block size, such as {block_size}; {only}"
+        )
     model.config = dataclasses.replace(model.config, block_size=block_size)
     model.make_angles(model.head.weight.device)
 
 
 LARGEST = {"vocab_size": 2**24, "block_size": 2**20, "n_layer": 10_000, "n_head": 2**12}
 LARGEST |= {"n_embd": 2**17, "cond_dim": 2**17}
-BOUNDS = {name: Annotated[int, Interval(ge=1, le=most)] for name, most in LARGEST.items()}
+BOUNDS = {
+    name: Annotated[int, Interval(ge=1, le=most)] for name, most in LARGEST.items()
+}
 BOUNDS |= {
     "dropout": BelowOne,
     "n_kv_head": BOUNDS["n_head"] | None,
@@ -57,19 +65,27 @@ def check_config(c: ModelConfig) -> None:
     for name, hint in get_type_hints(ModelConfig).items():
         check_value(getattr(c, name), BOUNDS.get(name, hint), f"model.{name}")
     if c.head_width is None and c.n_embd % c.n_head:
-        odd = f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
+        odd = (
+            f"model.n_embd ({c.n_embd}) must be a multiple of model.n_head ({c.n_head})"
+        )
         raise UserError(odd)
     if c.n_head % c.kv_heads:
         odd = f"model.n_head ({c.n_head}) must be a multiple of model.n_kv_head ({c.n_kv_head})"
         raise UserError(odd)
     if c.rotates and c.head_dim % 2:
-        raise UserError(f"rotary positions need an even head width, but it is {c.head_dim}")
+        raise UserError(
+            f"rotary positions need an even head width, but it is {c.head_dim}"
+        )
     if c.is_encoder and c.target != "none":
         none = "an encoder (model.attention = 'full') has no target position"
-        raise UserError(f"model.target is {c.target!r}, but {none}; set model.target to 'none'")
+        raise UserError(
+            f"model.target is {c.target!r}, but {none}; set model.target to 'none'"
+        )
     if c.is_encoder and (c.mask_token is None or not 0 < c.mask_token < c.vocab_size):
         needs = "an encoder (model.attention = 'full') needs the first id after the tokenizer's"
-        below = f"below model.vocab_size ({c.vocab_size}): 50257 for gpt2, 257 for bytes"
+        below = (
+            f"below model.vocab_size ({c.vocab_size}): 50257 for gpt2, 257 for bytes"
+        )
         raise UserError(f"model.mask_token is {c.mask_token}; {needs}, {below}")
     for name, value in (("mask_token", c.mask_token), ("noise", c.noise or None)):
         if not c.is_encoder and value is not None:
@@ -80,9 +96,16 @@ def check_config(c: ModelConfig) -> None:
         wanted = "give factor >= 1, low, a higher high, length"
         raise UserError(f"model.rope_scaling is {c.rope_scaling}; {wanted}")
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
-        raise UserError("model.target = 'rotary' rotates queries: set model.position to 'rotary'")
+        raise UserError(
+            "model.target = 'rotary' rotates queries: set model.position to 'rotary'"
+        )
 
 
 def length_is_fixed(c: ModelConfig) -> bool:
     """Whether a table has a row per position, so that no sequence can be longer."""
-    return c.position != "rotary" or c.target in ("input", "adaln", "shared", "per_block")
+    return c.position != "rotary" or c.target in (
+        "input",
+        "adaln",
+        "shared",
+        "per_block",
+    )

@@ -32,8 +32,13 @@ class ChunkedHead:
         x = x.flatten(0, 1)
         targets = targets.flatten()
         n = head_chunk(self.config.vocab_size, x.device.type)
-        if torch.compiler.is_compiling() or len(x) <= n:  # compiled, the softmax is fused anyway
+        if (
+            torch.compiler.is_compiling() or len(x) <= n
+        ):  # compiled, the softmax is fused anyway
             return function(x, targets)
-        options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random
+        options = {
+            "use_reentrant": False,
+            "preserve_rng_state": False,
+        }  # nothing here is random
         chunks = zip(x.split(n), targets.split(n), strict=True)
         return torch.cat([checkpoint(function, *chunk, **options) for chunk in chunks])

@@ -21,13 +21,17 @@ class FullPass(Pass):
         return attention(q, k, v, mask=self.allowed, dropout=self.dropout)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        return linear(self.condition).chunk(parts, dim=-1)  # (B, 1, D): one for all positions
+        return linear(self.condition).chunk(
+            parts, dim=-1
+        )  # (B, 1, D): one for all positions
 
 
 class Encoder(ChunkedHead, Scoring, AOGPT):
     def make_inputs(self) -> None:
         c = self.config
-        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.position != "rotary" else None
+        self.wpe = (
+            nn.Embedding(c.block_size, c.n_embd) if c.position != "rotary" else None
+        )
         self.noise = NoiseEmbedding(c.cond_dim) if c.noise else None
 
     def forward(
@@ -42,9 +46,13 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         nll = self.head_loss(x, tokens)
         return nll if self.config.noise else nll * masked
 
-    def logits(self, tokens: Tensor, masked: Tensor, sigma=None, lengths=None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, masked: Tensor, sigma=None, lengths=None
+    ) -> Tensor:
         """(B, T, mask_token), in sequence order. Arguments as for `forward`."""
-        return self.head_logits(self.hidden(self.with_masks(tokens, masked), sigma, lengths))
+        return self.head_logits(
+            self.hidden(self.with_masks(tokens, masked), sigma, lengths)
+        )
 
     def with_masks(self, tokens: Tensor, masked: Tensor) -> Tensor:
         check_boolean(masked, "masked")
@@ -67,7 +75,9 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         return self.trunk(x, positions, p)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        return super().head_logits(x)[..., : self.config.mask_token]  # the tokens end at [MASK]
+        return super().head_logits(x)[
+            ..., : self.config.mask_token
+        ]  # the tokens end at [MASK]
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Without noise as in `AOGPT`, (B, T). With noise, (2, B, T): the log of the summed
@@ -93,15 +103,21 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
             masked = masked & (positions < lengths[:, None])
         if not self.config.noise:
             return -self(tokens, masked, lengths=lengths)
-        normaliser, output = self(tokens, masked, self._noise_of(masked, lengths), lengths)
+        normaliser, output = self(
+            tokens, masked, self._noise_of(masked, lengths), lengths
+        )
         return (output - normaliser) * masked
 
     @torch.no_grad()
-    def masked_logits(self, tokens: Tensor, masked: Tensor, order: Tensor | None = None) -> Tensor:
+    def masked_logits(
+        self, tokens: Tensor, masked: Tensor, order: Tensor | None = None
+    ) -> Tensor:
         """As `Scoring.masked_logits`; no order matters."""
         check_mask(self, tokens, masked)
         sigma = self._noise_of(masked, None) if self.config.noise else None
-        return self.head_logits(self.hidden(self.with_masks(tokens, masked), sigma)[masked])
+        return self.head_logits(
+            self.hidden(self.with_masks(tokens, masked), sigma)[masked]
+        )
 
     @torch.no_grad()
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
@@ -131,7 +147,11 @@ class Encoder(ChunkedHead, Scoring, AOGPT):
         row, step = steps.nonzero(as_tuple=True)
         targets = order[row, step]
         logits = self.head_logits(self.hidden(inputs, sigma, lengths)[row, targets])
-        found = at_least_float32(logits).log_softmax(-1).gather(1, tokens[row, targets, None])
+        found = (
+            at_least_float32(logits)
+            .log_softmax(-1)
+            .gather(1, tokens[row, targets, None])
+        )
         log_probs = torch.zeros(order.shape, device=order.device, dtype=found.dtype)
         log_probs[row, step] = found.squeeze(1)
         return log_probs
@@ -150,7 +170,9 @@ class NoiseEmbedding(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, sigma: Tensor) -> Tensor:
-        frequency = 10000.0 ** (-torch.arange(128, device=sigma.device, dtype=torch.float64) / 128)
+        frequency = 10000.0 ** (
+            -torch.arange(128, device=sigma.device, dtype=torch.float64) / 128
+        )
         angle = sigma.double()[:, None] * frequency
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.fc.weight)
         return self.proj(F.silu(self.fc(waves)))

@@ -36,7 +36,9 @@ def init_weight(
         p.copy_(sinusoids(len(p) + 1, p.shape[1], std)[1:])
     else:
         std = 0.02
-        if name.endswith(("attn.proj.weight", "mlp.proj.weight")):  # 2 n_layer of these add up
+        if name.endswith(
+            ("attn.proj.weight", "mlp.proj.weight")
+        ):  # 2 n_layer of these add up
             std = 0.02 / math.sqrt(2 * config.n_layer)
         nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 

@@ -13,7 +13,9 @@ from .chunked_head import ChunkedHead
 class MaskedPass(Pass):
     """A training pass in which step i sees the inputs that a mask (B, 1, T, T) allows."""
 
-    def __init__(self, config, targets: Tensor, condition: Tensor | None, allowed: Tensor):
+    def __init__(
+        self, config, targets: Tensor, condition: Tensor | None, allowed: Tensor
+    ):
         super().__init__(config, targets, condition)
         self.allowed = allowed
 
@@ -45,15 +47,21 @@ class Scoring:
         check_mask(self, tokens, masked)
         unknown = masked
         if lengths is not None:  # padding is not context
-            padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+            padding = (
+                torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+            )
             unknown = masked | padding
             masked = masked & ~padding
-        order = unknown.to(torch.uint8).argsort(dim=1, stable=True)  # the context comes first
+        order = unknown.to(torch.uint8).argsort(
+            dim=1, stable=True
+        )  # the context comes first
         log_probs = self.parallel_log_probs(tokens, order, known=(~unknown).sum(1))
         return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
     @torch.no_grad()
-    def masked_logits(self, tokens: Tensor, masked: Tensor, order: Tensor | None = None) -> Tensor:
+    def masked_logits(
+        self, tokens: Tensor, masked: Tensor, order: Tensor | None = None
+    ) -> Tensor:
         """Logits of every masked token given all unmasked ones, in one pass: (masked tokens, V),
         row after row, by position. tokens (B, T); masked BoolTensor (B, T). order (B, T): in which
         a decoder reads the unmasked tokens, the masked ones last; by default from left to right."""
@@ -65,7 +73,9 @@ class Scoring:
         return self.head_logits(x[row, inverse_permutation(order)[row, position]])
 
     @torch.no_grad()
-    def parallel_log_probs(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+    def parallel_log_probs(
+        self, tokens: Tensor, order: Tensor, known: Tensor
+    ) -> Tensor:
         """log p(x[order[b, r]] | x[order[b, :known[b]]]) for every step r >= known[b], in one pass.
 
         The first `known` (B,) positions of the order are the context of all others. Returns (B, T)
@@ -80,8 +90,12 @@ class Scoring:
         is a copy of input `known`, the last known token, with a target of its own; it sees the
         inputs before that one and itself, never another copy."""
         steps = torch.arange(order.shape[1], device=order.device)
-        source = torch.minimum(steps, known[:, None])  # (B, T) the input that each step copies
-        in_tokens, in_positions = (v.gather(1, source) for v in self.inputs(tokens, order))
+        source = torch.minimum(
+            steps, known[:, None]
+        )  # (B, T) the input that each step copies
+        in_tokens, in_positions = (
+            v.gather(1, source) for v in self.inputs(tokens, order)
+        )
         allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
         allowed = without_start(allowed, steps[:, None], self.config)
         p = MaskedPass(self.config, order, self.condition(), allowed.unsqueeze(1))
@@ -97,12 +111,19 @@ def without_start(allowed: Tensor, last: Tensor, config) -> Tensor:
     those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
         return allowed
-    return allowed & ((torch.arange(allowed.shape[-1], device=allowed.device) > 0) | (last == 0))
+    return allowed & (
+        (torch.arange(allowed.shape[-1], device=allowed.device) > 0) | (last == 0)
+    )
 
 
 @torch.no_grad()
 def group_log_probs(
-    model: AOGPT, tokens: Tensor, order: Tensor, group: int, prompt_lengths=None, lengths=None
+    model: AOGPT,
+    tokens: Tensor,
+    order: Tensor,
+    group: int,
+    prompt_lengths=None,
+    lengths=None,
 ) -> Tensor:
     """As `token_log_probs`, but the `group` steps of a group are predicted at once from the groups
     before it: what decoding in such groups draws from. A pass for each group; two streams need one.
@@ -115,9 +136,13 @@ def group_log_probs(
     if group == 1 and not config.is_encoder:
         return model.token_log_probs(tokens, order)
     if config.l2r_only:
-        raise UserError("this model has no target positions and predicts one token at a time")
+        raise UserError(
+            "this model has no target positions and predicts one token at a time"
+        )
     if config.target == "two_stream":
-        return model.token_log_probs(tokens, order, group_starts(order, group, prompt_lengths))
+        return model.token_log_probs(
+            tokens, order, group_starts(order, group, prompt_lengths)
+        )
     check_tokens(model, tokens, order)
     check_permutations(order)
     result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
@@ -128,7 +153,9 @@ def group_log_probs(
     return result
 
 
-def group_starts(order: Tensor, group: int, prompt_lengths: Tensor | None = None) -> Tensor:
+def group_starts(
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
+) -> Tensor:
     """The first step of every step's group, (B, T). Steps of the prompt are groups of one."""
     steps = torch.arange(order.shape[1], device=order.device)
     if prompt_lengths is None:
@@ -163,7 +190,9 @@ def check_tokens(model: AOGPT, tokens: Tensor, other: Tensor) -> None:
     low = int(tokens.min())
     high = int(tokens.max())
     if low < 0 or high >= V:
-        raise UserError(f"tokens run from {low} to {high}; this model knows 0 to {V - 1}")
+        raise UserError(
+            f"tokens run from {low} to {high}; this model knows 0 to {V - 1}"
+        )
 
 
 def check_mask(model: AOGPT, tokens: Tensor, masked: Tensor) -> None:
@@ -181,4 +210,6 @@ def check_permutations(order: Tensor) -> None:
     """Raise UserError if a row of (B, T) is not a permutation of 0..T-1."""
     steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
     if not torch.equal(order.sort(dim=1).values, steps):
-        raise UserError(f"every row of order must be a permutation of 0..{order.shape[1] - 1}")
+        raise UserError(
+            f"every row of order must be a permutation of 0..{order.shape[1] - 1}"
+        )

@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model import AOGPT, Block, ModelConfig, Pass, attention, inverse_permutation, rotate
+from ..model import (
+    AOGPT,
+    Block,
+    ModelConfig,
+    Pass,
+    attention,
+    inverse_permutation,
+    rotate,
+)
 from .chunked_head import ChunkedHead
 from .scoring import Scoring, check_permutations, check_tokens, without_start
 
@@ -13,7 +21,9 @@ from .scoring import Scoring, check_permutations, check_tokens, without_start
 class TwoStreamPass(Pass):
     """What inputs and queries see: all inputs up to their own step, or what two masks allow."""
 
-    def __init__(self, config: ModelConfig, targets: Tensor, allowed=None, query_allowed=None):
+    def __init__(
+        self, config: ModelConfig, targets: Tensor, allowed=None, query_allowed=None
+    ):
         super().__init__(config, targets)
         # (B, 1, T, T)
         self.allowed = allowed
@@ -35,7 +45,9 @@ class TwoStreamPass(Pass):
 class TwoStreamBlock(Block):
     """A `Block` in its layers only: it takes and returns both streams, (B, T, D) each."""
 
-    def forward(self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None):
+    def forward(
+        self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None
+    ):
         attn = self.attn
         q, k, v, values = attn.heads(self.norm1(x), p, first_values)
         y = attn.proj(p.attend(q, k, v))
@@ -58,15 +70,23 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
 
     def make_inputs(self) -> None:
         super().make_inputs()
-        self.query = nn.Parameter(torch.empty(self.config.n_embd))  # where queries start from
+        self.query = nn.Parameter(
+            torch.empty(self.config.n_embd)
+        )  # where queries start from
 
-    def forward(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
         """As `AOGPT.forward`; group_start: see `hidden`."""
         x = self.hidden(tokens, order, group_start)
-        wanted = torch.empty_like(tokens).scatter_(1, inverse_permutation(order), tokens)
+        wanted = torch.empty_like(tokens).scatter_(
+            1, inverse_permutation(order), tokens
+        )
         return self.head_loss(x, wanted)
 
-    def hidden(self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
         """As `AOGPT.hidden`. group_start (B, T): step i is predicted from the tokens of steps
         < group_start[:, i]; None: groups of one."""
         in_tokens, in_positions = self.inputs(tokens, order)
@@ -98,13 +118,17 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
 
         Without group_attention input 1 sees 0 1."""
         inputs = torch.arange(group_start.shape[1], device=group_start.device)
-        group = F.pad(group_start[:, :-1], (1, 0), value=-1)  # of an input's token, by its start
+        group = F.pad(
+            group_start[:, :-1], (1, 0), value=-1
+        )  # of an input's token, by its start
         if not self.config.group_attention:
             group = inputs.expand_as(group)
         allowed = group.unsqueeze(1) <= group.unsqueeze(2)
         query_allowed = inputs <= group_start.unsqueeze(2)
         allowed = without_start(allowed, inputs[:, None], self.config)
-        query_allowed = without_start(query_allowed, group_start.unsqueeze(2), self.config)
+        query_allowed = without_start(
+            query_allowed, group_start.unsqueeze(2), self.config
+        )
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
     def trunk(self, x: Tensor, in_positions: Tensor, p: TwoStreamPass) -> Tensor:
@@ -114,7 +138,9 @@ class TwoStream(ChunkedHead, Scoring, AOGPT):
             p.target_angles = self.target_angles(p, x.dtype)
         queries = self.query.expand(*p.targets.shape, -1)
         if self.wpe is not None:
-            queries = self.query + self.wpe(p.targets + 1)  # row 0 of the table is [None]'s
+            queries = self.query + self.wpe(
+                p.targets + 1
+            )  # row 0 of the table is [None]'s
         x = self.drop(x)
         first_values = None
         for layer, block in enumerate(self.blocks):

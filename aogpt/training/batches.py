@@ -24,8 +24,12 @@ MOST = 64
 @dataclass
 class Batch:
     tokens: Tensor  # LongTensor (B, T)
-    order: Tensor | None = None  # decoder: LongTensor (B, T), the position predicted at each step
-    weight: Tensor | None = None  # decoder, with prompts (B, T): factor of the loss of each step
+    order: Tensor | None = (
+        None  # decoder: LongTensor (B, T), the position predicted at each step
+    )
+    weight: Tensor | None = (
+        None  # decoder, with prompts (B, T): factor of the loss of each step
+    )
     given: Tensor | None = None  # decoder, with prompts LongTensor (B,): prompt tokens
     masks: Masks | None = None  # encoder
 
@@ -37,7 +41,12 @@ class Batch:
 
 
 def make_batch(
-    tokens: Tensor, config: Config, step: int, batch_rows: range, roles=None, mean_predicted=1.0
+    tokens: Tensor,
+    config: Config,
+    step: int,
+    batch_rows: range,
+    roles=None,
+    mean_predicted=1.0,
 ) -> Batch:
     """Sequences `batch_rows` (B, T) of the global batch of `step` with orders or masks: a pure
     function of the arguments. With prompts, roles: Roles; mean_predicted: predicted tokens per
@@ -52,7 +61,9 @@ def make_batch(
         order = roles.first_given(order)
         weight = roles.predicted.gather(1, order) * (length / mean_predicted)
         return Batch(tokens, order, weight, given=roles.given.sum(dim=1))
-    masks = masks_at(config.objective, config.seed, step, batch_rows, global_size, length, roles)
+    masks = masks_at(
+        config.objective, config.seed, step, batch_rows, global_size, length, roles
+    )
     if roles is not None:
         masks.weight = masks.weight * (length / mean_predicted)
     return Batch(tokens, masks=masks)
@@ -89,7 +100,9 @@ def micro_batches(
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
-        length = batch_lengths(config.seed, range(step, step + 1), block_size, random_prob)[0]
+        length = batch_lengths(
+            config.seed, range(step, step + 1), block_size, random_prob
+        )[0]
         tokens = tokens[:, :length].contiguous()
         roles = roles_of(data, config, step, batch_rows) if data.of_records else ()
         batch = make_batch(tokens, config, step, batch_rows, *roles)
@@ -105,7 +118,9 @@ def micro_batches(
         try:
             while ahead:
                 batch = ahead.popleft().result()
-                ahead.extend(thread.submit(make, *which) for which in itertools.islice(wanted, 1))
+                ahead.extend(
+                    thread.submit(make, *which) for which in itertools.islice(wanted, 1)
+                )
                 yield batch.map(lambda tensor: tensor.to(device, non_blocking=True))
         finally:
             thread.shutdown(cancel_futures=True)
@@ -126,7 +141,9 @@ class PendingLosses:
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
         """Yield (step, loss, norm) of the steps that were copied; with `wait`, of all."""
-        while self.pending and (wait or not self.pending[0][2] or self.pending[0][2].query()):
+        while self.pending and (
+            wait or not self.pending[0][2] or self.pending[0][2].query()
+        ):
             step, host, copied = self.pending.popleft()
             if copied:
                 copied.synchronize()

@@ -20,7 +20,15 @@ from ..objectives import DECODER_OBJECTIVES, Kind, ObjectiveConfig
 from ..orders import FIXED, OrderConfig, OrderKind
 from ..runtime import validation
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Seed, Table
+from ..runtime.validation import (
+    Amount,
+    BelowOne,
+    Count,
+    NonNegative,
+    Probability,
+    Seed,
+    Table,
+)
 from ..systems import check_config
 from .warm_start import with_shape_of
 
@@ -35,7 +43,9 @@ class DataConfig(Table):
     # share of the steps with shorter sequences, so that the model learns these, too (LLaDA: 0.01);
     # their length in tokens is uniform in 1 to block_size, rounded up to an eighth of it
     random_length_prob: Probability = 0.0
-    max_tokens: NonNegative = 0  # train on this many tokens, in blocks spread over the data; 0: all
+    max_tokens: NonNegative = (
+        0  # train on this many tokens, in blocks spread over the data; 0: all
+    )
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,17 @@ class OptimConfig(Table):
     beta1: BelowOne = 0.9  # AdamW: decay of the average gradient
     beta2: BelowOne = 0.95  # AdamW: decay of the average squared gradient
     weight_decay: Amount = 0.05  # on matrices only
-    grad_clip: Annotated[float, Ge(0)] = 1.0  # largest gradient norm; 0 switches clipping off
-    ema_decay: Probability = 0.9999  # of the averaged weights; at step t at most (1 + t) / (10 + t)
+    grad_clip: Annotated[float, Ge(0)] = (
+        1.0  # largest gradient norm; 0 switches clipping off
+    )
+    ema_decay: Probability = (
+        0.9999  # of the averaged weights; at step t at most (1 + t) / (10 + t)
+    )
     # decays of more averages, which are validated and logged, too
     more_ema_decays: tuple[Probability, ...] = ()
-    kind: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices of blocks, else AdamW
+    kind: Literal["adamw", "muon"] = (
+        "adamw"  # muon: Muon for matrices of blocks, else AdamW
+    )
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
     muon_momentum: BelowOne = 0.95  # Muon: decay of the average gradient
 
@@ -68,7 +84,9 @@ class TrainConfig(Table):
     micro_batch_size: Count = 16
     # precision of matrix products; auto: bfloat16 on a CUDA GPU that has it, else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "auto"  # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
+    device: str = (
+        "auto"  # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
+    )
     # start from the weights of this run, export or pretrained model, and take from it the keys of
     # [model] that are not set
     init_from: str = ""
@@ -93,19 +111,25 @@ class TrainConfig(Table):
 class EvalConfig(Table):
     interval: NonNegative = 1000  # steps between validations; 0 switches them off
     sequences: Count = 256  # validation sequences
-    draws: Annotated[int, Interval(ge=1, le=1000)] = 1  # random orders or masks per sequence
+    draws: Annotated[int, Interval(ge=1, le=1000)] = (
+        1  # random orders or masks per sequence
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
-    minutes: Amount = 0.0  # also save this many minutes after the last; 0: only by steps
+    minutes: Amount = (
+        0.0  # also save this many minutes after the last; 0: only by steps
+    )
     keep: Count = 3  # newest checkpoints kept, besides the best one
 
 
 @dataclass(frozen=True)
 class WandbConfig(Table):
-    mode: Literal["disabled", "online", "offline"] = "disabled"  # log to Weights & Biases
+    mode: Literal["disabled", "online", "offline"] = (
+        "disabled"  # log to Weights & Biases
+    )
     project: str = "aogpt"
 
 
@@ -130,7 +154,9 @@ class Config(Table):
     model: ModelConfig = field(default_factory=ModelConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    schedule: tuple[StageConfig, ...] = ()  # [[schedule]] tables: stages of orders and groups
+    schedule: tuple[
+        StageConfig, ...
+    ] = ()  # [[schedule]] tables: stages of orders and groups
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -155,7 +181,11 @@ class Config(Table):
     def with_steps(self, num_blocks: int) -> "Config":
         """The configuration with train.epochs, passes over `num_blocks` blocks, as train.steps."""
         t = self.train
-        steps = max(1, math.ceil(t.epochs * num_blocks / t.batch_size)) if t.epochs else t.steps
+        steps = (
+            max(1, math.ceil(t.epochs * num_blocks / t.batch_size))
+            if t.epochs
+            else t.steps
+        )
         return replace(self, train=replace(t, steps=steps, epochs=0.0))
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
@@ -178,25 +208,41 @@ class Config(Table):
         refuse(is_path, f"name is {self.name!r}; give a folder name without a path")
         late = f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it"
         refuse(o.warmup_steps > t.steps, late)
-        early = f"optim.decay_steps ({o.decay_steps}) is below optim.warmup_steps; raise it"
+        early = (
+            f"optim.decay_steps ({o.decay_steps}) is below optim.warmup_steps; raise it"
+        )
         refuse(0 < o.decay_steps < o.warmup_steps, early)
-        names = [f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)]  # of tensors
+        names = [
+            f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)
+        ]  # of tensors
         twice = "optim.ema_decay and optim.more_ema_decays must differ in their first six digits"
         refuse(len(set(names)) < len(names), twice)
         falling = any(after <= before for before, after in itertools.pairwise(steps))
-        refuse(falling, "schedule: steps must rise from one [[schedule]] table to the next")
+        refuse(
+            falling, "schedule: steps must rise from one [[schedule]] table to the next"
+        )
 
         kind = self.objective.kind
         m = self.model
-        fitting = [k for k in get_args(Kind) if m.is_encoder != (k in DECODER_OBJECTIVES)]
-        system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
-        unfit = f"objective.kind = {kind!r} does not fit {system}; give one of {fitting}"
+        fitting = [
+            k for k in get_args(Kind) if m.is_encoder != (k in DECODER_OBJECTIVES)
+        ]
+        system = (
+            "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
+        )
+        unfit = (
+            f"objective.kind = {kind!r} does not fit {system}; give one of {fitting}"
+        )
         refuse(kind not in fitting, unfit)
-        apart = "objective.kind = 'score_entropy' and model.noise = true belong together"
+        apart = (
+            "objective.kind = 'score_entropy' and model.noise = true belong together"
+        )
         refuse((kind == "score_entropy") != m.noise, apart)
         groups = m.target == "two_stream" and m.group_attention
         needs = "needs model.target = 'two_stream' and model.group_attention = true"
-        refuse(kind == "groupwise" and not groups, f"objective.kind = 'groupwise' {needs}")
+        refuse(
+            kind == "groupwise" and not groups, f"objective.kind = 'groupwise' {needs}"
+        )
 
         ordered = bool(self.schedule) or self.order.kind not in ("random", "mixture")
         none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
@@ -205,9 +251,15 @@ class Config(Table):
             orders = replace(self.order, kind=stage.kind)  # checks its settings
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
-            changes |= stage.kind == "mixture" and (stage.l2r_prob < 1 or orders.mixed == "slots")
-            needs = f"order.kind = {stage.kind!r} needs target positions: set model.target"
-            refuse(m.l2r_only and changes, f"{needs} to 'adaln', or order.kind to 'l2r'")
+            changes |= stage.kind == "mixture" and (
+                stage.l2r_prob < 1 or orders.mixed == "slots"
+            )
+            needs = (
+                f"order.kind = {stage.kind!r} needs target positions: set model.target"
+            )
+            refuse(
+                m.l2r_only and changes, f"{needs} to 'adaln', or order.kind to 'l2r'"
+            )
             other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
             refuse(kind == "ar" and stage.kind != "l2r", other)
 
@@ -242,15 +294,22 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         overrides = arguments
         default = Config()
     else:
-        raise UserError("give a config file first, e.g. python train.py configs/quickstart.toml")
+        raise UserError(
+            "give a config file first, e.g. python train.py configs/quickstart.toml"
+        )
     overrides, given = check_options(overrides)
     both = {"train.steps", "train.epochs"} <= given
     refuse(both, "give one of --train.steps and --train.epochs, not both")
     overrides += ["--train.epochs=0"] * ("train.steps" in given)
     # indented, as tyro joins lines that begin with a letter
-    names = {"prog": f"train.py {path}", "description": textwrap.indent(description, " ")}
+    names = {
+        "prog": f"train.py {path}",
+        "description": textwrap.indent(description, " "),
+    }
     config = tyro.cli(Config, default=default, args=overrides, **names)
-    given |= {f"model.{key}" for key in validation.read_toml(Path(path)).get("model", {})}
+    given |= {
+        f"model.{key}" for key in validation.read_toml(Path(path)).get("model", {})
+    }
     return with_source(config, given) if config.train.init_from else config
 
 
@@ -258,7 +317,9 @@ def with_source(config: Config, given: set[str]) -> Config:
     """Take the model keys that are not given from the source, train.init_from; for a run that has
     begun from its config.toml, since the source may be gone."""
     own = config.run_folder / "config.toml"
-    source = load_toml(own).model if own.is_file() else config_of(config.train.init_from)
+    source = (
+        load_toml(own).model if own.is_file() else config_of(config.train.init_from)
+    )
     given = {key.removeprefix("model.") for key in given}
     return replace(config, model=with_shape_of(source, config.model, given))
 
@@ -271,10 +332,16 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
     result = []
     whole = False
     for word in words:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        option, equals, value = (
+            word.partition("=") if word.startswith("--") else ("", "", word)
+        )
         if option not in ("", "--help"):
-            key = re.sub(r"\.\d+(?=\.)", "", option[2:].replace("-", "_"))  # schedule.0.step
-            key = key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)  # train.no_compile
+            key = re.sub(
+                r"\.\d+(?=\.)", "", option[2:].replace("-", "_")
+            )  # schedule.0.step
+            key = (
+                key if key in keys else re.sub(r"\bno_(?!.*\.)", "", key)
+            )  # train.no_compile
             refuse(
                 key not in keys,
                 f"unknown option {option}{validation.nearest_key(key, Config, validation.flag)}",
@@ -301,6 +368,10 @@ def differences(old: Config, new: Config) -> dict[str, tuple]:
     pairs = {}
     for key, value in after.items():
         inner = isinstance(value, dict)
-        pairs |= {f"{key}.{k}": (before[key][k], v) for k, v in value.items()} if inner else {}
+        pairs |= (
+            {f"{key}.{k}": (before[key][k], v) for k, v in value.items()}
+            if inner
+            else {}
+        )
         pairs |= {} if inner else {key: (before[key], value)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

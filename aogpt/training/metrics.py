@@ -38,10 +38,21 @@ from .config import Config
 from .optimizers import learning_rates
 from .validation import Losses
 
-ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's fixed order"}
+ORDERS = {
+    "l2r": "left to right",
+    "random": "any order",
+    "fixed": "the run's fixed order",
+}
 ORDERS["own"] = "the run's orders"
 Units = tuple[tuple[float, str], ...]  # largest first
-TIME: Units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+TIME: Units = (
+    (86400, "days"),
+    (3600, "h"),
+    (60, "min"),
+    (1, "s"),
+    (1e-3, "ms"),
+    (1e-6, "µs"),
+)
 
 
 class GPU(NamedTuple):
@@ -97,7 +108,9 @@ class Log:
         self.progress = progress
         self.data = data
         self.path = config.run_folder / "metrics.jsonl"
-        self.peak_flops = peak_flops(procs.device, pick_dtype(config.train.dtype, procs.device))
+        self.peak_flops = peak_flops(
+            procs.device, pick_dtype(config.train.dtype, procs.device)
+        )
         if progress.step and not progress.tokens:  # in a checkpoint of an older version
             size = progress.sequences / progress.step / config.train.batch_size
             progress.tokens = round(self.count_tokens(range(progress.step)) * size)
@@ -109,10 +122,14 @@ class Log:
         self.restart_clock()
         if procs.main:
             drop_later_rows(self.path, progress.step)
-            self.wandb = start_wandb(config) if config.wandb.mode != "disabled" else None
+            self.wandb = (
+                start_wandb(config) if config.wandb.mode != "disabled" else None
+            )
         steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
         # Some terminals have no rows, and show no bar.
-        has_bar = procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        has_bar = (
+            procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+        )
         self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
@@ -122,7 +139,9 @@ class Log:
             finite = math.isfinite(loss + norm)
             tokens = self.count_tokens(range(step - 1, step))
             self.progress.skipped += not finite
-            self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
+            self.progress.skipped_in_a_row = (
+                0 if finite else self.progress.skipped_in_a_row + 1
+            )
             self.progress.sequences += t.batch_size
             self.progress.tokens += tokens
             self.norm = norm
@@ -139,7 +158,9 @@ class Log:
             seconds = time.perf_counter() - self.clock
             self.tokens_per_second = self.clock_tokens / seconds
             mfu = None
-            rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+            rates = learning_rates(
+                step - 1, self.config
+            )  # schedules count steps from 0
             text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
             if self.peak_flops:
                 size = self.data.block_size
@@ -162,14 +183,21 @@ class Log:
         averaged = losses[""].items()
         step = self.progress.step
         text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
-        part = f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
+        part = (
+            f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
+        )
         what = f"validation loss of the averaged weights on {part}, nats per token"
         self._print(f"step {step}/{self.config.train.steps}  {what}: {text}")
         row = {"step": step}
         for weights, of_kinds in losses.items():
-            row |= {f"val_loss_{kind}{weights}": loss.mean for kind, loss in of_kinds.items()}
+            row |= {
+                f"val_loss_{kind}{weights}": loss.mean
+                for kind, loss in of_kinds.items()
+            }
         errors = {kind: loss.error for kind, loss in averaged if loss.error is not None}
-        self._write(row | {f"val_error_{kind}": error for kind, error in errors.items()})
+        self._write(
+            row | {f"val_error_{kind}": error for kind, error in errors.items()}
+        )
         self.restart_clock()
 
     def warn(self, message: str) -> None:
@@ -187,7 +215,9 @@ class Log:
         size = self.config.train.batch_size
         if self.data.of_records:
             return sum(self.data.predicted(c.seed, step, size) for step in steps)
-        lengths = batch_lengths(c.seed, steps, self.data.block_size, c.data.random_length_prob)
+        lengths = batch_lengths(
+            c.seed, steps, self.data.block_size, c.data.random_length_prob
+        )
         return size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
@@ -195,7 +225,9 @@ class Log:
         steps = step - self.first_step
         left = self.config.train.steps - step
         seconds = left * (time.perf_counter() - self.started) / max(1, steps)
-        return f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
+        return (
+            f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
+        )
 
     def close(self) -> None:
         self.bar.close()
@@ -205,14 +237,19 @@ class Log:
     def _print(self, text: str, file=None) -> None:
         if self.procs.main:
             with contextlib.suppress(OSError):  # training outlives its terminal
-                tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
+                tqdm.write(
+                    visible(text), file=file or sys.stdout
+                )  # above the progress bar
                 sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
         if not self.procs.main:
             return
         row |= {"grad_norm": self.norm, "tokens": self.progress.tokens}
-        row |= {"tokens_per_second": self.tokens_per_second, "skipped_steps": self.progress.skipped}
+        row |= {
+            "tokens_per_second": self.tokens_per_second,
+            "skipped_steps": self.progress.skipped,
+        }
         if self.procs.device.type == "cuda":
             row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
         else:  # Linux counts in KiB
@@ -224,7 +261,9 @@ class Log:
         except OSError as error:  # a full disk must not end the run
             self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
-            self.wandb.log({key: v for key, v in row.items() if isinstance(v, int | float)})
+            self.wandb.log(
+                {key: v for key, v in row.items() if isinstance(v, int | float)}
+            )
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -234,7 +273,11 @@ def read_metrics(path: Path) -> list[dict]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    return [
+        row
+        for row in rows
+        if isinstance(row, dict) and isinstance(row.get("step"), int)
+    ]
 
 
 def drop_later_rows(path: Path, step: int) -> None:
@@ -248,17 +291,25 @@ def start_wandb(config: Config):
     try:
         import wandb
     except ImportError:
-        raise UserError("wandb.mode is set but wandb is not installed: pip install wandb") from None
+        raise UserError(
+            "wandb.mode is set but wandb is not installed: pip install wandb"
+        ) from None
     id_file = config.run_folder / "wandb_id"
     if not id_file.exists():
         write_text(id_file, secrets.token_hex(4))
     run_id = id_file.read_text(errors="replace").strip()
-    where = {"project": config.wandb.project, "mode": config.wandb.mode, "name": config.name}
+    where = {
+        "project": config.wandb.project,
+        "mode": config.wandb.mode,
+        "name": config.name,
+    }
     where |= {"id": run_id, "resume": "allow", "dir": str(config.run_folder)}
     try:
         run = wandb.init(**where, config=asdict(config))
     except wandb.errors.Error as error:
-        raise UserError(f"wandb: {error}; log in, or pass --wandb.mode offline") from error
+        raise UserError(
+            f"wandb: {error}; log in, or pass --wandb.mode offline"
+        ) from error
     # As a plain value: W&B drops rows whose step is not above its own count, as after a kill.
     run.define_metric("*", step_metric="step")
     return run

@@ -28,19 +28,31 @@ class Muon(torch.optim.Optimizer):
     a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self, matrices: list, fused: list, sizes: list[int], lr: float, weight_decay, momentum
+        self,
+        matrices: list,
+        fused: list,
+        sizes: list[int],
+        lr: float,
+        weight_decay,
+        momentum,
     ):
         """matrices: weights (rows, columns). fused: weights with the rows of queries, keys and
         values, `sizes` of each."""
         common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        groups = [{"params": matrices, "sizes": None}, {"params": fused, "sizes": sizes}]
+        groups = [
+            {"params": matrices, "sizes": None},
+            {"params": fused, "sizes": sizes},
+        ]
         super().__init__([group for group in groups if group["params"]], common)
         self.found_inf = None
 
     @torch.no_grad()
     def step(self) -> None:
         weights = [
-            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
+            (p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
         ]
         if not weights:
             return
@@ -49,7 +61,9 @@ class Muon(torch.optim.Optimizer):
         sizes = [group["sizes"] or [len(p)] for p, group in weights]
         updates = orthogonal_updates(updates, sizes)
         for (p, group), update in zip(weights, updates, strict=True):
-            go = 1.0 if finite is None else finite.to(p.dtype)  # 0: this step changes nothing
+            go = (
+                1.0 if finite is None else finite.to(p.dtype)
+            )  # 0: this step changes nothing
             local(p).mul_(1 - go * group["lr"] * group["weight_decay"])
             local(p).sub_(update * (go * group["lr"]))
 
@@ -62,7 +76,9 @@ class Muon(torch.optim.Optimizer):
         average = local(state["momentum_buffer"])
         share = 1 - momentum
         if finite is not None:
-            gradient = gradient.where(finite, torch.zeros_like(gradient))  # NaN times 0 is NaN
+            gradient = gradient.where(
+                finite, torch.zeros_like(gradient)
+            )  # NaN times 0 is NaN
             share = share * finite.to(gradient.dtype)
         average.lerp_(gradient, share)
         update = gradient.lerp(average, momentum)
@@ -75,7 +91,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
     """Orthogonalise the parts (rows, columns) of each matrix, `sizes` rows each, to singular values
     near sqrt(max(1, rows / columns))."""
-    pieces = [piece for m, s in zip(matrices, sizes, strict=True) for piece in m.split(s)]
+    pieces = [
+        piece for m, s in zip(matrices, sizes, strict=True) for piece in m.split(s)
+    ]
     scales = [max(1, len(piece) / piece.shape[1]) ** 0.5 for piece in pieces]
     # Matrices of one shape, or transposed to it, are one batch.
     shapes: dict[tuple[int, int], list[int]] = {}
@@ -96,11 +114,15 @@ def newton_schulz(x: Tensor) -> Tensor:
     1.2, in the same directions (Jordan et al., 2024)."""
     a, b, c = COEFFICIENTS
     dtype = x.dtype
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is larger than this norm
+    x = x / (
+        x.norm(dim=(1, 2), keepdim=True) + 1e-7
+    )  # no singular value is larger than this norm
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(STEPS):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram gram
+        polynomial = torch.baddbmm(
+            gram, gram, gram, beta=b, alpha=c
+        )  # b gram + c gram gram
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(dtype)
 
@@ -122,7 +144,9 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
     made = dict(zip(mine, made, strict=True))
     results = []
     for i, update in enumerate(updates):
-        result = made[i].contiguous() if i in made else local(update).new_empty(update.shape)
+        result = (
+            made[i].contiguous() if i in made else local(update).new_empty(update.shape)
+        )
         dist.broadcast(result, src=owners[i])
         if isinstance(update, DTensor):  # FSDP2 divides rows as torch.chunk does
             result = dict(enumerate(result.chunk(world))).get(rank, result[:0])

@@ -53,7 +53,9 @@ def make_optimizer(model: AOGPT, config: Config) -> "torch.optim.AdamW | MuonAda
     fused = [p for name, p in matrices.items() if name.endswith("qkv.weight")]
     whole = [p for name, p in matrices.items() if not name.endswith("qkv.weight")]
     sizes = [heads * model.config.head_dim for heads in model.blocks[0].attn.heads_of]
-    return MuonAdamW(adamw, Muon(whole, fused, sizes, o.muon_lr, o.weight_decay, o.muon_momentum))
+    return MuonAdamW(
+        adamw, Muon(whole, fused, sizes, o.muon_lr, o.weight_decay, o.muon_momentum)
+    )
 
 
 def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
@@ -100,9 +102,15 @@ def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
 def allocate_state(optimizer) -> None:
     """Make the state tensors, which an optimizer else makes in its first step, to load into."""
     for each in optimizers(optimizer):
-        keys = ("momentum_buffer",) if isinstance(each, Muon) else ("exp_avg", "exp_avg_sq")
+        keys = (
+            ("momentum_buffer",)
+            if isinstance(each, Muon)
+            else ("exp_avg", "exp_avg_sq")
+        )
         for p in (p for group in each.param_groups for p in group["params"]):
-            each.state[p] = {key: torch.zeros_like(p, requires_grad=False) for key in keys}
+            each.state[p] = {
+                key: torch.zeros_like(p, requires_grad=False) for key in keys
+            }
             if not isinstance(each, Muon):
                 each.state[p]["step"] = torch.zeros((), device=p.device)
 
@@ -113,27 +121,37 @@ class EMA:
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        device = next(model.parameters()).device  # the device alone knows which steps were skipped
+        self.weights = {
+            name: p.detach().clone() for name, p in model.named_parameters()
+        }
+        device = next(
+            model.parameters()
+        ).device  # the device alone knows which steps were skipped
         dtype = torch.float64 if supports_float64(device) else torch.float32
         self.updates = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
-    def update(self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0) -> None:
+    def update(
+        self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0
+    ) -> None:
         """Add the model's weights to the average if `finite` is 1; do nothing if it is 0."""
         decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
         share = (1 - decay) * finite
         self.updates += finite
         averages = [local(average) for average in self.weights.values()]
         weights = [local(p.detach()) for p in model.parameters()]
-        torch._foreach_lerp_(averages, weights, [share.to(averages[0].dtype)] * len(averages))
+        torch._foreach_lerp_(
+            averages, weights, [share.to(averages[0].dtype)] * len(averages)
+        )
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module):
         """Inside the block the model has the averaged weights."""
         weights = [local(p.detach()) for p in model.parameters()]
         original = [weight.clone() for weight in weights]
-        torch._foreach_copy_(weights, [local(average) for average in self.weights.values()])
+        torch._foreach_copy_(
+            weights, [local(average) for average in self.weights.values()]
+        )
         try:
             yield model
         finally:

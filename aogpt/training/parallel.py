@@ -28,27 +28,40 @@ SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 
 
 def build(
-    config: Config, procs: Processes, weights: Mapping[str, Tensor] | None = None, empty=False
+    config: Config,
+    procs: Processes,
+    weights: Mapping[str, Tensor] | None = None,
+    empty=False,
 ) -> AOGPT:
     """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
     than one block in full. weights: initial values by name; None: random, or with `empty` zeros to
     load a checkpoint into."""
     with torch.device("meta"):
         model = build_model(config.model)
-    shard = sharding(config, procs) if config.train.parallel == "fsdp" else lambda module: None
+    shard = (
+        sharding(config, procs)
+        if config.train.parallel == "fsdp"
+        else lambda module: None
+    )
 
     @torch.no_grad()
     def materialize(prefix: str) -> None:
         for name, p in list(model.named_parameters()):
             if p.is_meta and name.startswith(prefix):
-                value = torch.zeros(p.shape) if weights is None else weights[name].to(p.dtype)
+                value = (
+                    torch.zeros(p.shape)
+                    if weights is None
+                    else weights[name].to(p.dtype)
+                )
                 if weights is None and not empty:
                     # From a generator per weight, on the CPU: the same on any device.
                     seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
                     generator = torch.Generator().manual_seed(int.from_bytes(seed))
                     init_weight(config.model, name, value, generator)
                 parent, _, leaf = name.rpartition(".")
-                parameter = nn.Parameter(value.to(procs.device, copy=weights is not None))
+                parameter = nn.Parameter(
+                    value.to(procs.device, copy=weights is not None)
+                )
                 setattr(model.get_submodule(parent), leaf, parameter)
 
     for i, block in enumerate(model.blocks):
@@ -74,7 +87,10 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
     def shard(module: nn.Module) -> None:
         cast = dtype != torch.float32 and not isinstance(module, AOGPT)
-        precision = {"param_dtype": dtype if cast else None, "reduce_dtype": torch.float32}
+        precision = {
+            "param_dtype": dtype if cast else None,
+            "reduce_dtype": torch.float32,
+        }
         policy = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -90,9 +106,13 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
         # Attention with dropout is recomputed: if saved, it would not consume its random numbers.
         saved = SAVED[:2] if dropout else SAVED
 
-        def policy(context, operation, *arguments, **keywords) -> checkpoint.CheckpointPolicy:
+        def policy(
+            context, operation, *arguments, **keywords
+        ) -> checkpoint.CheckpointPolicy:
             save = operation.__name__.startswith(saved)
-            return checkpoint.CheckpointPolicy["MUST_SAVE" if save else "PREFER_RECOMPUTE"]
+            return checkpoint.CheckpointPolicy[
+                "MUST_SAVE" if save else "PREFER_RECOMPUTE"
+            ]
 
         contexts = checkpoint.create_selective_checkpoint_contexts
         options["context_fn"] = functools.partial(contexts, policy)
@@ -104,7 +124,9 @@ def compiled(model: AOGPT, procs: Processes):
     """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
     whole and last batches in validation. Raises UserError without a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
-        raise UserError("train.compile needs a C++ compiler on a CPU: pass --train.no-compile")
+        raise UserError(
+            "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
+        )
     if isinstance(model, FSDPModule):
         # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
@@ -123,10 +145,14 @@ def replicate(model: AOGPT, procs: Processes) -> nn.Module:
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
 
 
-def gradient_exchange(model: nn.Module, exchange: bool) -> contextlib.AbstractContextManager:
+def gradient_exchange(
+    model: nn.Module, exchange: bool
+) -> contextlib.AbstractContextManager:
     """A context for a micro-batch, after which processes exchange or accumulate gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)

@@ -16,7 +16,10 @@ from .metrics import ORDERS, read_metrics
 
 PANELS = {"training loss (the run's objective), smoothed": ("loss",)}
 PANELS |= {  # title: keys of metrics.jsonl, drawn solid and dashed
-    f"validation, {orders} (dashed: last weights)": (f"val_loss_{kind}", f"val_loss_{kind}_raw")
+    f"validation, {orders} (dashed: last weights)": (
+        f"val_loss_{kind}",
+        f"val_loss_{kind}_raw",
+    )
     for kind, orders in ORDERS.items()
 }
 PANELS |= {"gradient norm, smoothed": ("grad_norm",)}
@@ -31,7 +34,9 @@ class PlotOptions(OutputOptions):
 def main() -> None:
     o = tyro.cli(PlotOptions, prog="python -m aogpt.training.plot", description=__doc__)
     if not o.runs or o.out.suffix != ".png":
-        raise UserError("give run folders, such as out/NAME, and with --out a file NAME.png")
+        raise UserError(
+            "give run folders, such as out/NAME, and with --out a file NAME.png"
+        )
     o.out.parent.mkdir(parents=True, exist_ok=True)
     with Outputs({"--out": o.out}, o.runs, o.overwrite) as outputs:
         outputs.write(o.out, plot_runs(list(o.runs)))
@@ -42,7 +47,9 @@ def plot_runs(folders: list[Path]) -> bytes:
     """A PNG of the panels that at least one of the run folders has values for."""
     runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
     found = {run: {key for row in rows for key in row} for run, rows in runs.items()}
-    panels = {k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())}
+    panels = {
+        k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())
+    }
     for run, keys in found.items():
         if not any(keys & set(of_panel) for of_panel in PANELS.values()):
             raise UserError(
@@ -54,7 +61,9 @@ def plot_runs(folders: list[Path]) -> bytes:
         for i, rows in enumerate(runs.values()):
             draw(axes, rows, keys, f"C{i}")
         axes.set_title(title, fontsize=9)
-        axes.set(xlabel="tokens", ylabel="" if "grad_norm" in keys else "nats per token")
+        axes.set(
+            xlabel="tokens", ylabel="" if "grad_norm" in keys else "nats per token"
+        )
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
@@ -84,13 +93,17 @@ def draw(axes, rows: list[dict], keys: tuple[str, ...], color) -> None:
 
 def numbers(rows: list[dict], key: str) -> dict:
     """{step: value} of the rows that have a number under this key."""
-    return {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
+    return {
+        row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)
+    }
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Exponential moving average over a fiftieth of the values, without bias at its start."""
     keep = 1 - 1 / max(1.0, len(values) / 50)
-    sums = accumulate(values, lambda total, value: keep * total + (1 - keep) * value, initial=0.0)
+    sums = accumulate(
+        values, lambda total, value: keep * total + (1 - keep) * value, initial=0.0
+    )
     return np.array([*sums][1:]) / (1 - keep ** np.arange(1, len(values) + 1))
 
 

@@ -36,13 +36,24 @@ REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
 NOW = "from this step on"
 OTHER_LOSS = "losses before and after this step do not compare"
 SHUFFLED = "the epoch goes on in other data or another shuffle: blocks may be read twice or never"
-TOLD = dict.fromkeys(("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW)
-COMPARED = ("order", "objective", "schedule", "eval.sequences", "eval.draws", "data.val")
+TOLD = dict.fromkeys(
+    ("optim", "model.dropout", "train.dtype", "data.random_length_prob"), NOW
+)
+COMPARED = (
+    "order",
+    "objective",
+    "schedule",
+    "eval.sequences",
+    "eval.draws",
+    "data.val",
+)
 TOLD |= dict.fromkeys(COMPARED, OTHER_LOSS) | dict.fromkeys(
     ("seed", "data.train", "data.max_tokens", "data.mix"), SHUFFLED
 )
 TOLD |= {"train.init_from": "without effect, as the run has weights of its own"}
-TOLD |= {"train.batch_size": "the data goes on after the {sequences:,} sequences read so far"}
+TOLD |= {
+    "train.batch_size": "the data goes on after the {sequences:,} sequences read so far"
+}
 
 
 @dataclass
@@ -71,7 +82,9 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     """The state of the newest checkpoint, or a new one, with the weights of train.init_from if set.
     Raises UserError for another run's folder, CheckpointError if no checkpoint can be read."""
     torch.manual_seed(config.seed)
-    share = slice(procs.rank, None, procs.world_size)  # each process verifies some of the files
+    share = slice(
+        procs.rank, None, procs.world_size
+    )  # each process verifies some of the files
     read = functools.partial(store.read_values, share=share)
     # None: random
     folder = config.run_folder
@@ -86,7 +99,9 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
             initial = build_model(config.model)
             source = load(config.train.init_from)
             for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
-                what = f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
+                what = (
+                    f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
+                )
                 advice = "prepare the data with its tokenizer, or leave out --train.init-from"
                 raise UserError(f"cannot start from {source.path}: {what}; {advice}")
             warm_start(initial, source.model)
@@ -112,14 +127,20 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 def history_in(folder: Path) -> str | None:
     """Why no run can start in a folder without checkpoints: it holds files of another run; else
     None. A run that was killed before its first checkpoint may start again."""
-    held = [name for name in ("config.toml", "metrics.jsonl", "best") if (folder / name).exists()]
+    held = [
+        name
+        for name in ("config.toml", "metrics.jsonl", "best")
+        if (folder / name).exists()
+    ]
     if not held or (folder / store.NONE_YET).exists():
         return None
     what = f"{folder} holds the {held[0]} of another run, but no checkpoint"
     return f"{what}: mount its disk, choose another --name, or move {folder} away to start anew"
 
 
-def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0: Callable) -> None:
+def check_same_run(
+    config: Config, meta: dict, path: Path, values: dict, print0: Callable
+) -> None:
     """Print which keys have changed since a checkpoint, with consequences; reset its `values` that
     no longer hold. Raises UserError for keys that cannot change."""
     old = configuration.from_dict(values["config"], str(path))
@@ -130,10 +151,14 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
     metas = (values["data"], meta)
     changes |= {f"data.{key}": pair for key, pair in other_tokenizer(*metas).items()}
     for split in ("train", "val"):
-        before, after = (data.get("splits", {}).get(split, {}).get("sha256") for data in metas)
+        before, after = (
+            data.get("splits", {}).get(split, {}).get("sha256") for data in metas
+        )
         changes |= {f"data.{split}": (before, after)} if before != after else {}
     for key, (before, after) in changes.items():
-        if key not in TOLD and (what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))):
+        if key not in TOLD and (
+            what := REFUSED.get(key, REFUSED.get(key.partition(".")[0]))
+        ):
             now = f"was trained with {key} = {before!r}, but now it is {after!r}"
             why = f"the {what} of a run cannot change; set it back, or start another with --name"
             raise UserError(f"{config.run_folder} {now}: {why}")
@@ -145,7 +170,10 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
         print0(f"changed since {path}: {key} = {after!r} (was {before!r}){note}")
     if learning_rate(step, old) != learning_rate(step, config):
         rates = learning_rate(max(0, step - 1), old), learning_rate(step, config)
-        print0("the learning rate goes from {:.3g} to {:.3g}".format(*rates), f"at step {step + 1}")
+        print0(
+            "the learning rate goes from {:.3g} to {:.3g}".format(*rates),
+            f"at step {step + 1}",
+        )
     best = values["best"]
     orders = [validation_orders(which) for which in (old, config)]
     measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
@@ -161,16 +189,22 @@ def check_same_run(config: Config, meta: dict, path: Path, values: dict, print0:
 
 def named_tensors(state: State) -> dict[str, Tensor]:
     """The tensors of a state, not copied, by their names in a checkpoint."""
-    tensors = {f"model.{name}": p.detach() for name, p in state.model.named_parameters()}
+    tensors = {
+        f"model.{name}": p.detach() for name, p in state.model.named_parameters()
+    }
     for i, ema in enumerate(state.averages):
         prefix = f"ema{ema.decay:g}" if i else "ema"
-        tensors |= {f"{prefix}.{name}": average for name, average in ema.weights.items()}
+        tensors |= {
+            f"{prefix}.{name}": average for name, average in ema.weights.items()
+        }
     for name, values in optimizers.named_state(state.model, state.optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return tensors
 
 
-def plain_values(state: State, best: dict | None, config: Config, data_meta: dict) -> dict:
+def plain_values(
+    state: State, best: dict | None, config: Config, data_meta: dict
+) -> dict:
     """Everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]
     return asdict(state.progress) | {
@@ -193,7 +227,9 @@ def restore(state: State, path: Path, values: dict) -> None:
         )
     store.read_tensors(path, values, tensors)
     if name := not_finite(tensors):
-        raise CheckpointError(f"{path}: {name} is not finite; remove it to resume from another")
+        raise CheckpointError(
+            f"{path}: {name} is not finite; remove it to resume from another"
+        )
     for ema in state.averages:
         ema.updates.fill_(values["ema"]["updates"])
     for field in fields(Progress):
@@ -203,14 +239,18 @@ def restore(state: State, path: Path, values: dict) -> None:
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor whose shard on this process has a number that is not finite."""
     finite = [store.is_finite(parallel.local(tensor)) for tensor in tensors.values()]
-    return next((name for name, ok in zip(tensors, finite, strict=True) if not ok), None)
+    return next(
+        (name for name, ok in zip(tensors, finite, strict=True) if not ok), None
+    )
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time: under ddp the main process writes while the
     others wait; under fsdp every process writes its shards in the background."""
 
-    def __init__(self, config: Config, procs: Processes, data_meta: dict, warn: Callable):
+    def __init__(
+        self, config: Config, procs: Processes, data_meta: dict, warn: Callable
+    ):
         self.config = config
         self.procs = procs
         self.data_meta = data_meta
@@ -219,7 +259,9 @@ class Saver:
         if config.train.parallel == "fsdp":
             limit = datetime.timedelta(seconds=config.train.timeout)
             self.group = dist.new_group(backend="gloo", timeout=limit)
-        self.pending = None  # (future, error, state, best, path) of the checkpoint under way
+        self.pending = (
+            None  # (future, error, state, best, path) of the checkpoint under way
+        )
         self.written = None  # the path of the last one; None if it could not be written
 
     def save(self, state: State, best: dict | None) -> None:
@@ -266,7 +308,9 @@ class Saver:
         if error is None:
             state.progress.best = best
         elif self.procs.main:
-            shutil.rmtree(store.temporary_of(path), ignore_errors=True)  # frees its space
+            shutil.rmtree(
+                store.temporary_of(path), ignore_errors=True
+            )  # frees its space
             last = last_good(self.config, store.step_of(path) - 1)
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
         return self.written
@@ -277,7 +321,9 @@ class Saver:
 def last_good(config: Config, step: int) -> str:
     for path in reversed(store.find(config.run_folder, up_to=step)):
         with contextlib.suppress(CheckpointError):
-            if not store.read_values(path, share=slice(0))["skipped_in_a_row"]:  # as at a stop
+            if not store.read_values(path, share=slice(0))[
+                "skipped_in_a_row"
+            ]:  # as at a stop
                 return f"the last good checkpoint is {path}"
     return "there is no earlier checkpoint"
 
@@ -298,7 +344,9 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     if best is None:
         return "no checkpoint was validated (see --eval.interval)"
     rows = read_metrics(config.run_folder / "metrics.jsonl")
-    losses = {row["step"]: f"validation loss {row[key]:.4f}" for row in rows if row.get(key)}
+    losses = {
+        row["step"]: f"validation loss {row[key]:.4f}" for row in rows if row.get(key)
+    }
     newest = f"step {progress.step} ({losses.get(progress.step, 'not validated')})"
     if best["step"] == progress.step:
         return f"the newest checkpoint, {newest}, is the best"

@@ -29,7 +29,11 @@ Losses = dict[str, Loss]  # by the name of the orders: l2r, random, fixed, own
 
 
 def evaluate(
-    model: AOGPT, averages: list[EMA], val_data: TokenDataset, config: Config, procs: Processes
+    model: AOGPT,
+    averages: list[EMA],
+    val_data: TokenDataset,
+    config: Config,
+    procs: Processes,
 ) -> dict[str, Losses]:
     """Validation losses by weights: "" the first average, "_raw" the last weights, "_ema0.99"
     another average. All processes must call."""
@@ -67,7 +71,12 @@ def best_by(config: Config) -> str:
 
 
 def validation_loss(
-    model, val_data: TokenDataset, orders: OrderConfig, config: Config, procs: Processes, group=1
+    model,
+    val_data: TokenDataset,
+    orders: OrderConfig,
+    config: Config,
+    procs: Processes,
+    group=1,
 ) -> Loss:
     """Mean nats per token of eval.sequences blocks, `group` tokens at a time, under eval.draws
     orders or masks each. Blocks, evenly spread, and orders are the same in every validation. All
@@ -94,7 +103,9 @@ def validation_loss(
         for draw in range(draws):
             rows = config.seed, draw, batch_rows, count
             with autocast(procs.device, dtype):
-                nll = token_nll(model, tokens, orders, *rows, group=group, roles=roles).cpu()
+                nll = token_nll(
+                    model, tokens, orders, *rows, group=group, roles=roles
+                ).cpu()
             if counts:
                 # With prompts, sequences differ in predicted tokens: the mean is over tokens.
                 totals[draw] += nll.mean(dim=1).sum() if roles is None else nll.nansum()

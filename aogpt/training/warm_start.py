@@ -12,19 +12,32 @@ from ..systems import length_is_fixed
 
 # Keys that may differ from those of the source: in any way; from this value of the source.
 FREE = ("dropout", "position_init", "block_size")
-GAINED = {"target": "none"} | dict.fromkeys(("noise", "attn_bias", "mlp_bias", "head_bias"), False)
+GAINED = {"target": "none"} | dict.fromkeys(
+    ("noise", "attn_bias", "mlp_bias", "head_bias"), False
+)
 
 
-def with_shape_of(source: ModelConfig, config: ModelConfig, given: Collection[str]) -> ModelConfig:
+def with_shape_of(
+    source: ModelConfig, config: ModelConfig, given: Collection[str]
+) -> ModelConfig:
     """`config`, with the source's value of every key that is not in `given` and that changes what
     the weights mean."""
-    theirs = {name: before for name, before, _ in differences(source, config) if name not in given}
+    theirs = {
+        name: before
+        for name, before, _ in differences(source, config)
+        if name not in given
+    }
     return replace(config, **theirs)
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    theirs: ModelConfig, ours: ModelConfig
+) -> Iterator[tuple[str, Any, Any]]:
     """(key, theirs, ours) of the keys that prevent a start from these weights."""
-    unread = {"cond_dim": not theirs.has_adaln, "group_attention": theirs.target != "two_stream"}
+    unread = {
+        "cond_dim": not theirs.has_adaln,
+        "group_attention": theirs.target != "two_stream",
+    }
     unread["query_at"] = theirs.target == "none"
     for name, before in asdict(theirs).items():
         now = getattr(ours, name)
@@ -44,7 +57,9 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
     ours = model.config
     refused = "cannot start from these weights"
     for name, before, now in differences(theirs, ours):
-        raise CheckpointError(f"{refused}: set model.{name} = {before!r} (it is {now!r})")
+        raise CheckpointError(
+            f"{refused}: set model.{name} = {before!r} (it is {now!r})"
+        )
     if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
         size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
         raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
@@ -54,7 +69,9 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
         table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
         own[name].copy_(weight[: len(own[name])] if table else weight)
     for name in own.keys() - weights.keys():
-        if "adaln" in name or (name.endswith("wtpe.weight") and model.config.target != "adaln"):
+        if "adaln" in name or (
+            name.endswith("wtpe.weight") and model.config.target != "adaln"
+        ):
             own[name].zero_()
         if name.endswith("adaln.bias"):
             width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
