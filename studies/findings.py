@@ -70,9 +70,6 @@ def run(experiment: Experiment, a: Arguments) -> None:
     complete = seeds >= experiment.seeds and not a.quick
     partial = experiments.OUT / ("quick" if a.quick else "part")
     file = (pages.RESULTS if complete else partial) / f"{experiment.name}.json"
-    write_text(
-        file, to_json(found) + "\n"
-    )  # first, so that an error below loses nothing
     write_page(file, experiment, found, whole=complete)
     show(
         *pages.details_of(experiment, found),
@@ -84,8 +81,12 @@ def run(experiment: Experiment, a: Arguments) -> None:
 def write_page(
     file: Path, experiment: Experiment, found: dict, whole: bool = True
 ) -> None:
-    """The figure and the details beside a file of results, and unless a part of them is missing,
-    which the text may speak of, the page."""
+    """The file of results with the claims and their p values, the figure and the details beside it,
+    and unless a part of them is missing, which the text may speak of, the page."""
+    judged = found | {"claims": pages.judgements(experiment, found)}
+    write_text(
+        file, to_json(judged) + "\n"
+    )  # first, so that an error below loses nothing
     details = pages.details_of(experiment, found)
     write_text(file.with_suffix(".details.md"), "\n".join(details))
     image = figure(experiment, {"recipes": pages.reported(experiment, found)})

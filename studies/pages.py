@@ -166,12 +166,11 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     e = experiment
     verdicts = []
     for recipe, claims in judgements(e, found).items():
-        for c in (claim for claim in claims if claim["primary"]):
-            p = "" if c["p"] is None else f", p {c['p']:.2g}"
-            told = (
-                f"{c['says']}: {difference_cell(c)}{c['unit']}{p}: **{c['verdict']}**"
-            )
-            verdicts.append(f"- *{title_of(recipe)}*: {told}")
+        verdicts += [
+            f"- *{title_of(recipe)}*: {verdict_line(claim)}"
+            for claim in claims
+            if claim["primary"]
+        ]
     lines = [f"# {e.name}. {e.title}", ""]
     lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
     lines += [*main_table(e, found), "", interval_of(reported(e, found)), ""]
@@ -183,6 +182,18 @@ def page_of(experiment: Experiment, found: dict) -> list[str]:
     )
     again = f"`python -m studies.findings {e.name} --jobs 2`"
     return [*lines, f"Repeat it: {again}. [Details]({e.name}.details.md).", ""]
+
+
+def verdict_line(claim: dict) -> str:
+    """Return a primary claim with its difference, its p value after Holm's correction and its
+    verdict; with its median difference where the verdict is from ranks."""
+    difference = difference_cell(claim) + claim["unit"]
+    test = ""
+    if claim["ranks"] and claim["median"] is not None:
+        difference += f" (median {claim['median']:+.3f})"
+        test = " by ranks"
+    p = "" if claim["p"] is None else f", Holm's p{test} {claim['p_holm']:.2g}"
+    return f"{claim['says']}: {difference}{p}: **{claim['verdict']}**"
 
 
 def interval_of(recipes: dict[str, dict]) -> str:
@@ -285,21 +296,22 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
 
 
 def claims_table(claims: list[dict]) -> list[str]:
-    """A line for each claim: the difference without the margin that its p value allows for."""
+    """A line for each claim: the difference without the margin that its p values allow for, p by
+    Welch's test and by ranks, and of primary claims Holm's p of the one that their verdict is
+    from."""
     lines = []
-    for c in claims:
-        p = "" if c["p"] is None else f"{c['p']:.2g}"
-        holm = f"{c['p_holm']:.2g}" if "p_holm" in c else ""
-        lines.append(
-            [
-                c["says"],
-                difference_cell(c) + c["unit"],
-                p,
-                holm,
-                c["verdict"] or "also looked at",
-            ]
+    for claim in claims:
+        welch, ranks = (
+            "" if claim[key] is None else f"{claim[key]:.2g}" for key in ("p", "p_rank")
         )
-    return markdown_table(["claim", "difference", "p", "Holm's p", "verdict"], lines)
+        holm = ""
+        if "p_holm" in claim:
+            holm = f"{claim['p_holm']:.2g}" + (" (ranks)" if claim["ranks"] else "")
+        difference = difference_cell(claim) + claim["unit"]
+        verdict = claim["verdict"] or "also looked at"
+        lines.append([claim["says"], difference, welch, ranks, holm, verdict])
+    head = ["claim", "difference", "p (Welch)", "p (ranks)", "Holm's p", "verdict"]
+    return markdown_table(head, lines)
 
 
 # ---- the page of all -----------------------------------------------------------------------------

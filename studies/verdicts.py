@@ -1,22 +1,31 @@
 """Differences between run configs with 95% intervals, and verdicts on primary claims.
 
 Welch's t test, since run configs differ in their spread over seeds and pairing them by seed removes
-none of it; Holm's correction over all primary claims of an experiment, whose family-wise error is
-then at most LEVEL. Other claims get an interval and no verdict.
+none of it. The runs of a config are one sample, however often a claim names it. Beside it the ranks
+of the runs (Mann and Whitney), which a claim can have its verdict from: one failed run in eight
+doubles a mean's interval and leaves ranks nearly as they are. Holm's correction over all primary
+claims of an experiment, whose family-wise error is then at most LEVEL; a p value within a factor of
+two of LEVEL is called borderline. Other claims get an interval and no verdict.
 """
 
+import itertools
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from aogpt.evaluation.estimates import t_quantile
 
 LEVEL = 0.05
+NEAR = 2.0  # p values within this factor of LEVEL are borderline
 SUPPORTED = "supported"
 OPPOSITE = "the opposite"
 UNDECIDED = "undecided"
+BORDERLINE = "borderline (as claimed)"
+BORDERLINE_OPPOSITE = "borderline (the opposite)"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
@@ -48,6 +57,7 @@ class Claim:
     primary: list[str] = field(
         default_factory=list
     )  # recipes under which it gets a verdict
+    ranks: bool = False  # the verdict is from ranks, for data where some runs fail
 
 
 @dataclass(frozen=True)
@@ -118,66 +128,112 @@ def tokens_to(goal: float, row: dict, kind: str) -> float | None:
     return None
 
 
+class Side(NamedTuple):
+    """A term of a claim: a figure of the runs of a config, or a number."""
+
+    name: str  # the run config, or the number
+    kind: str
+    share: float
+
+    @property
+    def is_number(self) -> bool:
+        return is_number(self.name)
+
+
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
-    """A claim with its difference, higher - lower: {"says", "margin", "unit", "mean", "half_width",
-    "p", "seeds", "verdict"}. The p value is of the difference plus the margin; the verdict is only
-    what stands in the way of one, or nothing. None if a run config is missing."""
-    (high, *less), (low, *more) = claim.higher.split(" - "), claim.lower.split(" - ")
-    terms = [(1, side) for side in (high, *more)] + [
-        (-1, side) for side in (low, *less)
-    ]
-    sides = sides_of([side for _, side in terms], kind, entries)
-    if sides is None:
+    """Return a claim with its difference, higher - lower; None if a run config is missing.
+
+    {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank", "seeds",
+    "verdict"}: p values are of the difference plus the margin, p by Welch's test and p_rank by
+    ranks; the verdict is only what stands in the way of one, or nothing."""
+    coefficients = coefficients_of(claim, kind)
+    figures = figures_of(coefficients, entries)
+    if figures is None:
         return None
-    signed = [(sign, side) for (sign, _), side in zip(terms, sides, strict=True)]
-    found = {"says": claim.says, "margin": claim.margin, "seeds": min(map(len, sides))}
-    found["unit"] = " M tokens" * ("tokens_to_" in claim.lower)
-    if not all(any(side) for side in sides):
-        return found | {
-            "mean": None,
-            "half_width": None,
-            "p": None,
-            "verdict": UNMEASURED,
-        }
-    if (
-        len({parts_of(side, kind)[0] for _, side in terms}) == 1
-    ):  # the same runs: a paired test
-        signs = [sign for sign, _ in signed]
-        signed = [(1, [combined(signs, run) for run in zip(*sides, strict=True)])]
-    mean, half_width, p = compared(signed, claim.margin)
-    found |= {"mean": mean, "half_width": half_width, "p": p, "verdict": ""}
-    ended = all(figure for side in sides for figure in side)
-    if not ended or any(
-        f and f.censored for sign, side in signed for f in side if sign < 0
-    ):
-        found["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
-    elif any(on_the_plateau(side, kind, entries) for _, side in terms):
-        found["verdict"] = PLATEAU
-    return found
+    judgement = {
+        "says": claim.says,
+        "margin": claim.margin,
+        "unit": " M tokens" if "tokens_to_" in claim.lower else "",
+        "ranks": claim.ranks,
+        "mean": None,
+        "half_width": None,
+        "p": None,
+        "median": None,
+        "p_rank": None,
+        "seeds": min(map(len, figures.values())),
+        "verdict": "",
+    }
+    if not all(any(of_side) for of_side in figures.values()):
+        return judgement | {"verdict": UNMEASURED}
+    samples = samples_of(coefficients, figures)
+    mean, half_width, p = compared(list(samples.values()), claim.margin)
+    judgement |= {"mean": mean, "half_width": half_width, "p": p}
+    median, p_rank = compared_by_ranks(samples, claim.margin)
+    judgement |= {"median": median, "p_rank": p_rank}
+    ended = all(figure for of_side in figures.values() for figure in of_side)
+    bounded = any(
+        figure.censored
+        for side, of_side in figures.items()
+        for figure in of_side
+        if figure and coefficients[side] < 0
+    )
+    if not ended or bounded:
+        judgement["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
+    elif any(on_the_plateau(side, entries) for side in coefficients):
+        judgement["verdict"] = PLATEAU
+    return judgement
+
+
+def coefficients_of(claim: Claim, kind: str) -> dict[Side, int]:
+    """Return the sides of a claim with their coefficients in higher - lower; a side that it names
+    twice is one, and a side that cancels is left out."""
+    coefficients: Counter[Side] = Counter()
+    for sign, text in ((1, claim.higher), (-1, claim.lower)):
+        first, *subtracted = text.split(" - ")
+        coefficients[side_of(first, kind)] += sign
+        for term in subtracted:
+            coefficients[side_of(term, kind)] -= sign
+    return {
+        side: coefficient for side, coefficient in coefficients.items() if coefficient
+    }
+
+
+def samples_of(
+    coefficients: dict[Side, int], figures: dict[Side, list[Figure | None]]
+) -> dict[str, list[Figure | None]]:
+    """Return the independent samples of a difference, a list with a figure for each seed: by run
+    config (or number) the sum of its sides with their coefficients. The difference is the sum of
+    the means of all samples."""
+    samples = {}
+    for name in dict.fromkeys(side.name for side in coefficients):
+        sides = [side for side in coefficients if side.name == name]
+        factors = [coefficients[side] for side in sides]
+        seeds = zip(*(figures[side] for side in sides), strict=True)
+        samples[name] = [combined(factors, of_seed) for of_seed in seeds]
+    return samples
 
 
 def compared(
-    terms: list[tuple[int, list[Figure | None]]], margin: float = 0.0
+    samples: list[list[Figure | None]], margin: float = 0.0
 ) -> tuple[float, float | None, float | None]:
-    """The sum of signed means, half the width of its 95% interval, and the two-sided p value of the
-    sum + margin, by Welch's t test; the sum alone if a term is of a single run. The error of
-    samples that all seeds share is not in the spread over seeds, and is added to it."""
-    signed = [(sign, [figure for figure in side if figure]) for sign, side in terms]
-    values = [[figure.value for figure in side] for _, side in signed]
-    mean = math.fsum(
-        sign * statistics.mean(v) for (sign, _), v in zip(signed, values, strict=True)
-    )
+    """Return the sum of the means of independent samples, half the width of its 95% interval, and
+    the two-sided p value of the sum + margin, by Welch's t test; the sum alone if a sample is of a
+    single run. The error of texts that all seeds share is not in the spread over seeds, and is
+    added to it."""
+    figures = [[figure for figure in sample if figure] for sample in samples]
+    values = [[figure.value for figure in sample] for sample in figures]
+    mean = math.fsum(statistics.mean(sample) for sample in values)
     if min(map(len, values)) < 2:
         return mean, None, None
-    parts = [statistics.variance(side) / len(side) for side in values]
+    parts = [statistics.variance(sample) / len(sample) for sample in values]
     shared = [
-        statistics.mean(figure.shared_error for figure in side) for _, side in signed
+        statistics.mean(figure.shared_error for figure in sample) for sample in figures
     ]
     error = math.sqrt(sum(parts) + sum(each**2 for each in shared))
     if error == 0:
         return mean, 0.0, float(mean + margin == 0)
     squares = [
-        part**2 / (len(side) - 1) for part, side in zip(parts, values, strict=True)
+        part**2 / (len(sample) - 1) for part, sample in zip(parts, values, strict=True)
     ]
     degrees = (
         sum(parts) ** 2 / sum(squares) if sum(squares) else min(map(len, values)) - 1
@@ -188,82 +244,131 @@ def compared(
     return mean, t_quantile(degrees) * error, p
 
 
-def combined(signs: list[int], figures: tuple[Figure | None, ...]) -> Figure | None:
-    """The signed sum of figures of one run."""
+def compared_by_ranks(
+    samples: dict[str, list[Figure | None]], margin: float = 0.0
+) -> tuple[float | None, float | None]:
+    """Return a difference as the median over pairs of runs (Hodges and Lehmann), and the two-sided
+    p value of the difference + margin by ranks: of two run configs by the test of Mann and Whitney,
+    of one against a number by Wilcoxon's signed ranks. None and None for sums over more run
+    configs, or if a sample is of a single run."""
+    values = {
+        name: [figure.value for figure in sample if figure]
+        for name, sample in samples.items()
+    }
+    number = math.fsum(sample[0] for name, sample in values.items() if is_number(name))
+    of_runs = [sample for name, sample in values.items() if not is_number(name)]
+    if len(of_runs) not in (1, 2) or min(map(len, of_runs)) < 2:
+        return None, None
+    from scipy import stats
+
+    if len(of_runs) == 1:
+        (sample,) = of_runs
+        pairs = itertools.combinations_with_replacement(sample, 2)
+        median = statistics.median((one + other) / 2 for one, other in pairs) + number
+        differences = [value + number + margin for value in sample]
+        p = float(stats.wilcoxon(differences).pvalue) if any(differences) else 1.0
+        return median, p
+    first, second = of_runs
+    pairs = itertools.product(first, second)
+    median = statistics.median(one + other for one, other in pairs) + number
+    shifted = [value + number + margin for value in first]
+    opposed = [-value for value in second]
+    distinct = len({*shifted, *opposed}) == len(shifted) + len(opposed)
+    method = "exact" if distinct else "asymptotic"
+    return median, float(stats.mannwhitneyu(shifted, opposed, method=method).pvalue)
+
+
+def combined(factors: list[int], figures: tuple[Figure | None, ...]) -> Figure | None:
+    """Return the sum of figures of one run, each times its factor; None if one is missing."""
     if not all(figures):
         return None
-    value = sum(
-        sign * figure.value for sign, figure in zip(signs, figures, strict=True)
-    )
-    return Figure(value, math.hypot(*(figure.shared_error for figure in figures)))
+    pairs = list(zip(factors, figures, strict=True))
+    value = sum(factor * figure.value for factor, figure in pairs)
+    error = math.hypot(*(factor * figure.shared_error for factor, figure in pairs))
+    return Figure(value, error)
 
 
 def with_verdicts(claims: list[dict]) -> None:
     """Give all primary claims of an experiment their verdicts, by Holm's step-down procedure. One
     that its runs cannot decide (plateau, unfinished runs) counts as a test that failed."""
-    p_of = {
-        n: 1.0 if c["verdict"] or c["p"] is None else c["p"]
-        for n, c in enumerate(claims)
-    }
+    p_of = {}
+    for number, claim in enumerate(claims):
+        p = claim["p_rank"] if claim["ranks"] else claim["p"]
+        p_of[number] = 1.0 if claim["verdict"] or p is None else p
     adjusted = 0.0
-    for rank, n in enumerate(sorted(p_of, key=p_of.get)):
-        adjusted = max(adjusted, min(1.0, (len(claims) - rank) * p_of[n]))
-        claim = claims[n]
-        claim["p_holm"] = adjusted
-        if not claim["verdict"]:
-            holds = claim["mean"] + claim["margin"] > 0
-            claim["verdict"] = (
-                (SUPPORTED if holds else OPPOSITE) if adjusted < LEVEL else UNDECIDED
-            )
-
-
-def on_the_plateau(side: str, kind: str, entries: Entries) -> bool:
-    """Whether a side is a loss that in some run is near the unigram entropy of the text that it is
-    of: such a run has learned frequencies only, and says nothing about the claim."""
-    name, of, share = parts_of(side, kind)
-    for row in () if is_number(name) else entries[name]["runs"]:
-        tested = of.startswith("eval_")
-        measured = row.get("measured", {})
-        figure = figure_of(row, of, share)
-        unigram = measured.get(
-            "unigram_test" if tested else "unigram", measured.get("unigram")
+    for rank, number in enumerate(sorted(p_of, key=p_of.get)):
+        adjusted = max(adjusted, min(1.0, (len(claims) - rank) * p_of[number]))
+        claims[number]["p_holm"] = adjusted
+        claims[number]["verdict"] = claims[number]["verdict"] or verdict_of(
+            claims[number]
         )
-        is_loss = tested or of.removeprefix("lowest_") in row["losses"]
+
+
+def verdict_of(claim: dict) -> str:
+    """Return the verdict on a claim by its p value after Holm's correction."""
+    p = claim["p_holm"]
+    if p >= NEAR * LEVEL:
+        return UNDECIDED
+    difference = claim["median"] if claim["ranks"] else claim["mean"]
+    holds = difference + claim["margin"] > 0
+    if p > LEVEL / NEAR:
+        return BORDERLINE if holds else BORDERLINE_OPPOSITE
+    return SUPPORTED if holds else OPPOSITE
+
+
+def on_the_plateau(side: Side, entries: Entries) -> bool:
+    """Return whether a side is a loss that in some run is near the unigram entropy of the text that
+    it is of: such a run has learned frequencies only, and says nothing about the claim."""
+    if side.is_number:
+        return False
+    is_tested = side.kind.startswith("eval_")
+    for row in entries[side.name]["runs"]:
+        measured = row.get("measured", {})
+        figure = figure_of(row, side.kind, side.share)
+        unigram = measured.get("unigram")
+        if is_tested:
+            unigram = measured.get("unigram_test", unigram)
+        is_loss = is_tested or side.kind.removeprefix("lowest_") in row["losses"]
         if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
             return True
     return False
 
 
 def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
-    """A ratio for each seed; None if a run config is missing."""
-    sides = sides_of((*ratio.of, *ratio.to), kind, entries)
-    if sides is None:
+    """Return a ratio for each seed; None if a run config is missing."""
+    sides = [side_of(text, kind) for text in (*ratio.of, *ratio.to)]
+    figures = figures_of(sides, entries)
+    if figures is None:
         return None
-    seeds = [figures for figures in zip(*sides, strict=True) if all(figures)]
-    parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in seeds]
+    seeds = zip(*(figures[side] for side in sides), strict=True)
+    whole = [of_seed for of_seed in seeds if all(of_seed)]
+    parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in whole]
     values = [part / of for part, of in parts if of > 0]
     return {"says": ratio.says, "values": values if len(values) == len(parts) else []}
 
 
-def sides_of(sides: Sequence[str], kind: str, entries: Entries) -> list | None:
-    """For each side a list of its figures, one a seed; None if a run config is missing."""
-    split = [parts_of(side, kind) for side in sides]
-    names = [name for name, *_ in split if not is_number(name)]
-    if not entries.keys() >= set(names):
+def figures_of(
+    sides: Sequence[Side], entries: Entries
+) -> dict[Side, list[Figure | None]] | None:
+    """Return the figures of each side, one a seed; None if a run config is missing."""
+    names = {side.name for side in sides if not side.is_number}
+    if not entries.keys() >= names:
         return None
     seeds = min(len(entries[name]["runs"]) for name in names)
-    return [
-        [Figure(float(name))] * seeds
-        if is_number(name)
-        else [figure_of(row, of, share) for row in entries[name]["runs"][:seeds]]
-        for name, of, share in split
-    ]
+    figures = {}
+    for side in sides:
+        if side.is_number:
+            figures[side] = [Figure(float(side.name))] * seeds
+        else:
+            rows = entries[side.name]["runs"][:seeds]
+            figures[side] = [figure_of(row, side.kind, side.share) for row in rows]
+    return figures
 
 
-def parts_of(side: str, kind: str) -> tuple[str, str, float]:
-    """The run config (or number), KIND and SHARE of a side."""
-    name, kind_of_side, share = re.fullmatch(r"([^:]*):?([^@]*)@?(.*)", side).groups()
-    return name, kind_of_side or kind, float(share or 1)
+def side_of(text: str, kind: str) -> Side:
+    """Return the side that RUN_CONFIG:KIND@SHARE or a number means; `kind` is the default."""
+    name, kind_of_side, share = re.fullmatch(r"([^:]*):?([^@]*)@?(.*)", text).groups()
+    return Side(name, kind_of_side or kind, float(share or 1))
 
 
 def is_number(text: str) -> bool:

@@ -86,33 +86,57 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     found = {}
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
-            # or on the unigram plateau: nothing can be said
-            terms = []
-            censored = False
+            samples: dict[
+                str, list
+            ] = {}  # by run config, its terms: (factor, values, errors)
+            censored = False  # or on the unigram plateau: nothing can be said
+            factors: dict[tuple, int] = {}
             for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
                 for n, term in enumerate(text.split(" - ")):
                     config, _, kind = term.partition(":")
-                    sign_of = sign * (-1) ** n
-                    values = []
-                    errors = []
-                    for result in runs_of(recipe, config):
-                        value = figure(result, kind or toml["kind"])
-                        censored |= value is None and sign_of < 0
-                        censored |= on_plateau(result, kind or toml["kind"], value)
-                        values.append(
-                            result["tokens"][-1] / 1e6 if value is None else value
-                        )
-                        errors.append(error_of(result, kind or toml["kind"]))
-                    terms.append((sign_of, config, values, statistics.mean(errors)))
-            found[f"{recipe}: {claim['says']}"] = tested(
-                terms, claim.get("margin", 0), censored
-            )
-    ranked = sorted(found, key=lambda key: found[key][1])
+                    key = config, kind or toml["kind"]
+                    factors[key] = factors.get(key, 0) + sign * (-1) ** n
+            for (config, kind), factor in factors.items():
+                values = []
+                errors = []
+                for result in runs_of(recipe, config) if factor else ():
+                    value = figure(result, kind)
+                    censored |= value is None and factor < 0
+                    censored |= on_plateau(result, kind, value)
+                    values.append(
+                        result["tokens"][-1] / 1e6 if value is None else value
+                    )
+                    errors.append(error_of(result, kind))
+                if factor:
+                    samples.setdefault(config, []).append((factor, values, errors))
+            of_configs = [summed(terms) for terms in samples.values()]
+            margin = claim.get("margin", 0)
+            mean, p = tested(of_configs, margin, censored)
+            if claim.get("ranks"):
+                p = (
+                    1.0
+                    if censored
+                    else ranked([values for values, _ in of_configs], margin)
+                )
+            found[f"{recipe}: {claim['says']}"] = mean, p
+    order = sorted(found, key=lambda key: found[key][1])
     least = 0.0
-    for rank, key in enumerate(ranked):
-        least = max(least, min(1.0, (len(ranked) - rank) * found[key][1]))
+    for rank, key in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * found[key][1]))
         found[key] = found[key][0], least
     return found
+
+
+def summed(terms: list[tuple]) -> tuple[list[float], float]:
+    """The runs of one config: the sum of its terms for each seed, and the error that the seeds
+    share."""
+    seeds = range(len(terms[0][1]))
+    values = [sum(factor * of[seed] for factor, of, _ in terms) for seed in seeds]
+    errors = [
+        sum((factor * of[seed]) ** 2 for factor, _, of in terms) ** 0.5
+        for seed in seeds
+    ]
+    return values, statistics.mean(errors)
 
 
 def on_plateau(result: dict, kind: str, value: float | None) -> bool:
@@ -131,20 +155,15 @@ def error_of(result: dict, kind: str) -> float:
     return (errors[0] ** 2 + (float(factor or 0) * errors[1]) ** 2) ** 0.5
 
 
-def tested(terms: list, margin: float, censored: bool) -> tuple[float, float]:
-    """The difference, and the two-sided p value of it and the margin."""
-    shared = sum(error**2 for *_, error in terms)
-    if len({config for _, config, *_ in terms}) == 1:  # the same runs: in pairs
-        runs = zip(*(values for _, _, values, _ in terms), strict=True)
-        signs = [sign for sign, *_ in terms]
-        pairs = [sum(s * v for s, v in zip(signs, run, strict=True)) for run in runs]
-        terms = [(1, "", pairs, shared**0.5)]
-    mean = sum(sign * statistics.mean(values) for sign, _, values, _ in terms)
+def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
+    """The sum of the means, and the two-sided p value of it and the margin, by Welch's test."""
+    mean = sum(statistics.mean(values) for values, _ in samples)
     if censored:
         return mean, 1.0
+    shared = sum(error**2 for _, error in samples)
     parts = [
         (statistics.variance(values) / len(values), len(values))
-        for _, _, values, _ in terms
+        for values, _ in samples
     ]
     variance = sum(part for part, _ in parts)
     if variance + shared == 0:  # all seeds agree
@@ -153,6 +172,34 @@ def tested(terms: list, margin: float, censored: bool) -> tuple[float, float]:
     return mean, 2 * stats.t.sf(
         abs(mean + margin) / (variance + shared) ** 0.5, degrees
     )
+
+
+def ranked(samples: list[list[float]], margin: float) -> float:
+    """The exact two-sided p value of Mann and Whitney: in how many of all ways to divide the runs
+    between the two configs is the sum of the first one's ranks as far from its mean?"""
+    first, second = samples
+    pool = [value + margin for value in first] + [-value for value in second]
+    if len(set(pool)) < len(pool):
+        raise ValueError("equal values: this test is for distinct ones")
+    size = len(first)
+    total = len(pool)
+    ways = {(0, 0): 1}  # {(how many are chosen, sum of their ranks): number of ways}
+    for rank in range(1, total + 1):
+        more = dict(ways)
+        for (count, ranks), number in ways.items():
+            if count < size:
+                more[count + 1, ranks + rank] = (
+                    more.get((count + 1, ranks + rank), 0) + number
+                )
+        ways = more
+    sums = {ranks: number for (count, ranks), number in ways.items() if count == size}
+    rank_of = {value: rank for rank, value in enumerate(sorted(pool), start=1)}
+    middle = size * (total + 1) / 2
+    distance = abs(sum(rank_of[value] for value in pool[:size]) - middle)
+    extreme = sum(
+        number for ranks, number in sums.items() if abs(ranks - middle) >= distance
+    )
+    return extreme / sum(sums.values())
 
 
 if __name__ == "__main__":

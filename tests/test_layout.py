@@ -57,15 +57,6 @@ def test_nothing_imports_the_studies():
         ), path
 
 
-def test_functions_stay_short():
-    for path in SOURCES:
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 70, f"{path.name}: {node.name} has {length} lines"
-
-
 def test_names_that_other_programs_import():
     from aogpt import checkpoints, sampling, systems
 
