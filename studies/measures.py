@@ -5,6 +5,7 @@ process of its own, and their JSON is read. Figures are {name: [value, standard 
 import functools
 import json
 import math
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,18 @@ Measured = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class Measure:
-    """A script and its arguments, in which {run} is the run to measure and {data} its dataset."""
+    """A script and its arguments, in which {run} is the run to measure, {data} its dataset and
+    {seed} its seed, which is that of its fixed order, too."""
 
     script: str
     arguments: tuple[str, ...]
     quick: tuple[str, ...] = ()  # added by --quick
     run_configs: tuple[str, ...] = ()  # that it can measure; by default all
+    recipes: tuple[str, ...] = ()  # under which it measures them; by default all
 
-    def applies_to(self, name: str) -> bool:
+    def applies_to(self, recipe: str, name: str) -> bool:
+        if self.recipes and recipe not in self.recipes:
+            return False
         return not self.run_configs or name in self.run_configs
 
     def words(self, quick: bool) -> tuple[str, ...]:
@@ -43,7 +48,10 @@ def measured_by(command: list[str]) -> Measured:
         done = run_alone(*command, "--json", str(file))
         if done.returncode:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        return of_perplexity(json.loads(file.read_text()))
+        report = json.loads(file.read_text())
+    if "exact_match" in report["results"][0]:
+        return of_answers(report)
+    return of_perplexity(report)
 
 
 def finite(value: float | None) -> float | None:
@@ -53,17 +61,27 @@ def finite(value: float | None) -> float | None:
 def of_perplexity(result: dict) -> Measured:
     """Figures of a report of eval_ppl.py in nats per token: eval_ORDERS for the first dataset, and
     nats_DATASET_ORDERS for each. The name ends in _mM for an ensemble of M orders;
-    gain_ORDERS_mM is its gain over one order, of the first dataset. slots4 is slots:block=4."""
+    gain_ORDERS_mM is its gain over one order, of the first dataset. slots4 is slots:block=4; the
+    seed of a fixed order, which differs from run to run, is left out."""
     figures: Measured = {}
     for row in result["results"]:
-        name = row["orders"].replace(":block=", "")
         size = row["ensemble"]
+        name = re.sub("[:,]seed=[0-9]+", "", row["orders"]).replace(":block=", "")
         name += f"_m{size}" * (size > 1)
         loss = [row["nll"], finite(row["monte_carlo_error"])]
         figures.setdefault(f"eval_{name}", loss)
         figures[f"nats_{row['dataset']}_{name}"] = loss
         if row["gain"] is not None:
             figures.setdefault(f"gain_{name}", [row["gain"], finite(row["gain_error"])])
+    return figures
+
+
+def of_answers(report: dict) -> Measured:
+    """Return the figures of a report of eval_tasks.py: the share of right answers, exact_TASK."""
+    figures = {}
+    for row in report["results"]:
+        error = finite(row["standard_error"])
+        figures[f"exact_{row['task']}"] = [row["exact_match"], error]
     return figures
 
 

@@ -160,45 +160,46 @@ class Runner:
 
         Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
         do equally well, and the best rate there is not the best one later."""
-        recipes = self.experiment.recipes
         pool = ThreadPoolExecutor(self.jobs)
-        chosen = [
-            (recipe, one) for recipe in recipes for one in recipes[recipe].values()
-        ]
-        found: Found = {recipe: {} for recipe in recipes}
         try:
-            tuning = {}
-            for recipe, one in chosen:
-                names = self.tuned_on(one)
-                if (recipe, *names) not in tuning:
-                    of = [recipes[recipe][name] for name in names]
-                    tuning[recipe, *names] = pool.submit(self.tune, recipe, of)
-            for recipe, one in chosen:
-                pairs = tuning[recipe, *self.tuned_on(one)].result()
-                tuned = best_of(one, pairs)
-                ends = [
-                    tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()
-                ]
-                model = meta_model(self.experiment.config(recipe, one, 0, tuned))
-                found[recipe][one.name] = {
-                    "description": one.description,
-                    "tuning": [
-                        {"tuned": values, "loss": loss} for values, loss in pairs
-                    ],
-                    "tuned": tuned,
-                    "at_boundary": bool(pairs) and any(ends),
-                    "parameters": sum(p.numel() for p in model.parameters()),
-                    "runs": [
-                        pool.submit(self.run, recipe, one, s, tuned)
-                        for s in range(seeds)
-                    ],
-                }
-            for recipe, one in chosen:
-                entry = found[recipe][one.name]
-                entry["runs"] = [future.result() for future in entry["runs"]]
+            return {
+                recipe: self.train_recipe(recipe, seeds, pool)
+                for recipe in self.experiment.recipes
+            }
         finally:  # after an error or an interrupt no further run starts
             pool.shutdown(cancel_futures=True)
-        return found
+
+    def train_recipe(
+        self, recipe: str, seeds: int, pool: ThreadPoolExecutor
+    ) -> dict[str, dict]:
+        """Tune, train and measure the run configs of a recipe."""
+        run_configs = self.experiment.recipes[recipe]
+        tuning = {}
+        for one in run_configs.values():
+            names = tuple(self.tuned_on(one))
+            if names not in tuning:
+                chosen = [run_configs[name] for name in names]
+                tuning[names] = pool.submit(self.tune, recipe, chosen)
+        entries: dict[str, dict] = {}
+        for one in run_configs.values():
+            pairs = tuning[tuple(self.tuned_on(one))].result()
+            tuned = best_of(one, pairs)
+            ends = [tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()]
+            model = meta_model(self.experiment.config(recipe, one, 0, tuned))
+            entries[one.name] = {
+                "description": one.description,
+                "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
+                "tuned": tuned,
+                "at_boundary": bool(pairs) and any(ends),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "runs": [
+                    pool.submit(self.run, recipe, one, seed, tuned)
+                    for seed in range(seeds)
+                ],
+            }
+        for entry in entries.values():
+            entry["runs"] = [future.result() for future in entry["runs"]]
+        return entries
 
     def tuned_on(self, run_config: RunConfig) -> list[str]:
         """The run configs on which the values of this one are tuned."""
@@ -232,14 +233,14 @@ class Runner:
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
-        places = {"run": config.run_folder, "data": config.data.folder}
+        places = {"run": config.run_folder, "data": config.data.folder, "seed": seed}
         commands = [
             [
                 measure.script,
                 *(word.format(**places) for word in measure.words(self.quick)),
             ]
             for measure in self.experiment.measures
-            if measure.applies_to(run_config.name)
+            if measure.applies_to(recipe, run_config.name)
         ]
         return self.result(recipe, config, commands)
 

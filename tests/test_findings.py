@@ -404,6 +404,40 @@ def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
     )
 
 
+def test_reports_of_losses_and_answers_are_read():
+    """The seed of a fixed order is not a part of a figure's name: it differs from run to run."""
+    row = {
+        "dataset": "books",
+        "ensemble": 1,
+        "monte_carlo_error": None,
+        "gain": None,
+        "nll": 2.0,
+    }
+    orders = "fixed_random:seed=3", "fixed_blockwise:block=4,seed=3", "random"
+    report = {"results": [row | {"orders": text} for text in orders]}
+    report["results"].append(
+        row | {"orders": "random", "ensemble": 64, "gain": 0.5, "gain_error": 0.1}
+    )
+    figures = measures.of_perplexity(report)
+    names = ["fixed_random", "fixed_blockwise4", "random", "random_m64"]
+    expected = [f"eval_{name}" for name in names] + [
+        f"nats_books_{name}" for name in names
+    ]
+    assert sorted(figures) == sorted([*expected, "gain_random_m64"])
+    assert figures["gain_random_m64"] == [0.5, 0.1]
+    answers = {
+        "results": [{"task": "sudoku6", "exact_match": 0.25, "standard_error": 0.02}]
+    }
+    assert measures.of_answers(answers) == {"exact_sudoku6": [0.25, 0.02]}
+
+
+def test_a_measure_is_of_some_recipes_and_run_configs():
+    measure = measures.Measure("x.py", (), run_configs=("a",), recipes=("r",))
+    assert measure.applies_to("r", "a")
+    assert not measure.applies_to("r", "b") and not measure.applies_to("s", "a")
+    assert measures.Measure("x.py", ()).applies_to("s", "b")
+
+
 def row(seed, loss, error, **measured):
     losses = {
         "training": [9.0, loss],
