@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import re
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -42,7 +41,6 @@ from aogpt.sampling import (
     TokenChoice,
     cached,
     compiled,
-    engine,
     generate,
     group_sizes,
     l2r_plan,
@@ -886,33 +884,6 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     torch._dynamo.reset()
 
 
-def test_a_recorded_step_is_replayed_on_its_new_step(monkeypatch):
-    """With a stand-in for a CUDA graph, which runs the step again on its buffer."""
-    model = text_model()
-    recorded = []
-
-    def record(self, function, step):
-        recorded.append(step)
-        return SimpleNamespace(replay=functools.partial(function, step)), None
-
-    monkeypatch.setattr(compiled.GraphRunner, "record", record)
-    monkeypatch.setattr(engine, "decoding_copy", lambda model, compile: model)
-    monkeypatch.setattr(
-        engine, "triton_kernels", lambda device: SimpleNamespace(can_choose=bool)
-    )
-    assert Engine(model, 2, LENGTH, compile=True).graphs is None
-    made = Engine(model, 2, LENGTH, compile=True, kernels=True)
-    made.kernels = None
-    for plan in [mdm_plan(4, LENGTH, 6, seeded(seed)) for seed in (0, 1)]:
-        eager = generate(model, plan, generator=seeded(2))
-        got = made.generate(plan, generator=seeded(2))
-        assert torch.equal(eager.tokens, got.tokens)
-        assert (
-            eager.log_probs - got.log_probs
-        ).abs().max() < 1e-5  # batches of 4 and of 2
-    assert 0 < len(recorded) == len(made.graphs.graphs)
-
-
 @pytest.mark.parametrize(
     "system, mode, top_p",
     [
@@ -960,7 +931,7 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 def steps_of(plan):
     made = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
     found = []
-    made.call = lambda function, step: found.append(step)
+    made.take_step = found.append
     made.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
     return found
 

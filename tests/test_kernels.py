@@ -1,10 +1,12 @@
-"""The Triton kernel against its reference: on a GPU as it is, elsewhere in Triton's interpreter
-(conftest.py); and assembled for an H100."""
+"""The Triton kernels against their references: on a GPU as they are, elsewhere in
+Triton's interpreter (conftest.py); and assembled for two GPUs."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ import torch
 from helpers import ROOT
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 
-from aogpt.sampling import engine, generate
+from aogpt.model import attention
+from aogpt.sampling import Engine, compiled, engine, generate, kernel_check
+from aogpt.sampling.cached import Step, ragged
+from aogpt.sampling.refine import refine
 from aogpt.sampling.token_choice import TokenChoice, choose_tokens
 
 triton = pytest.importorskip("triton")
@@ -26,41 +31,77 @@ if (
         "the interpreter of Triton before 3.7 needs NumPy before 2.4",
         allow_module_level=True,
     )
-from aogpt.sampling import kernels  # noqa: E402
+from aogpt.sampling import attention_kernel, kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="a stand-in for what a GPU does")
 
 
-CHOICES = [(1.0, 1.0), (1.4, 1.0), (0.9, 0.95), (1.1, 0.3), (1.0, 1e-9), (0.0, 1.0)]
+# ---- token choice --------------------------------------------------------------------
+
+CHOICES = {
+    "all": {},
+    "hot": {"temperature": 1.4},
+    "nucleus": {"temperature": 0.9, "top_p": 0.95},
+    "small nucleus": {"temperature": 1.1, "top_p": 0.3},
+    "one token": {"top_p": 1e-9},
+    "greedy": {"temperature": 0.0},
+    "three": {"top_k": 3},
+    "nucleus of forty": {"top_k": 40, "top_p": 0.8},
+    "nucleus of two": {"top_k": 2, "top_p": 0.5},
+    "dropped": {"top_p": 0.6, "crossing": "drop"},
+    "dropped of fifty": {
+        "top_k": 50,
+        "top_p": 0.9,
+        "crossing": "drop",
+        "temperature": 1.3,
+    },
+    "dropped, one left": {"top_p": 0.01, "crossing": "drop"},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(
     "V, N, banned, tile", [(2, 4, 0, 64), (97, 6, 7, 64), (5000, 3, 1, 1024)]
 )
 def test_the_kernel_draws_what_the_reference_draws(
-    V, N, banned, tile, choice, dtype, monkeypatch
+    V, N, banned, tile, name, dtype, monkeypatch
 ):
-    """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are cut."""
+    """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are
+    cut, and whether the likeliest tokens fit into the copy that bisection reads."""
     logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
     logits[:, V - banned :] = -torch.inf
     uniforms = torch.rand(N, generator=seeded(N), dtype=torch.float64)
-    choice = TokenChoice(*choice)
+    choice = TokenChoice(**CHOICES[name])
     tokens = choose_tokens(logits.float(), uniforms, choice)
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    for size in (kernels.TILE, tile):
+    for size, candidates in ((kernels.TILE, kernels.CANDIDATES), (tile, 16)):
         monkeypatch.setattr(kernels, "TILE", size)
+        monkeypatch.setattr(kernels, "CANDIDATES", candidates)
         got, log_probs = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
         assert torch.equal(got.cpu(), tokens)
         # float32: 24 bits of sums of up to 5,000 exponentials
         assert (log_probs.cpu() - expected).abs().max() < 5e-6
 
 
+@pytest.mark.parametrize("exponent", range(1, 24, 3))
+def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
+    """Probabilities 1, 2^-1, 2^-2, ...: its last token lies between any two of the
+    cuts."""
+    monkeypatch.setattr(kernels, "TILE", 64)
+    logits = -torch.arange(40.0)[None, :].expand(8, -1).contiguous() * 0.6931472
+    uniforms = torch.rand(8, generator=seeded(exponent), dtype=torch.float64)
+    for settings in ({"top_p": 1 - 2.0**-exponent}, {"top_k": exponent}):
+        for crossing in ("keep", "drop"):
+            choice = TokenChoice(**settings, crossing=crossing, temperature=4.0)
+            got, _ = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
+            assert torch.equal(got.cpu(), choose_tokens(logits, uniforms, choice))
+
+
 def test_a_model_that_overflowed_shows_in_the_log_probability():
     logits = torch.zeros(2, 5)
-    logits[0, 3] = torch.nan
-    logits[1, 0] = torch.inf
+    logits[0, 3], logits[1, 0] = torch.nan, torch.inf
     uniforms = torch.tensor([0.5, 0.999], dtype=torch.float64)
     tokens, log_probs = kernels.choose(
         logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
@@ -69,85 +110,450 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
 
 
 def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
-    """So is a setting that is added to `TokenChoice`: it must not be ignored in silence."""
+    """So is a setting that is added to `TokenChoice`: it must not be ignored in
+    silence."""
     logits = torch.zeros(2, 5)
-    min_p = [("min_p", float, 0.0)]
-    more = dataclasses.make_dataclass("More", min_p, bases=(TokenChoice,), frozen=True)
-    assert kernels.can_choose(logits, TokenChoice(0.9, 0.5)) and kernels.can_choose(
-        logits, more()
+    more = dataclasses.make_dataclass(
+        "More", [("typical", float, 0.0)], bases=(TokenChoice,), frozen=True
     )
-    dropped = TokenChoice(top_p=0.5, crossing="drop")
-    noisy = TokenChoice(noise="float32")
-    penalised = TokenChoice(repetition_penalty=1.1)
-    banned = TokenChoice(no_repeat_ngram=3)
-    for choice in (
-        TokenChoice(top_k=3),
-        dropped,
-        noisy,
-        penalised,
-        banned,
-        more(min_p=0.1),
-    ):
+    drawn = [TokenChoice(**settings) for settings in CHOICES.values()]
+    drawn += [
+        more(),
+        TokenChoice(repetition_penalty=1.1),
+        TokenChoice(no_repeat_ngram=3),
+    ]
+    assert all(kernels.can_choose(logits, choice) for choice in drawn)
+    for choice in (TokenChoice(noise="float32"), more(typical=0.1)):
         assert not kernels.can_choose(logits, choice)
     assert not kernels.can_choose(logits.double(), TokenChoice())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
 
 
+# ---- attention -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """Triton's interpreter multiplies the bits of bfloat16 numbers; make it their
+    values."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
+
+    def with_values(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype.is_bf16():
+            bits = (x.data.astype(np.uint32) << 16 for x in (a, b))
+            a, b = (
+                interpreter.TensorHandle(x.view(np.float32), triton.language.float32)
+                for x in bits
+            )
+        return product(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    monkeypatch.setattr(builder, "create_dot", with_values)
+
+
+def masked_attention(q, k, v, keys, values, step, hide_start):
+    """The reference in float64: (N, H D)."""
+    row, column, _ = ragged(step.count, step.inputs)
+    slot = step.cached[row] + column
+    source = torch.minimum(slot, step.known[row])[:, None]
+    slots = torch.arange(keys.shape[1] - 1)
+    visible = (slots < source) | (slots == slot[:, None])
+    if hide_start:
+        visible &= (slots > 0) | (slot[:, None] == 0)
+    results = []
+    for n in range(step.inputs):
+        keys_of_row = keys[row[n]][None, :-1].double()
+        values_of_row = values[row[n]][None, :-1].double()
+        results.append(
+            attention(
+                q[n][None, None].double(),
+                keys_of_row,
+                values_of_row,
+                visible[n][None, None],
+            )
+        )
+    return torch.cat(results).flatten(1)
+
+
+CASES = {  # B, T, heads, key heads, width, hidden start, splits, inputs of a row at most
+    "plain": (3, 20, 2, 2, 16, False, 1, 5),
+    "many inputs": (2, 90, 2, 2, 16, False, 1, 80),
+    "width 24, grouped": (3, 20, 4, 2, 24, False, 1, 9),
+    "width 64, hidden start": (4, 40, 2, 2, 64, True, 1, 5),
+    "width 128, three queries a key": (2, 20, 3, 1, 128, False, 1, 9),
+    "splits": (3, 70, 6, 2, 16, False, 4, 12),
+    "splits, hidden start, width 20": (5, 60, 2, 2, 20, True, 2, 22),
+    "twenty queries a key": (2, 60, 20, 1, 16, True, 2, 22),
+}
+LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_attention_is_masked_attention(
+    case, dtype, monkeypatch, bfloat16_products
+):
+    """Rows of different lengths, one of them finished, one without a known token, and
+    padding."""
+    B, T, H, key_heads, D, hide_start, splits, most = CASES[case]
+    monkeypatch.setattr(attention_kernel, "TILE_K", 16 if D < 128 else 32)
+    monkeypatch.setattr(
+        attention_kernel, "pick_splits", lambda programs, length: splits
+    )
+    generator = seeded(B + D)
+    cached = torch.randint(0, T - 2, (B,), generator=generator)
+    known = (cached + torch.randint(0, 3, (B,), generator=generator)).clamp(max=T - 1)
+    count = known - cached + torch.randint(1, most, (B,), generator=generator)
+    count = torch.minimum(count, T - cached)
+    count[0] = 0
+    cached[1] = known[1] = 0
+    count[1] = most - 1
+    N = int(count.sum())
+    rows = torch.stack([cached, known, count, count, count])
+    step = Step(rows, N, int(count.max()), T, B, 0, 0)
+    row, column, _ = ragged(count, N)
+    q = torch.randn(N + 3, H, D, generator=generator).to(dtype)
+    kv = torch.randn(N + 3, 2, key_heads, D, generator=generator).to(dtype)
+    keys, values = torch.randn(2, B, T + 1, key_heads, D, generator=generator).to(dtype)
+    keys[row, cached[row] + column] = kv[:N, 0]
+    values[row, cached[row] + column] = kv[:N, 1]
+    expected = masked_attention(
+        q[:N], kv[:N, 0], kv[:N, 1], keys, values, step, hide_start
+    )
+    padded = dataclasses.replace(step, rows=rows.to(DEVICE), inputs=N + 3)
+    tiles = attention_kernel.make_tiles(padded, H, key_heads, dtype)
+    q, kv, keys, values = (x.to(DEVICE) for x in (q, kv, keys, values))
+    got = attention_kernel.attend(
+        q, kv[:, 0], kv[:, 1], keys, values, tiles, hide_start
+    ).cpu()
+    assert got.isfinite().all(), "what pads the inputs must not spoil the cache"
+    assert (got[:N] - expected).abs().max() < LIMITS[dtype]
+
+
+def test_keys_are_split_where_there_are_few_rows():
+    for heads, length, splits in (
+        (16, 1024, 8),
+        (512, 1024, 1),
+        (16, 100, 1),
+        (64, 8192, 4),
+    ):
+        assert attention_kernel.pick_splits(heads, length) == splits
+    assert attention_kernel.can_attend(96, torch.bfloat16)
+    assert not attention_kernel.can_attend(192, torch.bfloat16)
+    assert not attention_kernel.can_attend(64, torch.float64)
+
+
+# ---- the engine ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels_run(monkeypatch):
+    """Take the kernels here, too; the calls of each."""
+    calls = SimpleNamespace(choice=0, attention=0)
+    monkeypatch.setattr(kernel_check, "can_run_kernels", lambda device: True)
+    monkeypatch.setattr(kernel_check, "graph_error", lambda device: "")
+    monkeypatch.setattr(kernel_check, "CHECKED", {})
+    monkeypatch.setattr(kernels, "TILE", 64)
+    monkeypatch.setattr(attention_kernel, "TILE_K", 16)
+    choose = kernels.choose
+    attend = attention_kernel.attend
+
+    def counted_choose(*arguments):
+        calls.choice += 1
+        return choose(*arguments)
+
+    def counted_attend(*arguments):
+        calls.attention += 1
+        return attend(*arguments)
+
+    monkeypatch.setattr(kernels, "choose", counted_choose)
+    monkeypatch.setattr(attention_kernel, "attend", counted_attend)
+    return calls
+
+
+def small_system(system):
+    sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
+    return make_system(system, 0, torch.float32, 0.7, 17, **sizes).to(DEVICE)
+
+
 @pytest.mark.parametrize(
     "system, mode",
-    [("AO-GPT", "exact 3"), ("target rotary", "confidence 2"), ("GPT-2", "l2r")]
-    + [("AO-GPT, rotary", "speculative 3"), ("two_stream", "even 3")],
+    [
+        ("AO-GPT", "exact 3"),
+        ("target rotary", "confidence 2"),
+        ("GPT-2", "l2r"),
+        ("AO-GPT, rotary", "speculative 3"),
+        ("two_stream", "even 3"),
+        ("Llama", "random 3"),
+        ("Llama, plain", "l2r"),
+        ("sigma-GPT", "speculative-random 4"),
+        ("shared", "blocks-sure"),
+        ("per_block", "cosine 3"),
+        ("AO-GPT", "bound"),
+        ("AO-GPT", "pairs 4"),
+        ("AO-GPT", "entropy 3"),
+        ("SEDD", "even 3"),
+    ],
 )
-def test_the_engine_generates_with_the_kernel_what_it_does_without(
-    system, mode, monkeypatch
+def test_the_engine_generates_with_kernels_what_it_does_without(
+    system, mode, kernels_run
 ):
-    """Rows of different lengths, some tokens given. The kernel is opt in."""
-    sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
-    model = make_system(system, 0, torch.float32, 0.7, 17, **sizes).to(DEVICE)
-    given = None if system == "GPT-2" else some_given(5, 12, seed=1)
+    """Rows of different lengths, some tokens given. Kernels are opt in."""
+    model = small_system(system)
+    given = None if "l2r" in mode else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(11, 5, 12, seed=2)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-    calls = []
-    choose = kernels.choose
-    monkeypatch.setattr(engine, "triton_kernels", lambda device: kernels)
-    monkeypatch.setattr(kernels, "choose", lambda *a: calls.append(a) or choose(*a))
     reference = generate(model, plan, tokens, generator=seeded(1), **settings)
-    assert not calls
+    assert not kernels_run.choice and not kernels_run.attention
+    assert kernel_check.load_kernels(model, 11) is not None
+    kernels_run.choice = kernels_run.attention = 0
     got = generate(model, plan, tokens, generator=seeded(1), kernels=True, **settings)
-    assert bool(calls) != mode.startswith("speculative")
+    assert bool(kernels_run.choice) != mode.startswith(("speculative", "pairs"))
+    assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("by", ["drawn", "others"])
+def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
+    model = small_system("AO-GPT")
+    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    uniforms = torch.rand(3, 12, generator=seeded(1), dtype=torch.float64)
+    settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
+    samples = generate(model, plan, uniforms=uniforms, **settings)
+    expected = refine(model, samples, uniforms, 2, 0.3, by, **settings)
+    got = refine(model, samples, uniforms, 2, 0.3, by, **settings, kernels=True)
+    assert kernels_run.attention and torch.equal(got.tokens, expected.tokens)
+
+
 @pytest.mark.parametrize(
-    "number", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)]
+    "choice", [{"repetition_penalty": 1.5}, {"no_repeat_ngram": 1, "top_k": 5}]
 )
-def test_kernels_assemble_for_an_h100(number, tmp_path):
-    """Without a GPU. number: the type of floats, fp64 where torch.compile calls the kernel."""
-    (tmp_path / "assemble.py").write_text(ASSEMBLE)
+def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
+    """Log-probabilities are still those of the model."""
+    model = small_system("AO-GPT")
+    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    settings = {"choice": TokenChoice(0.9, **choice), "vocab_size": 11}
+    expected = generate(model, plan, generator=seeded(1), **settings)
+    got = generate(model, plan, generator=seeded(1), **settings, kernels=True)
+    assert kernels_run.choice and torch.equal(got.tokens, expected.tokens)
+    assert (expected.log_probs - got.log_probs).abs().max() < 1e-5
+
+
+# ---- what a GPU may use --------------------------------------------------------------
+
+
+def test_compiling_takes_kernels_and_graphs_without_being_asked(
+    kernels_run, monkeypatch
+):
+    monkeypatch.setattr(
+        engine, "decoding_copy", lambda model, compile, many_sizes: model
+    )
+    model = small_system("AO-GPT")
+    assert Engine(model, 2, 12).kernels is None
+    assert Engine(model, 2, 12, kernels=True).graphs is None
+    made = Engine(model, 2, 12, compile=True)
+    assert made.kernels.choice is kernels and made.kernels.attention is attention_kernel
+    assert made.graphs is not None
+    kernels_run.choice = 0
+    Engine(model, 4, 12, compile=True)
+    assert not kernels_run.choice, "the check is made once"
+
+
+@pytest.mark.parametrize("wrong", ["choice", "attention", "graphs"])
+def test_what_does_not_agree_is_said_and_left_out(
+    wrong, kernels_run, monkeypatch, capsys
+):
+    model = small_system("AO-GPT")
+    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    expected = generate(model, plan, generator=seeded(1))
+    monkeypatch.setattr(
+        engine, "decoding_copy", lambda model, compile, many_sizes: model
+    )
+    if wrong == "choice":
+        choose = kernels.choose
+        monkeypatch.setattr(
+            kernels, "choose", lambda *a: (1 - choose(*a)[0].clamp(max=1), None)
+        )
+    if wrong == "attention":
+        attend = attention_kernel.attend
+        monkeypatch.setattr(attention_kernel, "attend", lambda *a: 1.5 * attend(*a))
+    if wrong == "graphs":
+        monkeypatch.setattr(kernel_check, "graph_error", lambda device: 1 / 0)
+    monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
+    made = Engine(model, 3, 12, compile=True)
+    said = capsys.readouterr().err
+    assert (
+        "going on without" in said
+        and {"choice": "token choice"}.get(wrong, wrong) in said
+    )
+    if wrong == "choice":
+        assert made.kernels is None and made.graphs is None
+    if wrong == "attention":
+        assert made.kernels.attention is None and "of their norm" in said
+    if wrong == "graphs":
+        assert made.graphs is None and "ZeroDivisionError" in said
+    assert torch.equal(made.generate(plan, generator=seeded(1)).tokens, expected.tokens)
+
+
+# ---- graphs --------------------------------------------------------------------------
+
+
+def replayed(self, stage, step, tensors):
+    """In place of a CUDA graph: replaying runs the stage again on the buffers of the
+    recording, and overwrites its result."""
+    result = stage(step, *tensors)
+
+    def replay():
+        new = stage(step, *tensors)
+        if torch.is_tensor(result):
+            result.copy_(new)
+        elif result is not None:
+            for old, value in zip(result, new, strict=True):
+                old.copy_(value)
+
+    return SimpleNamespace(replay=replay), result
+
+
+@pytest.fixture
+def graphs(monkeypatch, kernels_run):
+    """Engines with stand-ins for CUDA graphs and without a compiler."""
+    monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
+    monkeypatch.setattr(
+        engine, "decoding_copy", lambda model, compile, many_sizes: model
+    )
+
+
+def test_sizes_of_graphs_grow_by_a_quarter_at_most():
+    sizes = compiled.ladder(10**9)
+    assert sizes[:6] == [8, 16, 24, 32, 40, 48] and sizes[-1] >= compiled.LARGEST_GRAPH
+    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+        assert smaller < larger <= max(smaller + 8, 1.25 * smaller) and larger % 8 == 0
+    assert len(sizes) == 28
+    for n in (1, 8, 9, 100, 4095):
+        assert compiled.ladder(n) == [size for size in sizes if size < n] + [
+            compiled.ladder(n)[-1]
+        ]
+        assert n <= compiled.ladder(n)[-1] < max(n + 8, 1.25 * n + 8)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    "system, mode",
+    [
+        ("AO-GPT", "exact 6"),
+        ("GPT-2", "l2r"),
+        ("AO-GPT", "confidence 3"),
+        ("target rotary", "speculative 3"),
+        ("AO-GPT", "blocks-sure"),
+        ("two_stream", "even 4"),
+        ("SEDD", "even 4"),
+    ],
+)
+def test_replayed_steps_are_eager_steps(system, mode, graphs):
+    """Batches of rows of different lengths; nothing is recorded once a plan has
+    begun."""
+    model = small_system(system)
+    given = None if "l2r" in mode else some_given(5, 12, seed=1)
+    made = Engine(model, 3, 12, TokenChoice(0.9, 0.9), 11, compile=True)
+    lengths = torch.tensor([12, 5, 0, 12, 9])
+    for seed in (0, 1):
+        plan = make_plan(mode, 5, lengths, given, seed=seed)
+        tokens = random_tokens(11, 5, 12, seed=2)
+        settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
+        eager = generate(model, plan, tokens, generator=seeded(2), **settings)
+        got = made.generate(plan, tokens, generator=seeded(2))
+        assert torch.equal(eager.tokens, got.tokens)
+        assert (
+            eager.log_probs - got.log_probs
+        ).abs().max() < 1e-5  # batches of 5 and of 3
+        stages = {key[0] for key in made.graphs.graphs}
+        assert ("predict" in stages) == (system != "two_stream")
+        assert ("unmask" in stages) == (not mode.startswith(("speculative", "blocks")))
+    before = len(made.graphs.graphs)
+    made.generate(plan, tokens, generator=seeded(3))
+    assert len(made.graphs.graphs) == before
+
+
+@ON_CPU
+def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
+    graphs, monkeypatch
+):
+    """Plans of 256 steps for 8 x 1,024 positions. Stages are not computed, only
+    counted."""
+    model = make_system("AO-GPT", 0, torch.float32, block_size=1024, n_layer=1)
+    made = Engine(model, 8, 1024, compile=True)
+    used = []
+    monkeypatch.setattr(
+        compiled.GraphRunner, "capture", lambda *arguments: (None, None)
+    )
+
+    def predict(self, step):
+        return None, None
+
+    def unmask(self, step, hidden, index):
+        return None
+
+    monkeypatch.setattr(Engine, "predict", predict)
+    monkeypatch.setattr(Engine, "unmask", unmask)
+
+    def call(self, stage, size, variant, step, *tensors):
+        rung = compiled.ladder(size)[-1]
+        used.append((stage.__name__, rung, variant))
+        return None, None
+
+    monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
+    for seed in range(3):
+        plan = make_plan("exact 256", 8, 1024, seed=seed)
+        begun = len(used)
+        made.generate(plan, generator=seeded(seed))
+        assert len(used) - begun > 500  # two stages a step
+        assert set(used) <= set(made.graphs.graphs), "a step had to do without a graph"
+    largest = 2 * max(size for name, size, _ in used if name == "unmask")
+    recorded = len(made.graphs.graphs)
+    assert recorded <= 2 * len(compiled.ladder(largest)) < 40
+    assert recorded <= 2 * len(compiled.ladder(10**9))
+
+
+@ON_CPU
+def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
+    made = Engine(small_system("AO-GPT"), 3, 12, compile=True)
+    assert made.graphs.seconds == 0
+    made.generate(make_plan("exact 6", 3, 12), generator=seeded(0))
+    said = capsys.readouterr().err
+    count = len(made.graphs.graphs)
+    assert f"recorded {count} CUDA graphs in " in said
+    seconds = made.graphs.seconds
+    assert seconds > 0
+    made.generate(make_plan("exact 6", 3, 12), generator=seeded(0))
+    assert made.graphs.seconds == seconds and not capsys.readouterr().err
+
+
+# ---- assembled -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [90, 80])
+def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
+    """Without a GPU; the registers of each are printed. 90: an H100, 80: an A100."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        [sys.executable, tmp_path / "assemble.py", number],
-        env=environment
-        | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        [sys.executable, ROOT / "tests" / "assemble.py", str(gpu)],
+        env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1000  # bytes
-
-
-ASSEMBLE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from aogpt.sampling import kernels
-
-types = ["*bf16", "*fp64", "*i64", "*fp32", "i64", "i32", sys.argv[1], "i64", "constexpr"]
-signature = dict(zip(kernels._choose.arg_names, types, strict=True))
-source = ASTSource(fn=kernels._choose, signature=signature, constexprs={"TILE": 4096})
-print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
-"""
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    print(*rows, sep="\n")
+    assert len(rows) == 15
+    for row in rows:
+        assert row["bytes"] > 1000 and row["registers"] <= 255
+        assert row["spilled_bytes"] == 0, row

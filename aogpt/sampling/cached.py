@@ -88,8 +88,18 @@ class KVCache:
 class CachedPass(Pass):
     """Inputs of rows that differ in number, flattened, which attend over the cache."""
 
-    def __init__(self, model: AOGPT, order: Tensor, step: Step, cache: KVCache, tables):
-        super().__init__(model.config, None)
+    def __init__(
+        self,
+        model: AOGPT,
+        order: Tensor,
+        step: Step,
+        cache: KVCache,
+        tables,
+        kernel=None,
+    ):
+        """kernel: `aogpt.sampling.attention_kernel`, or None to attend under masks."""
+        config = model.config
+        super().__init__(config, None)
         self.step = step
         self.cache = cache
         self.tables = tables
@@ -100,12 +110,17 @@ class CachedPass(Pass):
         )
         self.targets = order[self.row, self.slot.clamp(max=order.shape[1] - 1)]  # (N,)
         self.target_angles = None
-        starts = step.count.cumsum(0) - step.count
-        columns = torch.arange(step.width, device=order.device)
-        # (B, W) where each row's inputs are, for attention; what is past a row's end is not read.
-        self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
-        self.mask, self.query_mask = self._masks(model.config, columns)
-        self.per_input = step.inputs < model.config.block_size
+        self.kernel = kernel
+        if kernel is None:
+            columns = torch.arange(step.width, device=order.device)
+            # (B, W) where each row's inputs are; what is past a row's end is not read.
+            starts = step.count.cumsum(0) - step.count
+            self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
+            self.mask, self.query_mask = self._masks(config, columns)
+        else:
+            dtype = cache.keys[0].dtype
+            self.tiles = kernel.make_tiles(step, config.n_head, config.kv_heads, dtype)
+        self.per_input = step.inputs < config.block_size
         if tables is None and (condition := model.condition()) is not None:
             self.condition = condition[self.targets] if self.per_input else condition
 
@@ -140,7 +155,12 @@ class CachedPass(Pass):
         v = v.to(self.values.dtype)
         self.keys[self.row, self.slot] = k
         self.values[self.row, self.slot] = v
-        return self._attend_cache(q, self.mask)
+        if self.kernel is None:
+            return self._attend_cache(q, self.mask)
+        q = q.to(v.dtype)
+        return self.kernel.attend(
+            q, k, v, self.keys, self.values, self.tiles, self.hide_start
+        )
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend_cache(
@@ -174,11 +194,12 @@ def cached_hidden(
     step: Step,
     cache: KVCache,
     tables=None,
+    kernel=None,
 ) -> Tensor:
     """(N, D) final hidden states, rows one after the other. ordered, order: (B, T) tokens and
     positions in prediction order; tokens from `known` on are ignored. tables: `modulation_tables`.
-    Nothing waits for the device."""
-    p = CachedPass(model, order, step, cache, tables)
+    kernel: of `CachedPass`. Nothing waits for the device."""
+    p = CachedPass(model, order, step, cache, tables, kernel)
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
     in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)
@@ -252,12 +273,11 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
-    """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers."""
-    model, weight = (
-        copy.deepcopy(model, {id(p): p for p in model.parameters()}),
-        model.wte.weight,
-    )
+def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGPT:
+    """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers.
+    many_sizes: compile code that serves any number of inputs."""
+    weight = model.wte.weight
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     # What would be computed in every pass.
     if model.angles is not None:
         model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
@@ -267,7 +287,7 @@ def decoding_copy(model: AOGPT, compile: bool) -> AOGPT:
         for block in (
             model.blocks
         ):  # they differ in weights alone: a graph of a shape serves all
-            block.compile(dynamic=False)
+            block.compile(dynamic=None if many_sizes else False)
     elif weight.device.type == "cpu" and weight.dtype == torch.float32:
         if torch.backends.mkldnn.is_available():
             packed = {MLP: PackedMLP, nn.Linear: PackedLinear}

@@ -1,16 +1,23 @@
-"""Compiled steps: few shapes, and CUDA graphs."""
+"""Compiled steps: few shapes, and CUDA graphs of a fixed ladder of sizes."""
 
 import dataclasses
+import functools
+import sys
+import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
+from ..runtime.command_line import show
 from .cached import Step
 
-MAX_SHAPES = (
-    256  # beyond its default limit of shapes torch.compile would run a block uncompiled
-)
+MAX_SHAPES = 256  # beyond its default limit torch.compile would run a block uncompiled
 LEAST_END = 256  # slots of the cache that a compiled step reads
+LARGEST_GRAPH = 4096  # inputs: a larger step is bound by arithmetic, not by launches
+SMALLEST_GRAPH = 8  # inputs, and what all sizes are multiples of
+GROWTH = 1.25  # of a size of the ladder over the one before, at most, from 32 on
 
 
 def many_shapes():
@@ -20,63 +27,124 @@ def many_shapes():
 
 
 def few_shapes(step: Step, length: int) -> Step:
-    """The step with its numbers rounded up to powers of two, as each new shape costs a compilation.
-    length: slots of the cache."""
-    least = {
-        "inputs": 8,
-        "width": 8,
-        "all_candidates": 8,
-        "all_size": 8,
-        "end": LEAST_END,
-    }
-    sizes = {
-        k: max(n, 1 << (getattr(step, k) - 1).bit_length()) for k, n in least.items()
-    }
-    sizes |= {"end": min(length, sizes["end"]), "active": step.rows.shape[1]}
-    return dataclasses.replace(step, **sizes)
+    """The step with its numbers rounded up to powers of two, as each new shape costs a
+    compilation. length: slots of the cache."""
+    end = round_up(step.end, LEAST_END)
+    return dataclasses.replace(
+        step,
+        inputs=round_up(step.inputs, 8),
+        width=round_up(step.width, 8),
+        end=min(length, end),
+        active=step.rows.shape[1],
+        all_candidates=round_up(step.all_candidates, 8),
+        all_size=round_up(step.all_size, 8),
+    )
+
+
+def round_up(number: int, least: int) -> int:
+    """The number or `least`, up to a power of two."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+@functools.cache
+def ladder(largest: int) -> list[int]:
+    """The sizes of graphs for up to `largest` inputs, or up to LARGEST_GRAPH. The last
+    one is at least that."""
+    sizes = [SMALLEST_GRAPH]
+    while sizes[-1] < min(largest, LARGEST_GRAPH):
+        grown = int(sizes[-1] * GROWTH) // SMALLEST_GRAPH * SMALLEST_GRAPH
+        sizes.append(max(grown, sizes[-1] + SMALLEST_GRAPH))
+    return sizes
 
 
 class GraphRunner:
-    """Calls functions of a step, each shape by a CUDA graph: the first step of a shape runs as it
-    is, and its blocks are compiled meanwhile. The second is recorded, and from then on a step is a
-    single launch instead of hundreds."""
+    """Replays the stages of a step as CUDA graphs: a single launch instead of hundreds.
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.run_once = set()
-        self.graphs = {}
-        self.rows = self.pool = self.stream = (
-            None  # rows: where recorded graphs read their step
-        )
+    A graph belongs to a stage and a size of the ladder, and serves all steps up to that
+    size: it reads the numbers of the rows on the device. Graphs are recorded by
+    `record_all` alone, before a plan begins; steps that have none run as they are,
+    uncompiled."""
 
-    def __call__(self, function: Callable, step: Step, *more):
-        """function(step) -> its result, which the next call with this shape overwrites. more: other
-        hashable values that the function depends on; tensors must stay at their addresses."""
-        numbers = (v for v in vars(step).values() if not torch.is_tensor(v))
-        key = (function.__name__, *numbers, *more)
-        if key not in self.run_once:
-            self.run_once.add(key)
-            return function(step)
-        if self.rows is None:
-            self.rows = step.rows.clone()
+    def __init__(self, rows: Tensor, buffers: dict[str, tuple[Tensor, ...]]):
+        """rows: (5, B), as in `Step`. buffers: for the name of a stage that takes
+        tensors from the stage before it, where its graphs read them."""
+        self.rows = torch.zeros_like(rows)
+        self.buffers = buffers
+        self.graphs: dict[tuple, tuple] = {}
+        self.seconds = 0.0  # that recording took so far, compilation included
+        self.pool = None
+        self.stream = None
+
+    def __call__(
+        self, stage: Callable, size: int, variant, step: Step, *tensors: Tensor
+    ):
+        """stage(step, *tensors). Where a graph is recorded, its result is overwritten
+        by the next step of this size. size: what the shapes of the stage follow from.
+        variant: other values that the stage depends on; all other tensors stay at their
+        addresses."""
+        rung = ladder(size)[-1]
+        graph = self.graphs.get((stage.__name__, rung, variant))
+        if graph is None or rung < size:
+            with torch.compiler.set_stance("force_eager"):
+                return stage(step, *tensors)
         self.rows.copy_(step.rows)
-        if key not in self.graphs:
-            self.graphs[key] = self.record(
-                function, dataclasses.replace(step, rows=self.rows)
-            )
-        graph, result = self.graphs[key]
-        graph.replay()
+        buffers = self.buffers.get(stage.__name__, ())
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer[: len(tensor)].copy_(tensor)
+        recorded, result = graph
+        recorded.replay()
         return result
 
-    def record(
-        self, function: Callable, step: Step
-    ) -> tuple[torch.cuda.CUDAGraph, object]:
+    def record_all(self, stages: list[tuple[Callable, int, object]]) -> None:
+        """Record the ladder of each stage, given with the largest size that will come
+        and its variant, apart from what is recorded already."""
+        missing = []
+        for stage, largest, variant in stages:
+            for size in ladder(largest):
+                if (stage.__name__, size, variant) not in self.graphs:
+                    missing.append((stage, size, variant))
+        if not missing:
+            return
+        started = time.perf_counter()
+        for stage, size, variant in tqdm(missing, "recording CUDA graphs", leave=False):
+            graph = self.record(stage, size, variant)
+            self.graphs[stage.__name__, size, variant] = graph
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        show(
+            f"recorded {len(missing)} CUDA graphs in {seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def record(self, stage: Callable, size: int, variant) -> tuple:
+        """The graph of a stage and its result. What is recorded is a step of no inputs:
+        all of its entries are padding, which no sample reads."""
+        self.rows.zero_()
+        step = Step(
+            rows=self.rows,
+            inputs=size,
+            width=0,
+            end=0,
+            active=self.rows.shape[1],
+            all_candidates=size,
+            all_size=size,
+            unmask_by=variant if stage.__name__ == "prefer" else "order",
+        )
+        tensors = self.buffers.get(stage.__name__, ())
+        stage(step, *tensors)  # compiles blocks, loads kernels
+        return self.capture(stage, step, tensors)
+
+    def capture(
+        self, stage: Callable, step: Step, tensors: tuple[Tensor, ...]
+    ) -> tuple:
         if self.pool is None:
-            # One graph runs at a time, so that all can use the same memory in passing. The stream
-            # is of this device: by default all devices would share one, of the first of them.
+            # One graph runs at a time, so that all can use the same memory in passing.
+            # The stream is of this device: by default all devices would share that of
+            # the first.
             self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream(self.device)
+            self.stream = torch.cuda.Stream(self.rows.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            result = function(step)
+            result = stage(step, *tensors)
         return graph, result

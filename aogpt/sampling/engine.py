@@ -6,7 +6,6 @@ Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabul
 place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ from ..systems import head_chunk, log_linear_noise
 from . import cached as caching
 from .adaptive import adapt, reorder
 from .cached import KVCache, Step, decoding_copy
-from .compiled import GraphRunner, few_shapes, many_shapes
+from .compiled import LARGEST_GRAPH, GraphRunner, few_shapes, many_shapes
+from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
 from .speculation import speculate
 from .token_choice import TokenChoice, choose_tokens, known_text, without_repeats
@@ -178,15 +178,6 @@ def check_inputs(
     return tokens.cpu().where(given, 0), uniforms, forced
 
 
-def triton_kernels(device: torch.device):
-    """`sampling.kernels` on a GPU with Triton, else None: it does the same in fewer launches."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    from . import kernels
-
-    return kernels
-
-
 class Tally:
     """Progress and cost of the samples of a batch."""
 
@@ -233,9 +224,10 @@ class Engine:
         end_token: int | None = None,
     ):
         """vocab_size: only ids below it are drawn (the rows that pad the token table are not
-        tokens). compile: torch.compile the blocks; worth its minutes for many samples. kernels: on
-        a GPU, Triton kernels and, compiled, CUDA graphs. end_token: a sample in which it and all
-        before it are known is generated no further, where its plan fixes the steps."""
+        tokens). compile: torch.compile the blocks; worth its minutes for many samples. On a
+        GPU it also takes Triton kernels and CUDA graphs. kernels: take these kernels without
+        compiling, too. end_token: a sample in which it and all before it are known is
+        generated no further, where its plan fixes the steps."""
         self.B = batch_size
         self.T = length
         self.vocab_size = vocab_size
@@ -249,9 +241,13 @@ class Engine:
         self.draw_device = (
             device if devices.supports_float64(device) else torch.device("cpu")
         )
-        self.model = decoding_copy(model, compile)
-        self.kernels = triton_kernels(device) if kernels else None
-        self.graphs = GraphRunner(device) if compile and self.kernels else None
+        self.kernels: Kernels | None = None
+        if compile or kernels:
+            self.kernels = load_kernels(model, vocab_size)
+        records = compile and self.kernels is not None and self.kernels.graphs
+        self.model = decoding_copy(
+            model, compile, many_sizes=records and not c.is_encoder
+        )
         self.cache = self.tables = None
         if not c.is_encoder:
             self.cache = KVCache(c, batch_size, length, device, weight.dtype)
@@ -271,6 +267,20 @@ class Engine:
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.forced: Tensor | None = None  # by position: tokens that are not drawn
         self.padded = False  # whether some rows are shorter than T
+        self.graphs: GraphRunner | None = None
+        if records:
+            self.graphs = self.make_graphs()
+
+    def make_graphs(self) -> GraphRunner:
+        """A runner of the stages of a step: `predict`, `prefer` and `unmask`."""
+        width = self.model.config.n_embd
+        dtype = self.model.wte.weight.dtype
+        # A size is rounded up to one of the ladder.
+        longest = min(2 * LARGEST_GRAPH, self.B * (self.T + 1))
+        hidden = torch.zeros(longest, width, dtype=dtype, device=self.device)
+        index = torch.zeros_like(self.order)
+        rows = torch.zeros(5, self.B, dtype=torch.long, device=self.device)
+        return GraphRunner(rows, {"prefer": (hidden, index), "unmask": (hidden, index)})
 
     @torch.no_grad()
     def generate(
@@ -319,6 +329,8 @@ class Engine:
         self.length.copy_(plan.length)
         self.padded = bool((plan.length < T).any())
         self.log_probs.zero_()
+        if self.graphs is not None:
+            self.record_graphs(plan)
         # 2. Generate.
         tally = Tally(plan, progress)
         drive = speculate if plan.draft else adapt if plan.pace else follow
@@ -356,22 +368,71 @@ class Engine:
     def steps(self, *rows: Tensor, **more) -> list[Step]:
         """As `make_steps`, of (G, B) numbers; compiled, of few shapes."""
         steps = caching.make_steps(*rows, self.device, **more)
-        return [few_shapes(step, self.T) for step in steps] if self.compiled else steps
+        if self.compiled and self.graphs is None:
+            return [few_shapes(step, self.T) for step in steps]
+        return steps
 
-    def call(self, function: Callable, step: Step):
-        """function(step), by a CUDA graph where these are recorded."""
-        return (
-            self.graphs(function, step, self.padded) if self.graphs else function(step)
+    def call(self, stage: Callable, step: Step, *tensors: Tensor):
+        """stage(step, *tensors), by a CUDA graph where one is recorded. A graph could not read
+        forced tokens, which each batch has at another address."""
+        if self.graphs is None or self.forced is not None:
+            return stage(step, *tensors)
+        sizes = {
+            "predict": 1 if self.cache is None else step.inputs,
+            "prefer": step.all_candidates,
+            "unmask": step.all_size,
+        }
+        size = sizes[stage.__name__]
+        return self.graphs(
+            stage, size, self.variant(stage, step.unmask_by), step, *tensors
         )
+
+    def variant(self, stage: Callable, unmask_by: str):
+        """What a stage depends on beside sizes and tensors."""
+        if stage.__name__ == "prefer":
+            return unmask_by
+        if stage.__name__ == "predict" and self.cache is None:
+            return self.padded
+        return None
+
+    def record_graphs(self, plan: Plan) -> None:
+        """Record what the steps of a plan may need, so that none has to wait. Its first step,
+        which also computes what is given, runs without a graph if it is larger than others."""
+        if self.forced is not None:
+            return
+        sizes = group_sizes(plan).sum(dim=0)  # (G,) positions that each step unmasks
+        left = int(sizes.sum())
+        largest = int(sizes.max()) if left else 0
+        chosen = plan.pace is not None or plan.unmask_by != "order"
+        if chosen:  # every position that is left is a candidate
+            inputs = left + self.B
+        else:  # those unmasked before, computed again with their targets, and the next
+            inputs = 2 * largest
+        stages = []
+        if self.cache is None:
+            stages.append((self.predict, 1, self.padded))
+        elif self.kernels.attention is not None:
+            stages.append((self.predict, inputs, None))
+        if plan.pace is None and not plan.draft:
+            stages.append((self.unmask, largest, None))
+            if chosen:
+                stages.append((self.prefer, left, plan.unmask_by))
+        self.graphs.record_all(stages)
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
         """Hidden states (N, D), and which of them predicts each slot, (B, T + 1); it means
         something for candidates alone."""
         if self.cache is None:
             return self._encode(step)
-        order = self.order[:, :-1]
-        buffers = self.tokens, order, step, self.cache, self.tables
-        hidden = caching.cached_hidden(self.model, *buffers)
+        hidden = caching.cached_hidden(
+            self.model,
+            self.tokens,
+            self.order[:, :-1],
+            step,
+            self.cache,
+            self.tables,
+            self.kernels.attention if self.kernels else None,
+        )
         slot = torch.arange(self.T + 1, device=self.device)
         start = step.count.cumsum(0) - step.count
         index = start[:, None] + (slot - step.cached[:, None])
@@ -418,13 +479,22 @@ class Engine:
         return first_end < position.where(unknown, self.T).amin(dim=1)
 
     def take_step(self, step: Step) -> None:
-        """Predict and unmask: tensor code whose shapes follow from the numbers of the step."""
-        hidden, index = self.predict(step)
+        """Predict and unmask. Each stage is tensor code whose shapes follow from the numbers of
+        the step."""
+        hidden, index = self.call(self.predict, step)
         if step.unmask_by != "order":
-            index, _ = reorder(self, hidden, index, step, [step.unmask_by])
-        self.draw(
-            hidden, index, step.known, *self.slots(step.known, step.size, step.all_size)
-        )
+            index = self.call(self.prefer, step, hidden, index)
+        self.call(self.unmask, step, hidden, index)
+
+    def prefer(self, step: Step, hidden: Tensor, index: Tensor) -> Tensor:
+        """Put the candidates in the order in which the model prefers them; `index` so."""
+        index, _ = reorder(self, hidden, index, step, [step.unmask_by])
+        return index
+
+    def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
+        """Draw the tokens that the step unmasks."""
+        row, slot = self.slots(step.known, step.size, step.all_size)
+        self.draw(hidden, index, step.known, row, slot)
 
     def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T in
@@ -464,29 +534,37 @@ class Engine:
             if self.forced is not None:
                 self.store(rows, slots, self.forced_at(rows, slots), logits)
                 continue
-            if self.kernels and self.kernels.can_choose(logits, self.choice):
-                uniforms = self.uniforms_at(rows, slots)
-                tokens, log_probs = self.kernels.choose(logits, uniforms, self.choice)
-                self.tokens[rows, slots] = tokens
-                self.log_probs[rows, slots] = log_probs
-                continue
             size = len(logits)
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for r, s, chunk in zip(
                 *(v.split(size) for v in (rows, slots, logits)), strict=True
             ):
-                logits = chunk
-                if text is not None:
-                    logits = without_repeats(
-                        chunk, text[r], self.order[r, s], self.choice
-                    )
-                self.store(
-                    r,
-                    s,
-                    choose_tokens(logits, self.uniforms_at(r, s), self.choice),
-                    chunk,
-                )
+                self.draw_from(chunk, r, s, text)
+
+    def draw_from(
+        self, logits: Tensor, row: Tensor, slot: Tensor, text: Tensor | None
+    ) -> None:
+        """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B, T), where
+        repeats are avoided."""
+        allowed = logits
+        if text is not None:
+            allowed = without_repeats(
+                logits, text[row], self.order[row, slot], self.choice
+            )
+        uniforms = self.uniforms_at(row, slot)
+        if self.kernels is None or not self.kernels.choice.can_choose(
+            allowed, self.choice
+        ):
+            tokens = choose_tokens(allowed, uniforms, self.choice)
+            self.store(row, slot, tokens, logits)
+            return
+        tokens, log_probs = self.kernels.choice.choose(allowed, uniforms, self.choice)
+        if text is not None:  # log-probabilities are those of the model
+            self.store(row, slot, tokens, logits)
+            return
+        self.tokens[row, slot] = tokens
+        self.log_probs[row, slot] = log_probs
 
     def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
         """Store tokens (N,) and their log-probabilities."""
@@ -521,7 +599,7 @@ def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
         )
         for step, unmasked in zip(steps, size.sum(dim=1).tolist(), strict=True):
             if unmasked:
-                engine.call(engine.take_step, step)
+                engine.take_step(step)
                 tally.calls += 1
                 tally.progress(unmasked)
         tally.known = tally.known + size.sum(dim=0)

@@ -121,9 +121,10 @@ class DecodingOptions(TokenChoice):
     """Samples in flight at once, fewer where memory runs out; by default 16.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
     compile: bool = False
-    """torch.compile the model: minutes at the start, worth it for many samples."""
+    """torch.compile the model: minutes at the start, worth it for many samples. On a GPU also
+    take Triton kernels and CUDA graphs, if they agree with PyTorch there."""
     kernels: bool = False
-    """On a GPU: draw tokens with a Triton kernel, and with --compile record CUDA graphs."""
+    """On a GPU: take the Triton kernels without --compile, too."""
 
     def __post_init__(self):
         check_values(self)

@@ -1,0 +1,145 @@
+"""Assemble every Triton kernel for a GPU that need not be here, and print a line of
+JSON each:
+
+python tests/assemble.py 90"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from aogpt.sampling import attention_kernel, kernels
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Type of numbers, width of a head, queries of a tile, query heads of a key head,
+# splits.
+ATTENTION = [
+    ("bf16", 64, 16, 1, 1),
+    ("bf16", 64, 64, 1, 1),
+    ("bf16", 64, 16, 1, 8),
+    ("bf16", 96, 16, 1, 1),
+    ("bf16", 128, 64, 4, 1),
+    ("bf16", 128, 64, 1, 8),
+    ("fp16", 16, 16, 3, 1),
+    ("fp32", 64, 16, 1, 1),
+    ("fp32", 128, 16, 1, 1),
+]
+# What the draw cuts off, and the type of the numbers among its arguments.
+CHOICE = [
+    (1, False, "fp32"),
+    (4096, False, "fp32"),
+    (4096, True, "fp32"),
+    (4096, False, "fp64"),
+]
+
+
+def assemble(
+    name: str, kernel, types: dict, constants: dict, gpu: int, **options
+) -> None:
+    """types: of the arguments that are no constants."""
+    signature = {
+        argument: types.get(argument, "constexpr") for argument in kernel.arg_names
+    }
+    aligned = {}
+    for index, argument in enumerate(kernel.arg_names):
+        if types.get(argument, "").startswith("*") or "_" in argument:
+            if argument in types:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
+    binary = made.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        words = [TOOL, "--dump-resource-usage", file.name]
+        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    row = {
+        "kernel": name,
+        "gpu": f"sm_{gpu}",
+        "bytes": len(binary),
+        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+        "spilled_bytes": int(re.search(r"STACK:(\d+)", usage).group(1)),
+        "shared_bytes": made.metadata.shared,
+    }
+    print(json.dumps(row), flush=True)
+
+
+def assemble_choice(gpu: int) -> None:
+    for most, drop, number in CHOICE:
+        types = {
+            "logits": "*fp32",
+            "uniforms": "*fp64",
+            "tokens": "*i64",
+            "log_probs": "*fp32",
+            "candidates": "*i32",
+            "stride": "i64",
+            "V": "i32",
+            "temperature": number,
+            "top_p": "i64",
+            "top_k": "i32",
+            "min_p": number,
+        }
+        constants = {"DROP": drop, "TILE": kernels.TILE, "MOST": most}
+        name = f"token choice, {most} candidates, drop {drop}, {number}"
+        assemble(name, kernels._choose, types, constants, gpu, num_warps=kernels.WARPS)
+
+
+def assemble_attention(gpu: int) -> None:
+    for number, width, queries, group, splits in ATTENTION:
+        types = {name: f"*{number}" for name in ("q", "k", "v", "keys", "values")}
+        types |= {name: "*i64" for name in ("rows", "starts", "ends")}
+        strides = ("q_input", "q_head", "k_input", "k_head", "v_input", "v_head")
+        types |= {name: "i32" for name in strides}
+        types |= {
+            name: "i32" for name in ("cache_row", "cache_slot", "cache_head", "N", "B")
+        }
+        types["out"] = f"*{number}" if splits == 1 else "*fp32"
+        types["log_sums"] = "*fp32"
+        types["scale"] = "fp32"
+        dtype = DTYPES[number]
+        tile_k, warps, stages, precision = attention_kernel.pick_tile(
+            dtype, width, queries
+        )
+        constants = {
+            "HIDDEN": 1,
+            "HEADS": 12,
+            "GROUP": group,
+            "D": width,
+            "WIDTH": triton.next_power_of_2(width),
+            "TILE_Q": queries,
+            "TILE_K": tile_k,
+            "SPLITS": splits,
+            "ROWS": 64,
+            "PRECISION": precision,
+        }
+        name = f"attention, {number}, width {width}, {queries} queries, {splits} splits"
+        options = {"num_warps": warps, "num_stages": stages}
+        assemble(name, attention_kernel._attend, types, constants, gpu, **options)
+
+
+def assemble_merge(gpu: int) -> None:
+    for width in (64, 96):
+        types = {"parts": "*fp32", "log_sums": "*fp32", "out": "*bf16", "n": "i32"}
+        constants = {"D": width, "WIDTH": triton.next_power_of_2(width), "SPLITS": 8}
+        assemble(
+            f"merging, width {width}", attention_kernel._merge, types, constants, gpu
+        )
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    target = int(sys.argv[1])
+    assemble_choice(target)
+    assemble_attention(target)
+    assemble_merge(target)
