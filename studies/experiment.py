@@ -99,6 +99,8 @@ class Experiment:
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
+    seeds_of: dict[str, int] = field(default_factory=dict)  # recipes with fewer seeds
+    first_seed: int = 0  # above those that a pilot has seen
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
     tune_by: str = "training"  # the figure, a loss under the run's own training orders
@@ -154,6 +156,11 @@ class Experiment:
             if isinstance(stage["step"], float):
                 stage["step"] = round(stage["step"] * values["train"]["steps"])
         return configuration.from_dict(values, f"run config {run_config.name}")
+
+    def seeds_in(self, recipe: str, count: int) -> range:
+        """Return the seeds of a recipe's runs, `count` of them or fewer."""
+        fewer = min(count, self.seeds_of.get(recipe, count))
+        return range(self.first_seed, self.first_seed + fewer)
 
     def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:
         return {

@@ -194,7 +194,7 @@ class Runner:
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "runs": [
                     pool.submit(self.run, recipe, one, seed, tuned)
-                    for seed in range(seeds)
+                    for seed in self.experiment.seeds_in(recipe, seeds)
                 ],
             }
         for entry in entries.values():

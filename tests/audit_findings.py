@@ -79,9 +79,7 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
         }
         best = min(whole, key=lambda tuned: statistics.mean(whole[tuned]))
         found = rows[recipe, config, best]
-        return [
-            found[seed] for seed in range(toml.get("seeds", 3)) if seed not in tuning
-        ]
+        return [found[seed] for seed in seeds_in(toml, recipe) if seed not in tuning]
 
     found = {}
     for claim in toml["claims"]:
@@ -125,6 +123,14 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
         least = max(least, min(1.0, (len(order) - rank) * found[key][1]))
         found[key] = found[key][0], least
     return found
+
+
+def seeds_in(toml: dict, recipe: str) -> range:
+    """The seeds of the runs of a recipe that are reported, if none is a tuning seed."""
+    first = toml.get("first_seed", 0)
+    return range(
+        first, first + toml.get("seeds_of", {}).get(recipe, toml.get("seeds", 3))
+    )
 
 
 def summed(terms: list[tuple]) -> tuple[list[float], float]:

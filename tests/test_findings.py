@@ -431,6 +431,13 @@ def test_reports_of_losses_and_answers_are_read():
     assert measures.of_answers(answers) == {"exact_sudoku6": [0.25, 0.02]}
 
 
+def test_seeds_begin_above_those_of_a_pilot_and_a_recipe_may_have_fewer():
+    experiment = experiments.Experiment(name="X", first_seed=200, seeds_of={"long": 2})
+    assert list(experiment.seeds_in("long", 3)) == [200, 201]
+    assert list(experiment.seeds_in("short", 3)) == [200, 201, 202]
+    assert list(experiment.seeds_in("long", 1)) == [200]
+
+
 def test_a_measure_is_of_some_recipes_and_run_configs():
     measure = measures.Measure("x.py", (), run_configs=("a",), recipes=("r",))
     assert measure.applies_to("r", "a")
