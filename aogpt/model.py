@@ -25,7 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Target = Literal[
-    "none", "input", "adaln", "shared", "per_block", "two_stream", "rotary"
+    "none",
+    "input",
+    "adaln",
+    "shared",
+    "per_block",
+    "two_stream",
+    "rotary",
+    "mask_query",
 ]
 
 
@@ -36,7 +43,8 @@ class ModelConfig:
     Values of target: none: a plain GPT; input: an embedding of the target position is added to the
     input (sigma-GPT); adaln: it modulates every norm (AO-GPT); shared: it is added before every
     block; per_block: the same, a table per block; two_stream: a query stream that starts from it
-    reads a content stream (XLNet, A3); rotary: nothing but queries that are rotated to it."""
+    reads a content stream (XLNet, A3); rotary: nothing but queries that are rotated to it;
+    mask_query: the query is a [MASK] at the target (Eso-LM B)."""
 
     __pydantic_config__ = {
         "extra": "forbid"
@@ -431,7 +439,8 @@ class AOGPT(nn.Module):
         p.dropout = self.config.dropout if self.training else 0.0
         if self.config.rotates:
             p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
-            if target not in ("none", "two_stream"):  # scores see key position - target
+            if target not in ("none", "two_stream", "mask_query"):
+                # Scores depend on the key's position minus the target.
                 p.query_angles = self.target_angles(p, x.dtype)
         added = p.lookup(self.wtpe.weight) if target in ("input", "shared") else None
         x = self.drop(x + added if target == "input" else x)

@@ -37,8 +37,8 @@ LEVEL = (
 
 def log_probs(config, params, tokens, order, group=1):
     """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params`
-    (name -> tensor). group: of the two-stream decoder, whose step i is predicted from the groups
-    before its own."""
+    (name -> tensor). group: of decoders with queries of their own (two_stream, mask_query), whose
+    step i is predicted from the groups before its own."""
     rows = zip(tokens.tolist(), order.tolist(), strict=True)
     return torch.stack(
         [_Formulas(config, params).decoded(x, s, group) for x, s in rows]
@@ -65,6 +65,8 @@ class _Formulas:
         config = self.config
         params = self.params
         stream = []
+        if config.target == "mask_query":
+            return self.decoded_by_mask_queries(tokens, order, group)
         own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
         targets = [
             p + (config.query_at == "target") for p in order
@@ -137,6 +139,29 @@ class _Formulas:
                 for pair in ((content, contents), (queries, answers))
             )
         return queries
+
+    def decoded_by_mask_queries(self, tokens, order, group):
+        """2T inputs, contents and then their [MASK] queries, of which each sees those that an
+        explicit 2T x 2T table allows."""
+        T = len(order)
+        vectors = [self.params["wte.weight"][tokens[p]] for p in order]
+        vectors += [self.params["query"]] * T
+        positions = [*order, *order]
+        if self.config.position != "rotary":
+            table = self.params["wpe.weight"]
+            vectors = [x + table[p] for x, p in zip(vectors, positions, strict=True)]
+        visible = torch.zeros(2 * T, 2 * T, dtype=torch.bool)
+        for i in range(T):
+            visible[i, : i + 1] = True  # a content: those before it and itself
+            visible[T + i, : i - i % group] = True  # a query: contents before its group
+            visible[T + i, T + i] = True  # and itself
+        seen = [row.nonzero().flatten().tolist() for row in visible]
+        conditions = [None] * (2 * T)
+        for layer in range(self.config.n_layer):
+            name = f"blocks.{layer}."
+            vectors = self.block(name, vectors, conditions, seen, positions, positions)
+        outputs = zip(self.outputs(vectors[T:], conditions[T:]), order, strict=True)
+        return torch.stack([o[tokens[p]] - o.exp().sum().log() for o, p in outputs])
 
     def encoded(self, tokens, masked, sigma):
         config = self.config
@@ -776,6 +801,12 @@ ROTATED = {
 }
 OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
+    "mask_query": {"target": "mask_query"},
+    "mask_query, rotary": {
+        "target": "mask_query",
+        "position": "rotary",
+        "value_residual": True,
+    },
     "two_stream, rotary": {
         "target": "two_stream",
         "position": "rotary",

@@ -24,7 +24,8 @@ SOURCES = [
     "systems/chunked_head.py",
     "systems/scoring.py",
 ]
-SOURCES += ["systems/encoder.py", "systems/two_stream.py", "sampling/cached.py"]
+SOURCES += ["systems/encoder.py", "systems/two_stream.py", "systems/mask_query.py"]
+SOURCES += ["sampling/cached.py"]
 SOURCES += ["sampling/race.py", "sampling/simple.py", "sampling/hub_model.py"]
 MODULE = "modeling_aogpt"
 AUTO_MAP = {"AutoConfig": f"{MODULE}.AOGPTConfig", "AutoModel": f"{MODULE}.AOGPTModel"}

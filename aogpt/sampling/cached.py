@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import AOGPT, MLP, ModelConfig, Pass, attention
+from ..runtime.errors import UserError
 from ..systems.scoring import without_start
 
 
@@ -77,6 +78,10 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None
     ):
+        if config.target == "mask_query":
+            raise UserError(
+                "models with model.target = 'mask_query' cannot generate yet"
+            )
         self.unused_slot = length
         shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
         # A tensor for each layer: compiled code would copy all of one that it writes a part of.

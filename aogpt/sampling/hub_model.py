@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ..model import AOGPT, ModelConfig
 from ..runtime.errors import UserError
 from ..systems.encoder import Encoder, at_least_float32, log_linear_noise
+from ..systems.mask_query import MaskQuery
 from ..systems.scoring import Decoder, check_permutations, check_tokens
 from ..systems.two_stream import TwoStream
 from .race import draw
@@ -61,8 +62,14 @@ class AOGPTModel(PreTrainedModel):
         if settings.get("rope_scaling"):
             settings["rope_scaling"] = tuple(settings["rope_scaling"])
         shape = ModelConfig(**settings)
-        kind = TwoStream if shape.target == "two_stream" else Decoder
-        self.model: AOGPT = (Encoder if shape.is_encoder else kind)(shape)
+        if shape.is_encoder:
+            self.model: AOGPT = Encoder(shape)
+        elif shape.target == "two_stream":
+            self.model = TwoStream(shape)
+        elif shape.target == "mask_query":
+            self.model = MaskQuery(shape)
+        else:
+            self.model = Decoder(shape)
         self.post_init()
 
     def _init_weights(self, module) -> None:

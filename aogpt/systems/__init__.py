@@ -1,4 +1,4 @@
-"""Every system as one of three classes: `build_model(config)`, which checks the configuration."""
+"""Every system as one of four classes: `build_model(config)`, which checks the configuration."""
 
 import dataclasses
 from typing import Annotated, get_type_hints
@@ -10,18 +10,23 @@ from ..runtime.errors import UserError
 from ..runtime.validation import BelowOne, check_value
 from .chunked_head import head_chunk
 from .encoder import Encoder, log_linear_noise
+from .mask_query import MaskQuery
 from .parameters import flops_per_token, init_weight, init_weights, parameter_counts
 from .scoring import Decoder, group_log_probs, group_starts
 from .two_stream import TwoStream, TwoStreamPass
 
 
-def build_model(config: ModelConfig) -> Decoder | TwoStream | Encoder:
+def build_model(config: ModelConfig) -> Decoder | TwoStream | MaskQuery | Encoder:
     """The model of a configuration, with initial values. Raises UserError for an impossible one."""
     check_config(config)
     if config.is_encoder:
         model = Encoder(config)
+    elif config.target == "two_stream":
+        model = TwoStream(config)
+    elif config.target == "mask_query":
+        model = MaskQuery(config)
     else:
-        model = (TwoStream if config.target == "two_stream" else Decoder)(config)
+        model = Decoder(config)
     if (
         not model.wte.weight.is_meta
     ):  # without memory, for weights that are read from a file
@@ -37,7 +42,10 @@ def set_block_size(model: AOGPT, block_size: int) -> None:
         without = (
             "model.position = 'rotary' and, decoders, model.target = 'rotary', 'none'"
         )
-        only = f"only models without tables do: those with {without} or 'two_stream'"
+        only = (
+            f"only models without tables do: those with {without}, 'two_stream' or "
+            "'mask_query'"
+        )
         raise UserError(
             f"{tables} and takes no other block size, such as {block_size}; {only}"
         )
@@ -98,6 +106,16 @@ def check_config(c: ModelConfig) -> None:
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
         raise UserError(
             "model.target = 'rotary' rotates queries: set model.position to 'rotary'"
+        )
+    if c.target == "mask_query" and c.start == "hidden":
+        raise UserError(
+            "model.start = 'hidden' hides [None], which model.target = 'mask_query' "
+            "does without; leave model.start out"
+        )
+    if c.target == "mask_query" and c.query_at == "before_target":
+        raise UserError(
+            "model.query_at is 'before_target', but with model.target = 'mask_query' "
+            "a query stands at its target; leave model.query_at out"
         )
 
 

@@ -75,10 +75,17 @@ def block_matrices(c: ModelConfig) -> tuple[int, int]:
 def flops_per_token(c: ModelConfig, length: int) -> float:
     """Operations of forward and backward per token: 6 per weight of a matrix that every token
     passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B). A second stream has all
-    of it again except keys and values. adaLN is left out: it runs per position."""
+    of it again except keys and values. Queries that are a [MASK] have all of it again, but then
+    the last block only projects the contents. adaLN is left out: it runs per position."""
     (matrices, keys_and_values), streams = block_matrices(c), 1
     if c.target == "two_stream":
         matrices = 2 * matrices - keys_and_values
         streams = 2
-    matrices = matrices * c.n_layer + c.n_embd * c.vocab_size
-    return 6 * matrices + streams * 12 * c.n_layer * c.n_head * c.head_dim * length
+    total = matrices * c.n_layer
+    attentions = streams * c.n_layer
+    if c.target == "mask_query":
+        projection = c.n_head * c.head_dim * c.n_embd + keys_and_values
+        total = matrices * (2 * c.n_layer - 1) + projection
+        attentions = 2 * c.n_layer - 1
+    total += c.n_embd * c.vocab_size
+    return 6 * total + attentions * 12 * c.n_head * c.head_dim * length

@@ -126,7 +126,8 @@ def group_log_probs(
     lengths=None,
 ) -> Tensor:
     """As `token_log_probs`, but the `group` steps of a group are predicted at once from the groups
-    before it: what decoding in such groups draws from. A pass for each group; two streams need one.
+    before it: what decoding in such groups draws from. A pass for each group; models whose queries
+    are inputs of their own (two_stream, mask_query) need one.
 
     Args:
         prompt_lengths: (B,) steps before the first group; the result means nothing there.
@@ -139,7 +140,7 @@ def group_log_probs(
         raise UserError(
             "this model has no target positions and predicts one token at a time"
         )
-    if config.target == "two_stream":
+    if config.target in ("two_stream", "mask_query"):
         return model.token_log_probs(
             tokens, order, group_starts(order, group, prompt_lengths)
         )

@@ -150,7 +150,8 @@ def memory_of(
     saved = {"none": whole, "selective": 10 * h + f, "block": f}[
         t.activation_checkpointing
     ]
-    per_block = (2 if m.target == "two_stream" else 1) * tokens * m.n_embd
+    inputs = 2 if m.target in ("two_stream", "mask_query") else 1  # for each token
+    per_block = inputs * tokens * m.n_embd
     logits = (
         2 * h * tokens
         if t.compile

@@ -39,6 +39,7 @@ def differences(
         "group_attention": theirs.target != "two_stream",
     }
     unread["query_at"] = theirs.target == "none"
+    unread["start"] = ours.target == "mask_query"  # it has no [None]
     for name, before in asdict(theirs).items():
         now = getattr(ours, name)
         free = name in FREE or unread.get(name)
@@ -50,9 +51,10 @@ def differences(
 def warm_start(model: AOGPT, source: AOGPT) -> None:
     """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
     starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
-    first the model computes what the source does, except with two streams, or for a plain GPT with
-    rotary positions without query_at = "before_target". Longer position tables are cropped. Raises
-    CheckpointError if the weights would mean something else in the model."""
+    first the model computes what the source does, except with two streams or queries that are a
+    [MASK], or for a plain GPT with rotary positions without query_at = "before_target". Longer
+    position tables are cropped. Raises CheckpointError if the weights would mean something else in
+    the model."""
     theirs = source.config
     ours = model.config
     refused = "cannot start from these weights"
@@ -65,6 +67,10 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
         raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
     weights = dict(source.named_parameters())
     own = dict(model.named_parameters())
+    if ours.target == "mask_query" and theirs.target != "mask_query":
+        del weights["start"]
+        if "wpe.weight" in weights:
+            weights["wpe.weight"] = weights["wpe.weight"][1:]  # row 0 is [None]'s
     for name, weight in weights.items():
         table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
         own[name].copy_(weight[: len(own[name])] if table else weight)

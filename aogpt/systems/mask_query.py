@@ -1,0 +1,193 @@
+"""Queries that are a [MASK] at the target: the idea of Eso-LM (B), arXiv 2506.01928.
+
+Two kinds of inputs run through the same blocks, T of each for a sequence of T tokens. Content i
+holds the token of step i at its own position. Query i is the embedding of [MASK], a learned vector,
+at the same position, and predicts that token. For the order 2 0 3 1:
+
+    step i                0         1           2            3
+    content i: token      x2        x0          x3           x1
+    query i: token        [MASK]    [MASK]      [MASK]       [MASK]
+    position of both      2         0           3            1
+    content i sees        c0        c0 c1       c0 c1 c2     c0 c1 c2 c3
+    query i sees          q0        c0 q1       c0 c1 q2     c0 c1 c2 q3
+
+There is neither [None] nor a shift by one, and nothing else conditions a step on its target. In two
+streams (XLNet, A3) a query has no key of its own."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model import AOGPT, Block, ModelConfig, Pass, attention, inverse_permutation
+from .chunked_head import ChunkedHead
+from .scoring import Scoring, check_permutations, check_tokens
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class MaskQueryPass(Pass):
+    """A pass of T contents, followed by their T queries."""
+
+    def __init__(self, config: ModelConfig, context: Tensor | None = None):
+        """context: LongTensor (B, T), the number of contents that each query sees; None: query i
+        sees the i contents before it."""
+        super().__init__(config, None)
+        self.context = context
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, 2 T, H, D/H) each -> (B, 2 T, D)."""
+        T = q.shape[1] // 2
+        contents = attention(
+            q[:, :T], k[:, :T], v[:, :T], causal=True, dropout=self.dropout
+        )
+        return torch.cat([contents, self.attend_queries(q, k, v)], dim=1)
+
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, 2 T, H, D/H) each -> the output of the queries alone, (B, T, D)."""
+        if self.context is None and not self.dropout and q.device.type == "cpu":
+            return merged_attention(q, k, v)
+        T = q.shape[1] // 2
+        return attention(
+            q[:, T:], k, v, mask=self.query_mask(T, q.device), dropout=self.dropout
+        )
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """(B, 2 T, D) -> (B, T, D)"""
+        return x[:, x.shape[1] // 2 :]
+
+    def query_mask(self, T: int, device: torch.device) -> Tensor:
+        """Which contents and queries each query sees: bool (B or 1, 1, T, 2 T)."""
+        steps = torch.arange(T, device=device)
+        context = steps[None] if self.context is None else self.context
+        contents = steps < context.unsqueeze(2)
+        itself = (steps == steps[:, None]).expand_as(contents)
+        return torch.cat([contents, itself], dim=2).unsqueeze(1)
+
+
+def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What T queries read from the contents before them and from themselves, without a mask.
+
+    q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then queries.
+    Returns (B, T, D)."""
+    T, groups = q.shape[1] // 2, q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k, v))
+    q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, 2 T, D/H)
+    if T == 1:  # there is no content to see
+        return v[:, :, 1:].transpose(1, 2).flatten(2)
+    y = MergedAttention.apply(
+        q[:, :, T:], k[:, :, : T - 1], v[:, :, : T - 1], k[:, :, T:], v[:, :, T:]
+    )
+    return y.transpose(1, 2).flatten(2)
+
+
+class MergedAttention(torch.autograd.Function):
+    """Attention of query i over the contents 0 .. i - 1 and its own key.
+
+    Query i + 1 over contents 0 .. i is ordinary causal attention, so flash attention computes it.
+    Its result is merged with the value of the query's own key, by the logarithms of the sums of
+    exponentials of both. The backward pass of flash attention needs only the merged output and
+    logarithm to give the gradients of contents (as in ring attention, arXiv 2310.01889)."""
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor
+    ) -> Tensor:
+        """q, own_k, own_v (B, H, T, D/H); k, v (B, H, T - 1, D/H) -> (B, H, T, D/H)."""
+        own_score = (q * own_k).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, T)
+        read, log_sum = FLASH(q[:, :, 1:], k, v, 0.0, True)
+        merged_log_sum = torch.logaddexp(own_score[:, :, 1:].to(log_sum.dtype), log_sum)
+        share = (
+            (own_score[:, :, 1:] - merged_log_sum).exp().unsqueeze(-1)
+        )  # of the own key
+        merged = torch.lerp(read, own_v[:, :, 1:], share.to(read.dtype))
+        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, share)
+        return torch.cat([own_v[:, :, :1], merged], dim=2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, own_k, own_v, merged, merged_log_sum, share = ctx.saved_tensors
+        later = grad[:, :, 1:]
+        grad_q, grad_k, grad_v = FLASH_BACKWARD(
+            later, q[:, :, 1:], k, v, merged, merged_log_sum, 0.0, True
+        )
+        # The softmax's gradient at the own score: p (dL/dp - sum of p dL/dp over all keys).
+        grad_score = share * (later * (own_v[:, :, 1:] - merged)).sum(-1, keepdim=True)
+        grad_score = grad_score.to(q.dtype) / math.sqrt(q.shape[-1])
+        grad_q = F.pad(grad_q + grad_score * own_k[:, :, 1:], (0, 0, 1, 0))
+        grad_own_k = F.pad(grad_score * q[:, :, 1:], (0, 0, 1, 0))
+        grad_own_v = torch.cat([grad[:, :, :1], share.to(grad.dtype) * later], dim=2)
+        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v
+
+
+class MaskQueryBlock(Block):
+    """A `Block`; the last one computes the output of the queries alone."""
+
+    is_last = False
+
+    def forward(
+        self, x: Tensor, p: MaskQueryPass, first_values: Tensor | None
+    ) -> tuple:
+        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values."""
+        if not self.is_last:
+            return super().forward(x, p, first_values)
+        q, k, v, values = self.attn.heads(self.norm1(x), p, first_values)
+        queries = p.queries_of(x) + self.drop(self.attn.proj(p.attend_queries(q, k, v)))
+        return queries + self.drop(self.mlp(self.norm2(queries))), values
+
+
+class MaskQuery(ChunkedHead, Scoring, AOGPT):
+    """A decoder whose queries are a [MASK] at their targets."""
+
+    block_type = MaskQueryBlock
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.blocks[-1].is_last = True  # nothing reads the contents after it
+
+    def make_inputs(self) -> None:
+        c = self.config
+        self.wpe = (
+            nn.Embedding(c.block_size, c.n_embd) if c.position != "rotary" else None
+        )
+        self.wtpe = None
+        self.query = nn.Parameter(torch.empty(c.n_embd))  # the embedding of [MASK]
+
+    def forward(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
+        """As `AOGPT.forward`; group_start: see `hidden`."""
+        wanted = torch.empty_like(tokens).scatter_(
+            1, inverse_permutation(order), tokens
+        )
+        return self.head_loss(self.hidden(tokens, order, group_start), wanted)
+
+    def hidden(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states of the queries, (B, T, D); state i predicts position order[:, i].
+        group_start (B, T): step i is predicted from the tokens of steps < group_start[:, i], which
+        is at most i; None: from all steps before it."""
+        contents = self.wte(tokens.gather(1, order))
+        queries = self.query.to(contents.dtype).expand_as(contents)
+        x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
+        positions = order.repeat(1, 2)
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        return self.trunk(x, positions, MaskQueryPass(self.config, group_start))
+
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """As `Scoring.parallel_hidden`: queries from `known` on see the contents before `known`."""
+        steps = torch.arange(order.shape[1], device=order.device)
+        return self.hidden(tokens, order, torch.minimum(steps, known[:, None]))
+
+    @torch.no_grad()
+    def token_log_probs(
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+    ) -> Tensor:
+        """As `Scoring.token_log_probs`; group_start: see `hidden`."""
+        check_tokens(self, tokens, order)
+        check_permutations(order)
+        return -self(tokens, order, group_start)
