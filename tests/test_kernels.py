@@ -521,6 +521,25 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
 
 
 @ON_CPU
+def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
+    """The first one of a long prompt; what it predicts is drawn all the same."""
+    monkeypatch.setattr(compiled, "LARGEST_GRAPH", 8)
+    compiled.ladder.cache_clear()
+    model = small_system("AO-GPT")
+    given = torch.arange(12).expand(3, -1) < 8
+    plan = make_plan("even 3", 3, torch.tensor([12, 12, 9]), given)
+    tokens = random_tokens(11, 3, 12, seed=2)
+    eager = generate(model, plan, tokens, generator=seeded(2))
+    made = Engine(model, 3, 12, compile=True)
+    sizes = {size for _, size, _ in made.graphs.graphs}
+    assert torch.equal(
+        made.generate(plan, tokens, generator=seeded(2)).tokens, eager.tokens
+    )
+    assert {size for _, size, _ in made.graphs.graphs} == sizes | {8}
+    compiled.ladder.cache_clear()
+
+
+@ON_CPU
 def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
     made = Engine(small_system("AO-GPT"), 3, 12, compile=True)
     assert made.graphs.seconds == 0

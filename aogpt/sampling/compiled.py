@@ -84,11 +84,14 @@ class GraphRunner:
         addresses."""
         rung = ladder(size)[-1]
         graph = self.graphs.get((stage.__name__, rung, variant))
-        if graph is None or rung < size:
+        buffers = self.buffers.get(stage.__name__, ())
+        fits = rung >= size
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            fits = fits and len(tensor) <= len(buffer)
+        if graph is None or not fits:
             with torch.compiler.set_stance("force_eager"):
                 return stage(step, *tensors)
         self.rows.copy_(step.rows)
-        buffers = self.buffers.get(stage.__name__, ())
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer[: len(tensor)].copy_(tensor)
         recorded, result = graph

@@ -1,11 +1,13 @@
-"""The engine: generation by any plan, with a KV cache for decoders and full passes for encoders.
-Plans whose steps are known are followed without waiting for the device; the model decides steps in
-`adaptive` and `speculation`.
+"""The engine: generation by any plan, with a KV cache for decoders and full passes for
+encoders. Plans whose steps are known are followed without waiting for the device; the
+model decides steps in `adaptive` and `speculation`.
 
-Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A slot is a
-place in the prediction order, in the cache and in the buffers (B, T + 1); nobody reads slot T."""
+Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A
+slot is a place in the prediction order, in the cache and in the buffers (B, T + 1);
+nobody reads slot T."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +18,20 @@ from torch import Tensor
 
 from ..model import AOGPT
 from ..runtime import devices
+from ..runtime.command_line import show
 from ..runtime.errors import UserError
 from ..systems import head_chunk, log_linear_noise
 from . import cached as caching
 from .adaptive import adapt, reorder
 from .cached import KVCache, Step, decoding_copy
-from .compiled import LARGEST_GRAPH, GraphRunner, few_shapes, many_shapes
+from .compiled import GraphRunner, few_shapes, ladder, many_shapes
 from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
 from .speculation import speculate
 from .token_choice import TokenChoice, choose_tokens, known_text, without_repeats
 
-# Logits whose tokens are drawn at once on a CPU: they and their copies stay in its cache.
+# Logits whose tokens are drawn at once on a CPU: they and their copies stay in its
+# cache.
 CPU_CHUNK_ELEMENTS = 2**19
 STEPS_TO_END = (
     8  # between two looks at which samples have ended, which wait for the device
@@ -47,7 +51,8 @@ class Generation:
     token_forwards: int  # inputs of those passes, without padding
     nfe: Tensor  # LongTensor (B,), forward passes that each sample took part in
     order: Tensor  # LongTensor (B, T), positions in the order in which they became known: that of
-    # the context, on which a decoder's predictions depend; those of one step in no order
+    # the context, on which a decoder's predictions depend; those of one step in no
+    # order
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,19 +88,18 @@ def generate(
 ) -> Generation:
     """Generate the samples of a plan. To generate in a loop, keep an `Engine`.
 
-    Args:
-        model: in eval mode, on any device.
-        tokens: LongTensor (B, T) with the given tokens; the rest is ignored.
-        generator: CPU generator of one uniform number per position, or
-        uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1): sample b depends on
-            row b alone, up to rounding.
-        forced: LongTensor (B, T): take these tokens instead of drawing any, for log-probabilities.
-        batch_size: samples in flight at once, halved while memory runs out; by default all.
-        progress: called after every step with the number of positions it unmasked, below 0 where a
-            smaller batch begins again.
-        **settings: choice, vocab_size, compile, kernels and end_token, of `Engine`.
+    Args: model: in eval mode, on any device. tokens: LongTensor (B, T) with the given
+    tokens; the rest is ignored. generator: CPU generator of one uniform number per
+    position, or uniforms: those numbers, float64 (B, T) in sequence order, in [0, 1):
+    sample b depends on row b alone, up to rounding. forced: LongTensor (B, T): take
+    these tokens instead of drawing any, for log-probabilities. batch_size: samples in
+    flight at once, halved while memory runs out; by default all. progress: called after
+    every step with the number of positions it unmasked, below 0 where a smaller batch
+    begins again. **settings: choice, vocab_size, compile, kernels and end_token, of
+    `Engine`.
 
-    Raises UserError for what does not fit together, without memory, and for output not finite."""
+    Raises UserError for what does not fit together, without memory, and for output not
+    finite."""
     (B, T), device = plan.order.shape, model.wte.weight.device
     choice = settings.get("choice") or TokenChoice()
     inputs = check_inputs(model, plan, choice, tokens, uniforms, generator, forced)
@@ -126,8 +130,8 @@ def generate(
 def check_inputs(
     model, plan: Plan, choice, tokens, uniforms, generator, forced
 ) -> tuple:
-    """Tokens, 0 where they are not given, uniforms and forced tokens, (B, T) each; UserError if
-    they do not fit model, plan and choice."""
+    """Tokens, 0 where they are not given, uniforms and forced tokens, (B, T) each;
+    UserError if they do not fit model, plan and choice."""
     (B, T), c, given = plan.order.shape, model.config, plan.given_positions()
     inexact = choice.noise != "float64" or choice.avoids_repeats or forced is not None
     exact = "take another noise, no penalty or ban of repeats, and force no tokens"
@@ -208,8 +212,9 @@ class Tally:
 
 
 class Engine:
-    """The state of B samples in flight, and what advances it. It serves any number of batches and
-    plans of T positions; the model's weights must stay as they are meanwhile."""
+    """The state of B samples in flight, and what advances it. It serves any number of
+    batches and plans of T positions; the model's weights must stay as they are
+    meanwhile."""
 
     @torch.no_grad()
     def __init__(
@@ -220,14 +225,15 @@ class Engine:
         choice: TokenChoice | None = None,
         vocab_size: int | None = None,
         compile: bool = False,
-        kernels: bool = False,
+        kernels: bool | Kernels = False,
         end_token: int | None = None,
     ):
-        """vocab_size: only ids below it are drawn (the rows that pad the token table are not
-        tokens). compile: torch.compile the blocks; worth its minutes for many samples. On a
-        GPU it also takes Triton kernels and CUDA graphs. kernels: take these kernels without
-        compiling, too. end_token: a sample in which it and all before it are known is
-        generated no further, where its plan fixes the steps."""
+        """vocab_size: only ids below it are drawn (the rows that pad the token table
+        are not tokens). compile: torch.compile the blocks; worth its minutes for many
+        samples. On a GPU it also takes Triton kernels and CUDA graphs. kernels: take
+        the kernels without compiling, too; or exactly these. end_token: a sample in
+        which it and all before it are known is generated no further, where its plan
+        fixes the steps."""
         self.B = batch_size
         self.T = length
         self.vocab_size = vocab_size
@@ -242,8 +248,15 @@ class Engine:
             device if devices.supports_float64(device) else torch.device("cpu")
         )
         self.kernels: Kernels | None = None
-        if compile or kernels:
+        if isinstance(kernels, Kernels):
+            self.kernels = kernels
+        elif compile or kernels:
             self.kernels = load_kernels(model, vocab_size)
+            if self.kernels is not None and self.choice.noise != "float64":
+                show(
+                    f"noise {self.choice.noise}: tokens are drawn without the kernel",
+                    file=sys.stderr,
+                )
         records = compile and self.kernels is not None and self.kernels.graphs
         self.model = decoding_copy(
             model, compile, many_sizes=records and not c.is_encoder
@@ -275,8 +288,7 @@ class Engine:
         """A runner of the stages of a step: `predict`, `prefer` and `unmask`."""
         width = self.model.config.n_embd
         dtype = self.model.wte.weight.dtype
-        # A size is rounded up to one of the ladder.
-        longest = min(2 * LARGEST_GRAPH, self.B * (self.T + 1))
+        longest = ladder(self.B * (self.T + 1))[-1]
         hidden = torch.zeros(longest, width, dtype=dtype, device=self.device)
         index = torch.zeros_like(self.order)
         rows = torch.zeros(5, self.B, dtype=torch.long, device=self.device)
@@ -347,7 +359,8 @@ class Engine:
         order = order[:rows].clone()  # the buffer serves the next batch
         return Generation(*made, plan.length[:rows], *cost, order)
 
-    # ---- passes: (B,) or (G, B) numbers of rows, on the host -------------------------------------
+    # ---- passes: (B,) or (G, B) numbers of rows, on the host
+    # -------------------------------------
 
     def count(
         self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor
@@ -358,9 +371,10 @@ class Engine:
         )
 
     def cached_after(self, known: Tensor, chosen: bool) -> Tensor:
-        """Inputs in the cache after a pass with `known` tokens. The key of the last known token
-        depends on its target, so it stays only if that target was fixed in the pass: not where the
-        model has yet to choose it. Inputs of two streams do not depend on targets."""
+        """Inputs in the cache after a pass with `known` tokens. The key of the last
+        known token depends on its target, so it stays only if that target was fixed in
+        the pass: not where the model has yet to choose it. Inputs of two streams do not
+        depend on targets."""
         if self.cache is None:
             return torch.zeros_like(known)
         return known + (not chosen or self.model.config.target == "two_stream")
@@ -373,8 +387,8 @@ class Engine:
         return steps
 
     def call(self, stage: Callable, step: Step, *tensors: Tensor):
-        """stage(step, *tensors), by a CUDA graph where one is recorded. A graph could not read
-        forced tokens, which each batch has at another address."""
+        """stage(step, *tensors), by a CUDA graph where one is recorded. A graph could
+        not read forced tokens, which each batch has at another address."""
         if self.graphs is None or self.forced is not None:
             return stage(step, *tensors)
         sizes = {
@@ -396,8 +410,9 @@ class Engine:
         return None
 
     def record_graphs(self, plan: Plan) -> None:
-        """Record what the steps of a plan may need, so that none has to wait. Its first step,
-        which also computes what is given, runs without a graph if it is larger than others."""
+        """Record what the steps of a plan may need, so that none has to wait. Its first
+        step, which also computes what is given, runs without a graph if it is larger
+        than others."""
         if self.forced is not None:
             return
         sizes = group_sizes(plan).sum(dim=0)  # (G,) positions that each step unmasks
@@ -420,8 +435,8 @@ class Engine:
         self.graphs.record_all(stages)
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, D), and which of them predicts each slot, (B, T + 1); it means
-        something for candidates alone."""
+        """Hidden states (N, D), and which of them predicts each slot, (B, T + 1); it
+        means something for candidates alone."""
         if self.cache is None:
             return self._encode(step)
         hidden = caching.cached_hidden(
@@ -439,7 +454,8 @@ class Engine:
         return hidden, index.clamp(0, step.inputs - 1)
 
     def _encode(self, step: Step) -> tuple[Tensor, Tensor]:
-        """`predict` of an encoder: the rows with candidates, [MASK] where a token is not known."""
+        """`predict` of an encoder: the rows with candidates, [MASK] where a token is
+        not known."""
         T = self.T
         c = self.model.config
         order = self.order[:, : self.T]
@@ -467,7 +483,8 @@ class Engine:
         return hidden.flatten(0, 1), start[:, None] + self.order
 
     def ended(self, tally: Tally) -> Tensor:
-        """BoolTensor (B,): the rows that have generated end-of-text and all before it."""
+        """BoolTensor (B,): the rows that have generated end-of-text and all before
+        it."""
         if self.end_token is None:
             return torch.zeros_like(tally.known, dtype=torch.bool)
         unknown = tally.slots >= tally.known[:, None]  # (B, T), by slot
@@ -479,15 +496,16 @@ class Engine:
         return first_end < position.where(unknown, self.T).amin(dim=1)
 
     def take_step(self, step: Step) -> None:
-        """Predict and unmask. Each stage is tensor code whose shapes follow from the numbers of
-        the step."""
+        """Predict and unmask. Each stage is tensor code whose shapes follow from the
+        numbers of the step."""
         hidden, index = self.call(self.predict, step)
         if step.unmask_by != "order":
             index = self.call(self.prefer, step, hidden, index)
         self.call(self.unmask, step, hidden, index)
 
     def prefer(self, step: Step, hidden: Tensor, index: Tensor) -> Tensor:
-        """Put the candidates in the order in which the model prefers them; `index` so."""
+        """Put the candidates in the order in which the model prefers them; `index`
+        so."""
         index, _ = reorder(self, hidden, index, step, [step.unmask_by])
         return index
 
@@ -497,8 +515,8 @@ class Engine:
         self.draw(hidden, index, step.known, row, slot)
 
     def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Row and slot, (total,) each, of `count` slots of each row from `first` on; slot T in
-        the entries beyond these."""
+        """Row and slot, (total,) each, of `count` slots of each row from `first` on;
+        slot T in the entries beyond these."""
         row, column, valid = caching.ragged(count, total)
         return row, torch.where(valid, first[row] + column, self.T)
 
@@ -523,7 +541,8 @@ class Engine:
     def draw(
         self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor
     ) -> None:
-        """Draw the tokens of the slots, given `known` (B,) of each row, or store forced ones."""
+        """Draw the tokens of the slots, given `known` (B,) of each row, or store forced
+        ones."""
         text = None
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, known)
@@ -545,21 +564,20 @@ class Engine:
     def draw_from(
         self, logits: Tensor, row: Tensor, slot: Tensor, text: Tensor | None
     ) -> None:
-        """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B, T), where
-        repeats are avoided."""
+        """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B,
+        T), where repeats are avoided."""
         allowed = logits
         if text is not None:
             allowed = without_repeats(
                 logits, text[row], self.order[row, slot], self.choice
             )
         uniforms = self.uniforms_at(row, slot)
-        if self.kernels is None or not self.kernels.choice.can_choose(
-            allowed, self.choice
-        ):
+        kernel = None if self.kernels is None else self.kernels.choice
+        if kernel is None or not kernel.can_choose(allowed, self.choice):
             tokens = choose_tokens(allowed, uniforms, self.choice)
             self.store(row, slot, tokens, logits)
             return
-        tokens, log_probs = self.kernels.choice.choose(allowed, uniforms, self.choice)
+        tokens, log_probs = kernel.choose(allowed, uniforms, self.choice)
         if text is not None:  # log-probabilities are those of the model
             self.store(row, slot, tokens, logits)
             return
@@ -578,7 +596,8 @@ class Engine:
 
 
 def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
-    """Take the steps of a plan that is known, apart from which positions the model prefers."""
+    """Take the steps of a plan that is known, apart from which positions the model
+    prefers."""
     # (G, B)
     sizes = group_sizes(plan).T
     chosen = plan.unmask_by != "order"

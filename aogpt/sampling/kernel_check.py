@@ -28,13 +28,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 @dataclass(frozen=True)
 class Kernels:
-    """What takes the place of tensor code on a GPU."""
+    """What takes the place of tensor code on a GPU; None: nothing does."""
 
-    choice: ModuleType  # `aogpt.sampling.kernels`
-    attention: (
-        ModuleType | None
-    )  # `aogpt.sampling.attention_kernel`; None: attend under masks
-    graphs: bool  # whether CUDA graphs may be recorded
+    choice: ModuleType | None  # `aogpt.sampling.kernels`
+    attention: ModuleType | None  # `aogpt.sampling.attention_kernel`
+    graphs: bool  # whether steps are recorded as CUDA graphs
 
 
 CHECKED: dict[tuple, Kernels | None] = {}
