@@ -27,7 +27,13 @@ from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
 
-MFU_GOALS = {"small": 0.45, "medium": 0.50}
+# What others show for a plain GPT on an H100: nanochat 41 to 46%, MosaicML 39.8%.
+MFU_GOAL = 0.41
+TIMES_GPT = 1.05  # a training step of AO-GPT relative to the plain GPT's
+TIMES_FLOOR = 2.5  # decoding relative to its arithmetic and memory traffic
+TIMES_ENCODER = (
+    25  # an encoder's decoding relative to AO-GPT's, at every number of steps
+)
 HEAD = ["check", "target", "measured", "verdict"]
 Lines = Iterator[list[str]]
 
@@ -95,7 +101,7 @@ def on_a_cpu(out: Path) -> Lines:
 
 def on_a_gpu(out: Path, device: torch.device) -> Lines:
     memory = torch.cuda.get_device_properties(device).total_memory
-    for size, batch_size in itertools.product(MFU_GOALS, (16, 32, 64)):
+    for size, batch_size in itertools.product(("small", "medium"), (16, 32, 64)):
         train = TrainConfig(batch_size=batch_size, micro_batch_size=batch_size)
         config = Config(model=SIZES[size][0], train=train)
         # What `python -m aogpt.training.plan` says of the same step.
@@ -103,9 +109,7 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):
-        yield from decoding(
-            out, "medium", steps, "--batch-size", "32", "--compile", "--kernels"
-        )
+        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile")
 
 
 def training(
@@ -120,15 +124,24 @@ def training(
         yield check(f"{name}, {system}: tokens/s", f"{row['tokens_per_second']:,.0f}")
     if rows and planned:
         ours = rows["aogpt"]
-        goal = MFU_GOALS[size]
         ratio = ours["times_gpt"][0]
-        mfu = ours["mfu"]
-        share = ours["peak_bytes"] / planned
         yield check(
-            f"{name}: step x plain GPT's", f"{ratio:.3f}", "<= 1.08", ratio <= 1.08
+            f"{name}: step x plain GPT's",
+            f"{ratio:.3f}",
+            f"<= {TIMES_GPT}",
+            ratio <= TIMES_GPT,
         )
-        text, ok = ("unknown", None) if mfu is None else (f"{mfu:.1%}", mfu >= goal)
-        yield check(f"{name}: MFU", text, f">= {goal:.0%}", ok)
+        mfu = rows["gpt"]["mfu"]
+        if mfu is None:
+            yield check(f"{name}: MFU of the plain GPT", "unknown")
+        else:
+            yield check(
+                f"{name}: MFU of the plain GPT",
+                f"{mfu:.1%}",
+                f">= {MFU_GOAL:.0%}",
+                mfu >= MFU_GOAL,
+            )
+        share = ours["peak_bytes"] / planned
         within = 0.6 <= share <= 1.05  # compiling saves some of the planned activations
         yield check(
             f"{name}: peak memory / plan", f"{share:.2f}", "0.6 to 1.05", within
@@ -136,28 +149,30 @@ def training(
 
 
 def decoding(out: Path, size: str, steps: int, *words: str) -> Lines:
-    """The targets are Medium's, that of the encoder at 1,024 steps."""
-    words = (
-        "--size",
-        size,
-        "--steps",
-        str(steps),
-        "--systems",
-        "ours",
-        "encoder",
-        *words,
-    )
+    """The targets are Medium's."""
+    words = ("--size", size, "--steps", str(steps), *words)
+    words += ("--systems", "ours", "encoder")
     rows, failed = measure(out, f"decode_{size}_{steps}", "decode", *words)
     yield from failed
-    if rows:
-        floor = rows["ours"]["times_floor"]
-        encoder = rows["encoder"]["times_ours"]
-        near = ("<= 2.5", floor <= 2.5) if size == "medium" else ()
-        far = (">= 100", encoder >= 100) if near and steps == 1024 else ()
-        name = f"decoding, {steps} steps"
-        yield check(f"{name}: ms a call", f"{rows['ours']['ms_per_call']:.3g}")
-        yield check(f"{name}: x floor", f"{floor:.2f}", *near)
-        yield check(f"{name}: encoder x ours", f"{encoder:.1f}", *far)
+    if not rows:
+        return
+    name = f"decoding, {steps} steps"
+    floor = rows["ours"]["times_floor"]
+    encoder = rows["encoder"]["times_ours"]
+    yield check(f"{name}: ms a call", f"{rows['ours']['ms_per_call']:.3g}")
+    if size != "medium":
+        yield check(f"{name}: x floor", f"{floor:.2f}")
+        yield check(f"{name}: encoder x ours", f"{encoder:.1f}")
+        return
+    yield check(
+        f"{name}: x floor", f"{floor:.2f}", f"<= {TIMES_FLOOR}", floor <= TIMES_FLOOR
+    )
+    yield check(
+        f"{name}: encoder x ours",
+        f"{encoder:.1f}",
+        f">= {TIMES_ENCODER}",
+        encoder >= TIMES_ENCODER,
+    )
 
 
 if __name__ == "__main__":

@@ -47,13 +47,13 @@ class BenchOptions(OutputOptions):
     json: Path | None = None
     """Write every figure, with settings, machine and versions."""
 
-    def check(self) -> Outputs:
-        """The files to write. Raises UserError for values out of range, or files that cannot be
-        written."""
+    def check(self, files: dict[str, Path | None] | None = None) -> Outputs:
+        """The files to write, --json and more by option. Raises UserError for values out of
+        range, or files that cannot be written."""
         check_values(self)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return Outputs({"--json": self.json}, (), self.overwrite)
+        return Outputs({"--json": self.json} | (files or {}), (), self.overwrite)
 
 
 def config_of(system: str, size: str, length: int) -> ModelConfig:

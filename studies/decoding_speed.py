@@ -11,16 +11,19 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
+from annotated_types import Ge
 
 from aogpt.model import AOGPT, ModelConfig
 from aogpt.runtime.devices import pick_device, pick_dtype, synchronize
-from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.outputs import COLORS, markdown_table, new_figure, png
 from aogpt.runtime.validation import Count
 from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
+from aogpt.sampling.kernel_check import Kernels, load_kernels
 from studies import bench_common as common
 from studies.bench_common import OTHER_MODELS, SIZES, BenchOptions
 
@@ -29,24 +32,45 @@ SYSTEMS = {
     "no-cache": "Lemma 4.1 without a cache",
     "cache-only": "a cache, but every unknown position computed in every step",
     "encoder": "an encoder of the same size",
+    "encoder-eager": "the same encoder, neither compiled nor with kernels or graphs",
     "l2r": "AO-GPT left to right, a token a step",
-    "speculative": "AO-GPT, eight tokens drafted at a time and verified",
+    "speculative": "AO-GPT in random order, --draft tokens drafted at a time and verified",
     "gpt": "a plain GPT with a cache, a token a step",
     "rotary": "AO-GPT with relative attention, without adaLN",
 }
-# systems of which this many model calls are timed
-SLOW = ("no-cache", "encoder")
+MODELS = {"encoder-eager": "encoder"}  # of systems that have no model of their own
+# Systems of which this many model calls are timed.
+SLOW = ("no-cache", "encoder", "encoder-eager")
 SLOW_CALLS = 8
+# Systems whose steps do not depend on --steps: they are timed once.
+OWN_STEPS = ("l2r", "speculative", "gpt")
+# Systems whose inputs are those that `floor_of` counts.
+FLOORED = ("ours", "rotary", "l2r", "gpt")
 LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
-DRAFT = 8
 CHOICE = TokenChoice(0.9, 0.95)
+# Parts of a step, by words in the names of operations and kernels.
+PARTS = {
+    "attention": (
+        "ragged_attention",
+        "_attend",
+        "_merge",
+        "flash",
+        "fmha",
+        "attention",
+    ),
+    "token choice": ("_choose", "topk", "softmax", "argmax", "exponential"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "addmm", "::mm", "linear", "bmm"),
+}
+MARKERS = "osD^v<>P*"
+PAPER_RATIO = 25  # Xue et al., arXiv 2506.19935: batch 32, 1,024 tokens
+PAPER_LABEL = "the paper: SEDD's code / AO-GPT, about 25"
 ENTROPY = 4.0  # nats; language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(BenchOptions):
     """Decode the same plans with every system and compare. The floor is the time that the
-    arithmetic and the memory traffic of `ours` take at the rates measured on this machine."""
+    arithmetic and the memory traffic take at the rates measured on this machine."""
 
     systems: Annotated[
         tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(SYSTEMS))
@@ -62,15 +86,23 @@ class DecodeOptions(BenchOptions):
     """Also measure the peak memory of tensors, without the weights."""
     repeats: Count = 3
     """How often every system runs, in turn; the median counts."""
+    draft: Annotated[int, Ge(2)] = 8
+    """Tokens that `speculative` drafts at a time."""
     compile: bool = False
-    """Let the engine compile its step."""
+    """Let the engine compile its step, on a GPU also with Triton kernels and CUDA graphs."""
     kernels: bool = False
-    """On a GPU: draw tokens with a Triton kernel, and with --compile record CUDA graphs."""
+    """On a GPU: take the Triton kernels without --compile, too."""
+    without: tuple[Literal["choice", "attention", "graphs"], ...] = ()
+    """On a GPU: leave out these, to see what each is worth."""
+    shares: Path | None = None
+    """Write where the time of `ours` goes, for the last of batch sizes, lengths and steps."""
+    figure: Path | None = None
+    """Draw seconds and ratios by steps, for the last of the batch sizes and lengths."""
 
 
 def bench_decode(o: DecodeOptions) -> dict:
     """Run the benchmark, report, and return what --json holds."""
-    outputs = o.check()
+    outputs = o.check({"--figure": o.figure, "--shares": o.shares})
     device = pick_device(o.device)
     dtype = pick_dtype(o.dtype, device)
     rows = []
@@ -81,7 +113,12 @@ def bench_decode(o: DecodeOptions) -> dict:
             # After every measurement, so that a run that is cut short leaves its rows.
             outputs.write_json(o.json, {"rows": rows})
     figures = {"rates": bench.rates, "rows": rows}
-    return common.publish(o, outputs, dtype, device, figures, report)
+    result = common.publish(o, outputs, dtype, device, figures, report)
+    if o.figure is not None:
+        outputs.write(o.figure, draw(result))
+    if o.shares is not None:
+        outputs.write_json(o.shares, bench.shares(steps))
+    return result
 
 
 class DecodeBench:
@@ -98,9 +135,11 @@ class DecodeBench:
         self.systems = [
             s for s in known if s != "cache-only" or T <= LONGEST_CACHE_ONLY
         ]
-        self.engines: dict[AOGPT, Engine] = {}
+        self.engines: dict[tuple[str, bool], Engine] = {}
+        self.repeated: dict[str, list[dict]] = {}  # timings of OWN_STEPS
         self.models = {}
-        for system in (s for s in known if s == "ours" or s in OTHER_MODELS):
+        names = dict.fromkeys(MODELS.get(system, system) for system in known)
+        for system in (s for s in names if s == "ours" or s in OTHER_MODELS):
             common.tell(f"{o.size}, {T} tokens: weights of {system}")
             config = common.config_of(system, o.size, T)
             self.vocab_size = SIZES[o.size][1]
@@ -112,38 +151,59 @@ class DecodeBench:
         )
 
     def rows(self, steps: int) -> list[dict]:
-        """Time every system with the same plans, in turn; a row for each, that of `ours` with its
-        floor. Every repeat has a plan of its own: repeated shapes would hide what new ones cost.
-        The first plan is a warm-up, in which memory is allocated and steps are compiled."""
+        """Time every system with the same plans, in turn; a row for each. Every repeat has a
+        plan of its own: repeated shapes would hide what new ones cost. The first plan is a
+        warm-up, in which memory is allocated, steps are compiled and graphs recorded."""
         generator = common.seeded()
-        repeats = range(1 + self.options.repeats)
-        sizes = (self.B, self.T, steps)
-        drawn = [plans.mdm_plan(*sizes, generator) for _ in repeats]
-        timings: dict[str, list[dict]] = {system: [] for system in self.systems}
+        drawn = []
+        for _ in range(1 + self.options.repeats):
+            drawn.append(plans.mdm_plan(self.B, self.T, steps, generator))
+        timings = {system: [] for system in self.systems}
+        timings |= self.repeated
         for number, plan in enumerate(drawn):
-            for system, of in timings.items():
+            for system in self.systems:
+                if system in self.repeated:
+                    continue
                 common.tell(f"{self.T} tokens, {steps} steps, {system}: ", end="")
                 timing = self.time(system, plan)
-                of += [timing] * (number > 0)
+                if number > 0:
+                    timings[system].append(timing)
                 common.tell(f"{timing['seconds']:.3g} s")
-        rows = [self.row(system, steps, of, drawn[0]) for system, of in timings.items()]
-        ours = rows[0]
-        model = self.models["ours"]
-        shape = model.config, self.vocab_size, model.wte.weight.dtype.itemsize
-        floors = [floor_of(plan, *shape, self.rates) for plan in drawn[1:]]
-        pairs = zip(ours["all_seconds"], floors, strict=True)
-        ours["times_floor"] = statistics.median(
-            seconds / floor for seconds, floor in pairs
-        )
+        rows = []
+        for system in self.systems:
+            row = self.row(system, steps, timings[system], drawn[0])
+            if system in FLOORED:
+                row["times_floor"] = self.times_floor(
+                    system, timings[system], drawn[1:]
+                )
+            rows.append(row)
+            if system in OWN_STEPS:
+                self.repeated[system] = timings[system]
         for row in rows:
-            row["times_ours"] = row["seconds"] / ours["seconds"]
+            row["times_ours"] = row["seconds"] / rows[0]["seconds"]
         return rows
+
+    def times_floor(self, system: str, timings: list[dict], drawn: list[Plan]) -> float:
+        """Seconds of a system relative to its floor, the median of the plans."""
+        model = self.model(system)
+        itemsize = model.wte.weight.dtype.itemsize
+        ratios = []
+        for timing, plan in zip(timings, drawn, strict=True):
+            own = plan_of(system, plan, self.options.draft)
+            floor = floor_of(own, model.config, self.vocab_size, itemsize, self.rates)
+            ratios.append(timing["seconds"] / floor)
+        return statistics.median(ratios)
+
+    def model(self, system: str) -> AOGPT:
+        """The model that a system decodes with."""
+        return self.models.get(MODELS.get(system, system), self.models["ours"])
 
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
         row = {"system": system, "description": SYSTEMS[system]} | timings[0]
         row |= {"batch_size": self.B, "length": self.T, "steps": steps}
         row["all_seconds"] = [timing["seconds"] for timing in timings]
         row["seconds"] = statistics.median(row["all_seconds"])
+        row["tokens_per_second"] = self.B * self.T / row["seconds"]
         row["ms_per_call"] = 1000 * statistics.median(
             t["seconds"] / t["calls"] for t in timings
         )
@@ -154,7 +214,8 @@ class DecodeBench:
     def time(self, system: str, plan: Plan) -> dict:
         """Time a plan; of a slow system some of its calls, scaled to all of them."""
         if system not in SLOW:
-            seconds, (done,) = self.decode(system, [plan_of(system, plan)])
+            own = plan_of(system, plan, self.options.draft)
+            seconds, (done,) = self.decode(system, [own])
             calls = done.model_calls
             forwards = done.token_forwards
             counts = {"calls": calls, "timed_calls": calls, "token_forwards": forwards}
@@ -177,30 +238,86 @@ class DecodeBench:
         return {"seconds": fixed + (seconds - fixed) * calls / timed} | counts
 
     def decode(self, system: str, parts: list[Plan]) -> tuple[float, list[Generation]]:
-        """Decode plans with the model of a system, one after the other; the seconds, too."""
+        """Decode plans with the model of a system, one after the other; the seconds, too,
+        without those in which graphs are recorded."""
         engine = self.engine(system, (self.B, self.T))
         generator = common.seeded(1)
         tokens = torch.randint(self.vocab_size, (self.B, self.T), generator=generator)
+        before = recording_seconds(engine)
         synchronize(self.device)
         started = time.perf_counter()
         done = [engine.generate(plan, tokens, generator=generator) for plan in parts]
         synchronize(self.device)
-        return time.perf_counter() - started, done
+        seconds = time.perf_counter() - started
+        return seconds - (recording_seconds(engine) - before), done
 
     def engine(self, system: str, shape: tuple[int, int]) -> Engine:
-        """Buffers, packed weights and compiled steps are made once."""
-        model = self.models.get(system, self.models["ours"])
-        if model not in self.engines:
-            o = self.options
-            self.engines[model] = Engine(
-                model, *shape, CHOICE, self.vocab_size, o.compile, o.kernels
+        """Buffers, packed weights, compiled steps and graphs are made once."""
+        o = self.options
+        model = self.model(system)
+        eager = system == "encoder-eager"
+        name = MODELS.get(system, system)
+        key = (name if name in OTHER_MODELS else "ours", eager)
+        if key not in self.engines:
+            self.engines[key] = Engine(
+                model,
+                *shape,
+                CHOICE,
+                self.vocab_size,
+                compile=o.compile and not eager,
+                kernels=False if eager else self.kernels(model),
             )
-        return self.engines[model]
+        return self.engines[key]
+
+    def kernels(self, model: AOGPT) -> Kernels | bool:
+        """The kernels of an engine of this model: all that agree here, less --without."""
+        o = self.options
+        if not o.without or not (o.compile or o.kernels):
+            return o.kernels
+        loaded = load_kernels(model, self.vocab_size)
+        if loaded is None:
+            return False
+        return Kernels(
+            choice=None if "choice" in o.without else loaded.choice,
+            attention=None if "attention" in o.without else loaded.attention,
+            graphs=loaded.graphs and "graphs" not in o.without,
+        )
+
+    def shares(self, steps: int) -> dict:
+        """Where the time of `ours` goes: the share of each of PARTS, and the ten operations or
+        kernels that take most, in milliseconds of a plan."""
+        plan = plans.mdm_plan(self.B, self.T, steps, common.seeded(1))
+        self.decode("ours", [plan])
+        on_gpu = self.device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            _, (done,) = self.decode("ours", [plan])
+        milliseconds = {}
+        for event in profile.key_averages():
+            total = (
+                event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            )
+            if total > 0:
+                milliseconds[event.key] = total / 1000
+        total = sum(milliseconds.values())
+        parts = dict.fromkeys([*PARTS, "rest"], 0.0)
+        for name, value in milliseconds.items():
+            parts[part_of(name)] += value / total
+        largest = sorted(milliseconds.items(), key=lambda item: -item[1])[:10]
+        return {
+            "steps": steps,
+            "calls": done.model_calls,
+            "milliseconds": total,
+            "shares": parts,
+            "largest": dict(largest),
+        }
 
     def peak(self, system: str, plan: Plan) -> int:
         """The most bytes of tensors that decoding takes, without the weights; of slow systems in
         the last two calls."""
-        parts = [plan_of(system, plan)]
+        parts = [plan_of(system, plan, self.options.draft)]
         if system in SLOW:
             parts = parts_of(system, plan, range(group_sizes(plan).shape[1])[-2:])
         self.engines.clear()  # an engine has a copy of the weights, too
@@ -214,6 +331,19 @@ class DecodeBench:
             - weights
             + allocated(self.device, lambda: self.decode(system, parts))[1]
         )
+
+
+def part_of(name: str) -> str:
+    """The part of a step that an operation or kernel belongs to."""
+    for part, words in PARTS.items():
+        if any(word in name for word in words):
+            return part
+    return "rest"
+
+
+def recording_seconds(engine: Engine) -> float:
+    """Seconds in which the engine has recorded graphs so far."""
+    return 0.0 if engine.graphs is None else engine.graphs.seconds
 
 
 def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
@@ -238,9 +368,9 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
     return sum(sizes), max(itertools.accumulate(sizes, initial=0))
 
 
-def plan_of(system: str, plan: Plan) -> Plan:
-    """The plan that a system follows: some have their own, with as many samples of the same length,
-    and for cache-only as many tokens a step."""
+def plan_of(system: str, plan: Plan, draft: int) -> Plan:
+    """The plan that a system follows: some have their own, with as many samples of the same
+    length, and for cache-only as many tokens a step. draft: tokens that are drafted."""
     B, n = plan.order.shape
     generator = common.seeded(int(plan.order[0, 0]))
     match system:
@@ -248,7 +378,7 @@ def plan_of(system: str, plan: Plan) -> Plan:
             group = math.ceil(n / len(plan.step.unique()))
             return plans.adaptive_plan(B, n, "confidence", generator, group=group)
         case "speculative":
-            return plans.speculative_plan(B, n, DRAFT, generator)
+            return plans.speculative_plan(B, n, draft, generator)
         case "l2r" | "gpt":
             return plans.l2r_plan(B, n)
     return plan
@@ -264,7 +394,7 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
     groups = (
         starts.cumsum(dim=1) - 1
     )  # (B, T) the call of each position, as the engine counts
-    if system == "encoder":
+    if system in ("encoder", "encoder-eager"):
         chosen = torch.isin(groups, torch.tensor(list(calls), dtype=torch.long))
         given_first = chosen.to(torch.uint8).argsort(dim=1, stable=True)
         step = groups.where(chosen, -1)
@@ -328,30 +458,78 @@ def report(result: dict) -> list[str]:
     """The settings, and a table with ratios first."""
     s = result["settings"]
     rates = result["rates"]
-    rows = result["rows"]
     head = ["system", "samples", "tokens", "steps", "x ours", "x floor", "model calls"]
-    head += ["token-forwards", "ms/call", "seconds (min - max)"]
-    head += ["peak MiB"] * s["memory"]
+    head += ["token-forwards", "tokens/s", "ms/call", "seconds (min - max)"]
+    if s["memory"]:
+        head.append("peak MiB")
     lines = []
-    for r in rows:
-        cells = [str(r[key]) for key in ("batch_size", "length", "steps")]
-        cells += [
-            f"{r[key]:.2f}" if r.get(key) else ""
-            for key in ("times_ours", "times_floor")
+    for r in result["rows"]:
+        partly = "~" if r["timed_calls"] < r["calls"] else ""
+        cells = [
+            r["system"],
+            str(r["batch_size"]),
+            str(r["length"]),
+            str(r["steps"]),
+            f"{r['times_ours']:.2f}",
+            f"{r['times_floor']:.2f}" if "times_floor" in r else "",
+            f"{r['calls']:,}",
+            f"{r['token_forwards']:,}",
+            common.short(r["tokens_per_second"]),
+            common.short(r["ms_per_call"]),
+            partly + common.spread_of(r["all_seconds"]),
         ]
-        cells += [f"{r[key]:,}" for key in ("calls", "token_forwards")]
-        cells += [common.short(r["ms_per_call"])]
-        cells += [
-            "~" * (r["timed_calls"] < r["calls"]) + common.spread_of(r["all_seconds"])
-        ]
-        cells += [common.short(r["peak_bytes"] / 2**20)] if s["memory"] else []
-        lines.append([r["system"], *cells])
-    how = ", compiled" * s["compile"] + ", with kernels" * s["kernels"]
+        if s["memory"]:
+            cells.append(common.short(r["peak_bytes"] / 2**20))
+        lines.append(cells)
+    settings = f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}"
+    if s["compile"]:
+        settings += ", compiled"
+    if s["kernels"]:
+        settings += ", with kernels"
+    if s["without"]:
+        settings += f", without {' and '.join(s['without'])}"
     text = (
-        f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}{how}; median of "
-        f"{s['repeats']}. "
-        f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, {rates['bandwidth'] / 1e9:,.1f} "
-        "GB/s from memory. x ours: seconds relative to `ours`. x floor: seconds of `ours` relative "
-        "to its arithmetic and memory traffic at these rates. ~: scaled up from some of the calls."
+        f"{settings}; median of {s['repeats']}. "
+        f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, "
+        f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory. x ours: seconds relative to "
+        "`ours`. x floor: seconds relative to the arithmetic and memory traffic at these "
+        "rates. ~: scaled up from some of the calls. Recording of CUDA graphs is not "
+        f"included. Steps of {', '.join(OWN_STEPS)} do not depend on --steps."
     )
     return [text, "", *markdown_table(head, lines)]
+
+
+def draw(result: dict) -> bytes:
+    """A PNG for the last batch size and length. Left: seconds of every system by steps. Right:
+    an encoder's seconds relative to AO-GPT's, beside what the paper reports."""
+    last = result["rows"][-1]
+    shown = [
+        row
+        for row in result["rows"]
+        if (row["batch_size"], row["length"]) == (last["batch_size"], last["length"])
+    ]
+    figure, (left, right) = new_figure(1, 2, (10, 4))
+    for number, system in enumerate(dict.fromkeys(row["system"] for row in shown)):
+        rows = [row for row in shown if row["system"] == system]
+        steps = [row["steps"] for row in rows]
+        style = {
+            "color": COLORS[number % len(COLORS)],
+            "linestyle": "--" if system in OWN_STEPS else "-",
+            "marker": MARKERS[number % len(MARKERS)],
+        }
+        left.plot(steps, [row["seconds"] for row in rows], label=system, **style)
+        if system in ("encoder", "encoder-eager"):
+            ratios = [row["times_ours"] for row in rows]
+            right.plot(steps, ratios, label=f"{system} / ours, here", **style)
+    right.axhline(PAPER_RATIO, color="gray", linestyle=":", label=PAPER_LABEL)
+    left.set_ylabel(
+        f"seconds for {last['batch_size']} samples of {last['length']} tokens"
+    )
+    right.set_ylabel("seconds relative to AO-GPT")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("steps")
+        axes.legend(fontsize="small")
+    left.set_title(f"{result['machine']['name']}, {result['settings']['size']}")
+    return png(figure)
