@@ -1,6 +1,7 @@
 """Atomic file writes, locks, checksums, and rows of JSON."""
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from .processes import Processes
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Call write(file) on a temporary sibling, flush it and move it into place, or leave no trace.
-    Raises FileExistsError for devices and FIFOs."""
+def write_atomically(
+    path: Path, write: Callable[[BinaryIO], Any], replace: bool = True
+) -> None:
+    """Call write(file) on a temporary sibling, flush it and move it into place, or
+    leave no trace. Raises FileExistsError for devices and FIFOs and, without `replace`,
+    for a file that is not empty, also for one that appears meanwhile."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(
@@ -35,13 +39,43 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _move_to_new(temporary, path)
         sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a full disk
             error.filename = str(path)
         raise
+
+
+def _move_to_new(temporary: Path, path: Path) -> None:
+    """Move a file to a path where there is none, or an empty one. Of several processes
+    that do so at once one succeeds; the others raise FileExistsError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        _move_to_empty(temporary, path)
+    except OSError:  # a disk without hard links: claim the name, then replace the claim
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(temporary, path)
+    temporary.unlink(missing_ok=True)
+
+
+def _move_to_empty(temporary: Path, path: Path) -> None:
+    """Replace an empty file under its lock, as other processes may do the same."""
+    import fcntl  # Windows does not have it
+
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locked = os.fstat(file.fileno())
+        if locked.st_size or not os.path.samestat(locked, os.stat(path)):
+            raise FileExistsError(
+                errno.EEXIST, "another process has written it meanwhile", str(path)
+            )
+        os.replace(temporary, path)
 
 
 def is_alive(pid: int) -> bool:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .command_line import show, visible
 from .errors import UserError
@@ -43,14 +44,16 @@ class Outputs:
         inputs: Iterable[Any] = (),
         overwrite: bool = False,
     ):
-        """files: path by option. inputs: files that are read and must not be overwritten; ignored
-        if they do not exist. Raises UserError for a file that cannot or must not be written."""
+        """files: path by option. inputs: files that are read and must not be overwritten;
+        ignored if they do not exist. Raises UserError for a file that cannot or must not
+        be written."""
         self.failed: dict[Path, str] = {}
-        inputs = [
-            path
-            for path in map(expand_home, filter(None, inputs))
-            if os.path.exists(path)
-        ]
+        self.overwrite = overwrite
+        self.written: set[Path] = set()
+        sources = []
+        for name in inputs:
+            if name and os.path.exists(expand_home(name)):
+                sources.append(expand_home(name))
         options: dict[str, str] = {}
         for option, path in files.items():
             if path is None:
@@ -60,22 +63,7 @@ class Outputs:
                 raise UserError(
                     f"{other} and {option} name the same file; name different ones"
                 )
-            if path.is_dir():
-                raise UserError(f"{option} {path} is a folder; name a file")
-            if not path.parent.is_dir():
-                raise UserError(
-                    f"{option} {path}: there is no folder {path.parent}; make it first"
-                )
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise UserError(
-                    f"{option} {path}: no permission to write it; name another file"
-                )
-            if path.exists() and any(path.samefile(source) for source in inputs):
-                raise UserError(f"{option} {path} is an input; name another file")
-            if not overwrite and path.is_file() and path.stat().st_size:
-                raise UserError(
-                    f"{option} {path} exists already; pass --overwrite to replace it"
-                )
+            check_output(option, path, sources, overwrite)
 
     @classmethod
     def of_report(
@@ -89,20 +77,23 @@ class Outputs:
         return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result atomically (None: do nothing). Prints text that cannot be written."""
+        """Write a result atomically (None: do nothing). Prints text that cannot be written.
+
+        Without --overwrite the first write fails where another process has written the
+        file since this one looked; later writes replace what this process wrote."""
         if path is None:
             return
         # A prompt in JSON can hold a lone surrogate.
-        data = (
-            content.encode(errors="backslashreplace")
-            if isinstance(content, str)
-            else content
-        )
+        data = content
+        if isinstance(content, str):
+            data = content.encode(errors="backslashreplace")
         try:
             if _is_device(path):
                 path.write_bytes(data)
             else:
-                write_atomically(path, lambda file: file.write(data))
+                replace = self.overwrite or path in self.written
+                write_atomically(path, lambda file: file.write(data), replace)
+            self.written.add(path)
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
@@ -131,6 +122,73 @@ class Outputs:
         """Raise OSError if a result could not be written, after the others were."""
         if self.failed and kind is None:
             raise OSError("; ".join(self.failed.values()))
+
+
+def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
+    """Raise UserError for a result file that cannot or must not be written. sources: the
+    files that are read."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(
+            f"{option} {path}: there is no folder {path.parent}; make it first"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(
+            f"{option} {path}: no permission to write it; name another file"
+        )
+    if path.exists() and any(path.samefile(source) for source in sources):
+        raise UserError(f"{option} {path} is an input; name another file")
+    if owner := owner_of(path):
+        raise UserError(
+            f"{option} {path} is a file of {owner}, which no result replaces; "
+            "name another file"
+        )
+    if not overwrite and path.is_file() and path.stat().st_size:
+        raise UserError(
+            f"{option} {path} exists already; pass --overwrite to replace it"
+        )
+
+
+class Kept(NamedTuple):
+    """A kind of folder whose own files no result replaces."""
+
+    kind: str
+    signs: tuple[str, ...]  # files or folders by any of which it is known
+    files: tuple[str, ...]  # patterns of its own files
+
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+VOCABULARY = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
+KEPT = (
+    Kept("a checkpoint", ("state.json",), ("*",)),
+    Kept(
+        "a run",
+        ("checkpoints", "metrics.jsonl", "config.toml"),
+        ("config.toml", "metrics.jsonl", "best", "lock", *VOCABULARY),
+    ),
+    Kept(
+        "an exported model",
+        ("config.json",),
+        ("*config.json", "README.md", "*.py", "*.jinja", *WEIGHTS, *VOCABULARY),
+    ),
+    Kept(
+        "a data set",
+        ("meta.json", "train.bin"),
+        ("meta.json", "meta.pkl", "*.bin", *VOCABULARY),
+    ),
+)
+
+
+def owner_of(path: Path) -> str | None:
+    """The run, checkpoint, export or data set that a path, or what it links to, is an own
+    file of, in words; None where there is none."""
+    for place in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
+        for kept in KEPT:
+            known = any((place.parent / sign).exists() for sign in kept.signs)
+            if known and any(fnmatch(place.name, name) for name in kept.files):
+                return f"{kept.kind}, {place.parent}"
+    return None
 
 
 def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
