@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import signal
+import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -14,9 +16,15 @@ import torch.distributed as dist
 
 from .command_line import show
 from .devices import pick_device
+from .errors import UserError
 
 MEETING_SECONDS = (
     300.0  # for the processes of a job to start: some import PyTorch from a slow disk
+)
+PATIENCE = 10.0  # seconds until a process says that it waits for others
+LEFT_OVER = (
+    "for a single process unset RANK, LOCAL_RANK and WORLD_SIZE, which another job may "
+    "have left in this shell; for several start them with torchrun"
 )
 # What gloo, NCCL and the store say when another process has ended, or does not answer in time.
 CUT_OFF = (
@@ -68,11 +76,11 @@ class Processes:
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
     """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of messages,
     in seconds. group: make a process group even for one process (FSDP needs it). Raises
-    ConnectionError if another process hangs or has ended."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-    rank, local_rank, world_size = (
-        int(os.environ.get(name, n)) for name, n in names.items()
-    )
+    ConnectionError if another process hangs or has ended, UserError for variables of
+    torchrun that cannot be right."""
+    world_size = job_variable("WORLD_SIZE", default=1, least=1)
+    rank = job_variable("RANK", default=0, most=world_size - 1)
+    local_rank = job_variable("LOCAL_RANK", default=0)
     procs = Processes(rank, world_size, pick_device(device, local_rank))
     if world_size == 1 and not group:
         yield procs
@@ -106,32 +114,116 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
             dist.destroy_process_group()
 
 
+def job_variable(
+    name: str, default: int, least: int = 0, most: int | None = None
+) -> int:
+    """A number that torchrun sets in the environment. Raises UserError."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    number = int(text) if re.fullmatch(r"\d{1,9}", text) else -1
+    if number < least or (most is not None and number > most):
+        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UserError(
+            f"the environment variable {name} is {text!r}, not a number {bound}: "
+            f"{LEFT_OVER}"
+        )
+    return number
+
+
 def fresh_store(timeout: float) -> dist.Store:
     """torchrun's store, under a prefix of this attempt: a restarted job gets the old store, whose
     stale addresses make gloo fail (as of PyTorch 2.13). Each other rank leaves a random name in
-    the store, under which rank 0 answers with the prefix. timeout: seconds."""
-    deadline = time.monotonic() + timeout
-    limit = datetime.timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    the store, under which rank 0 answers with the prefix. timeout: seconds. Waits in
+    slices, between which Ctrl-C is noticed. Raises ConnectionError."""
+    rank = job_variable("RANK", default=0)
+    world_size = job_variable("WORLD_SIZE", default=1)
+    meeting = Meeting(world_size, timeout)
+    store = job_store(rank, meeting)
     name = secrets.token_hex(8)
     if rank > 0:
         store.set(f"name/{rank}", name)
-        prefix = store.get(f"prefix/{name}").decode()  # waits until it is there
+        while not store.check([f"prefix/{name}"]):
+            meeting.wait()
+        prefix = store.get(f"prefix/{name}").decode()
         store.set(f"{prefix}/joined/{rank}", "")
         return dist.PrefixStore(prefix, store)
     missing = range(1, world_size)
     while missing := [r for r in missing if not store.check([f"{name}/joined/{r}"])]:
-        for (
-            other
-        ) in missing:  # again and again, for the name may be that of a dead process
+        # Again and again, for the name may be that of a dead process.
+        for other in missing:
             if store.check([f"name/{other}"]):
                 store.set(f"prefix/{store.get(f'name/{other}').decode()}", name)
-        if time.monotonic() > deadline:
+        meeting.wait()
+    return dist.PrefixStore(name, store)
+
+
+def job_store(rank: int, meeting: "Meeting") -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT: that of torchrun, or else of rank 0."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(
+                f"WORLD_SIZE is {meeting.world_size}, but the environment has no {name}: "
+                f"{LEFT_OVER}"
+            )
+    host = os.environ["MASTER_ADDR"]
+    port = job_variable("MASTER_PORT", default=0, most=2**16 - 1)
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = rank == 0 and not of_torchrun
+    while not is_server and not is_open(host, port):  # TCPStore would wait in C++
+        meeting.wait()
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_server,
+            timeout=datetime.timedelta(seconds=meeting.timeout),
+            wait_for_workers=False,
+            multi_tenant=is_server,
+        )
+    except dist.DistNetworkError as error:  # another program has the port
+        raise ConnectionError(
+            f"no processes can meet at {host}:{port} ({' '.join(str(error).split())[:120]})"
+            f": {LEFT_OVER}"
+        ) from None
+
+
+def is_open(host: str, port: int) -> bool:
+    """Whether something answers at a port."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+class Meeting:
+    """How long this process waits for the others of its job to start, and that it says so."""
+
+    def __init__(self, world_size: int, timeout: float):
+        self.world_size = world_size
+        self.timeout = timeout
+        self.started = time.monotonic()
+        self.told = False
+
+    def wait(self) -> None:
+        """Sleep for a moment. Prints a note after PATIENCE seconds; raises
+        ConnectionError after `timeout`."""
+        waited = time.monotonic() - self.started
+        if waited > self.timeout:
             raise ConnectionError(
-                f"the job's processes did not all start in {timeout:g} seconds"
+                f"the job's processes did not all start in {self.timeout:g} seconds"
+            )
+        if waited > PATIENCE and not self.told:
+            self.told = True
+            show(
+                f"waiting for the other processes of a job of {self.world_size} at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; "
+                f"{LEFT_OVER}",
+                file=sys.stderr,
+                flush=True,
             )
         time.sleep(0.01)
-    return dist.PrefixStore(name, store)
 
 
 def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
