@@ -43,6 +43,33 @@ NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_closed_output_is_nowhere_and_no_error(tmp_path, closed):
+    """The number of a closed one is not that of the next file that is opened."""
+    body = """
+    from tqdm import tqdm
+    for _ in tqdm(range(2), disable=False):
+        pass
+    sys.stderr.write("unseen"), sys.stdout.write("unseen")
+    with open("result", "w") as file:
+        os.write(2, b"a warning of C code")
+        file.write("whole")
+    return"""
+    (tmp_path / "main.py").write_text(MAIN.format(body))
+    command = f"{sys.executable} main.py {closed}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    assert (tmp_path / "result").read_text() == "whole"
+
+
+def test_interactive_without_standard_input_is_told(run):
+    command = f"{sys.executable} sample.py {run} --interactive --device cpu <&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard input is closed")
+
+
 @pytest.mark.parametrize(
     "body, status, out, err",
     [

@@ -60,6 +60,7 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. UserError, OSError and a lack of memory or processes print one
     line and exit with status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    open_closed_streams()
     if hasattr(
         sys.stdout, "reconfigure"
     ):  # for characters that the terminal cannot show
@@ -67,8 +68,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     try:
         with _paths_with_home():
             status = main() or 0
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
@@ -94,6 +94,21 @@ def run_script(main: Callable[[], int | None]) -> None:
         show(visible(f"error{rank}: {advice}{error}", one_line=True), file=sys.stderr)
         status = 2
     sys.exit(status)
+
+
+def open_closed_streams() -> None:
+    """Send output to nowhere where the caller has closed it, as `2>&-` does: libraries
+    write to sys.stderr without a check, and the next file that is opened would get the
+    number 2 and the warnings of C code."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.fstat(number)
+        except OSError:  # no other file has the number yet
+            os.dup2(nowhere, number)
+        setattr(sys, name, os.fdopen(nowhere, "w"))
 
 
 def _paths_with_home():

@@ -150,6 +150,8 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
     empty one again with the last one that could be filled and the next seed. Mistakes are told."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and found again)
+    if sys.stdin is None:
+        raise UserError("standard input is closed, so that there are no lines to read")
     sys.stdin.reconfigure(errors="replace")
     prompt = "> " * (sys.stdin.isatty() and sys.stdout.isatty())
     line = ""
