@@ -28,7 +28,7 @@ import sample
 from aogpt.runtime.processes import Processes
 from aogpt.sampling import TokenChoice, generate, l2r_plan, modes, random_plan
 from aogpt.sampling.race import fresh_uniforms
-from aogpt.sampling.refine import given_others, redraw, redrawn, refine
+from aogpt.sampling.refine import ROWS, given_others, redraw, redrawn, refine
 from aogpt.sampling.token_choice import choose_tokens, without_repeats
 
 N = 3
@@ -118,7 +118,9 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
             minlength=len(index)
         )
         assert accept(counts, expected), rounds
-        assert (after.nfe == N + rounds).all() and after.model_calls == N + rounds
+        scoring = N if system in ENCODERS else -(-SAMPLES // ROWS)
+        assert (after.nfe == N + rounds + (N if system in ENCODERS else 1)).all()
+        assert after.model_calls == N + rounds + scoring
     assert accept(counts, stationary) and (expected - stationary).abs().sum() < 1e-3
     # It is another distribution than that of the samples: the conditionals have no joint.
     of_sequences = SAMPLES * stationary.view(-1, V**N).sum(dim=0)
@@ -160,19 +162,62 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         assert torch.equal(moved.sum(dim=1), count)
         kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
         assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
-        for same in ("tokens", "log_probs", "step"):
+        for same in ("tokens", "step"):
             assert torch.equal(
                 getattr(after, same)[~moved], getattr(samples, same)[~moved]
             )
         n = count
         calls = 0 if by == "drawn" else generated.sum(dim=1)
-        assert torch.equal(after.nfe, samples.nfe + n + calls)
+        scoring = generated.any(dim=1)
+        if model.config.is_encoder:
+            scoring = generated.sum(dim=1)
+        assert torch.equal(after.nfe, samples.nfe + n + calls + scoring)
         ends = zip(after.order.tolist(), length.tolist(), n.tolist(), strict=True)
         for b, (order, total, m) in enumerate(ends):
             assert (
                 sorted(order[total - m : total])
                 == moved[b].nonzero().flatten().tolist()
             )
+
+
+@pytest.mark.parametrize("by", ["drawn", "others", "random"])
+@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "two_stream", "RADD"])
+@torch.no_grad()
+def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, by):
+    """Rows of several lengths, with given tokens, from steps of several tokens."""
+    model = make_system(system, 2)
+    B = 5
+    T = 8
+    length = torch.tensor([8, 8, 5, 3, 7])
+    given_tokens = some_given(B, T, 1)
+    tokens = random_tokens(11, B, T, 3)
+    uniforms = uniforms_for(B, T, seed=4)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=6), given_tokens, 3)
+    samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
+    after = refine(model, samples, uniforms, 3, 0.4, by, vocab_size=11, batch_size=2)
+    for b in range(B):
+        n = int(length[b])
+        row = after.tokens[b : b + 1, :n]
+        order = after.order[b, :n].tolist()
+        for place, position in enumerate(order):
+            expected = 0.0
+            if after.step[b, position] >= 0:
+                logits = logits_after(model, row, order[:place], position)[:11]
+                expected = float(logits.log_softmax(dim=-1)[row[0, position]])
+            assert abs(float(after.log_probs[b, position]) - expected) < 1e-4
+    assert not torch.allclose(after.log_probs, samples.log_probs)
+    assert refine(model, samples, uniforms, 0, 0.4, by) is samples
+
+
+def logits_after(model, row, context, position):
+    """Logits (V,) of a position of row (1, n), given the tokens of the context."""
+    n = row.shape[1]
+    if model.config.is_encoder:
+        masked = torch.full_like(row, model.config.mask_token)
+        masked[0, context] = row[0, context]
+        return model.head_logits(model.hidden(masked))[0, position]
+    through = torch.tensor([order_through(context, position, n)])
+    return model.logits(row, through)[0, len(context)]
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -244,7 +289,7 @@ def test_refinement_as_a_user_sees_it(script, run, plain, tmp_path):
         "l2r",
     ]
     status, out, err = script(eval_gen, *arguments, "--refine", 2)
-    assert status == 0 and "l2r 1, refined 2" in out and " 11.0 |" in out, err
+    assert status == 0 and "l2r 1, refined 2" in out and " 12.0 |" in out, err
 
 
 # ---- against repetition --------------------------------------------------------------------------

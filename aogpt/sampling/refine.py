@@ -1,26 +1,30 @@
 """Refinement: redraw some tokens of complete samples given all that is kept, for some rounds.
 
-A round removes a share of the generated tokens and draws them again, one after the other in a
-random order, each from the model's distribution given all that is known then. A decoder reads the
-kept tokens in the order in which they became known; those redrawn become its last. So redrawing the
-last token of an order leaves the joint along that order as it is.
+A round removes a share of the generated tokens and draws them again, one after the
+other in a random order, each from the model's distribution given all that is known then.
+A decoder reads the kept tokens in the order in which they became known; those redrawn
+become its last. So redrawing the last token of an order leaves the joint along that
+order as it is.
 
 Shapes: B samples, T positions."""
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..model import AOGPT, inverse_permutation
+from ..systems import head_chunk
+from .cached import float32_logits
 from .engine import Generation, generate
 from .plans import Plan
 from .race import fresh_uniforms
 from .token_choice import REFINED
 
 RefineBy = Literal["drawn", "others", "random"]
+ROWS = 16  # that are scored in one pass, where no batch size is given
 
 
 def refine(
@@ -33,50 +37,74 @@ def refine(
     progress: Callable[[int], None] | None = None,
     **settings,
 ) -> Generation:
-    """The samples after all rounds. uniforms: those the samples were drawn with, from which all
-    random numbers are hashed. by: redraw the tokens of least log-probability, when they were drawn
-    or given all others, or random ones. settings: of `generate`."""
+    """Return the samples after all rounds, with the log-probabilities of the text that
+    is there then: each generated token given all tokens before it in `order`.
+
+    Args:
+        uniforms: (B, T), those the samples were drawn with, from which all random numbers
+            are hashed.
+        rounds: 0 returns the samples as they are.
+        share: of the generated tokens that a round redraws.
+        by: redraw the tokens of least log-probability when they were drawn, or given all
+            others, or random ones.
+        settings: of `generate`."""
+    if not rounds:
+        return samples
     generated = samples.step >= 0
     count = redrawn(generated, share)[:, None]
-    for salt in range(REFINED, REFINED - 2 * rounds, -2):
-        keys, fresh = (fresh_uniforms(uniforms, salt - i) for i in range(2))
+    for number in range(rounds):
+        salt = REFINED - 2 * number
+        keys = fresh_uniforms(uniforms, salt)
+        fresh = fresh_uniforms(uniforms, salt - 1)
         if by == "others":
             samples, score = given_others(model, samples, **settings)
+        elif by == "drawn":
+            score = samples.log_probs
         else:
-            score = samples.log_probs if by == "drawn" else keys
-        least_first = (
-            score.double().where(generated, torch.inf).argsort(dim=1, stable=True)
-        )
+            score = keys
+        score = score.double().where(generated, torch.inf)
+        least_first = score.argsort(dim=1, stable=True)
         chosen = inverse_permutation(least_first) < count
-        how = settings | {"uniforms": fresh, "progress": progress}
-        samples = redraw(model, samples, chosen, keys, **how)
-    return samples
+        samples = redraw(
+            model, samples, chosen, keys, uniforms=fresh, progress=progress, **settings
+        )
+    return along_order(model, samples, **settings)
 
 
 def redrawn(generated: Tensor, share: float) -> Tensor:
-    """How many tokens of each sample a round redraws, (B,): one at least, if any is generated."""
+    """Return how many tokens of each sample a round redraws, LongTensor (B,): one at
+    least, if any is generated. generated: BoolTensor (B, T)."""
     total = generated.sum(dim=1)
     return (share * total).round().long().clamp(min=1).minimum(total)
 
 
 def redraw(
-    model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **how
+    model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **settings
 ) -> Generation:
-    """The samples with the chosen tokens, BoolTensor (B, T), drawn again one after the other, those
-    of small key (B, T) in [0, 1) first. Their steps come after the sample's. how: of `generate`."""
+    """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one after
+    the other, those of small key (B, T) in [0, 1) first. Their steps come after the
+    sample's. settings: of `generate`."""
     plan = _last(samples.order, samples.length, chosen, keys)
-    new = generate(model, plan, samples.tokens, **how)
-    step = new.step + samples.step.amax(dim=1, keepdim=True) + 1
-    step = step.where(chosen, samples.step)
-    log_probs = new.log_probs.where(chosen, samples.log_probs)
-    names = "model_calls", "token_forwards", "nfe"
-    cost = (getattr(samples, name) + getattr(new, name) for name in names)
-    return Generation(new.tokens, step, log_probs, samples.length, *cost, new.order)
+    new = generate(model, plan, samples.tokens, **settings)
+    later = new.step + samples.step.amax(dim=1, keepdim=True) + 1
+    return Generation(
+        tokens=new.tokens,
+        step=later.where(chosen, samples.step),
+        log_probs=new.log_probs.where(chosen, samples.log_probs),
+        length=samples.length,
+        model_calls=samples.model_calls + new.model_calls,
+        token_forwards=samples.token_forwards + new.token_forwards,
+        nfe=samples.nfe + new.nfe,
+        order=new.order,
+    )
 
 
-def given_others(model: AOGPT, samples: Generation, **how) -> tuple[Generation, Tensor]:
-    """The samples, with the cost added, and the log-probability (B, T) of each generated token
-    given all others: a pass for each token, those of a sample side by side."""
+def given_others(
+    model: AOGPT, samples: Generation, **settings
+) -> tuple[Generation, Tensor]:
+    """Return the samples, with the cost added, and the log-probability (B, T) of each
+    generated token given all others: a pass for each token, those of a sample side by
+    side. settings: of `generate`."""
     generated = samples.step >= 0
     T = samples.step.shape[1]
     scores = torch.zeros_like(samples.log_probs)
@@ -85,24 +113,92 @@ def given_others(model: AOGPT, samples: Generation, **how) -> tuple[Generation, 
     for b in generated.any(dim=1).nonzero().flatten().tolist():
         alone = torch.arange(T) == generated[b].nonzero()  # (n, T)
         n = len(alone)
-        order, tokens = (v[b].expand(n, T) for v in (samples.order, samples.tokens))
+        order = samples.order[b].expand(n, T)
+        tokens = samples.tokens[b].expand(n, T)
         plan = _last(order, samples.length[b].expand(n), alone, torch.zeros(n, T))
-        got = generate(model, plan, tokens, forced=tokens, **how)
+        got = generate(model, plan, tokens, forced=tokens, **settings)
         scores[b, generated[b]] = got.log_probs[alone]
-        calls = calls + got.model_calls
-        forwards = forwards + got.token_forwards
-    cost = {
-        "model_calls": samples.model_calls + calls,
-        "nfe": samples.nfe + generated.sum(dim=1),
-    }
-    cost["token_forwards"] = samples.token_forwards + forwards
-    return dataclasses.replace(samples, **cost), scores
+        calls += got.model_calls
+        forwards += got.token_forwards
+    samples = replace(
+        samples,
+        model_calls=samples.model_calls + calls,
+        token_forwards=samples.token_forwards + forwards,
+        nfe=samples.nfe + generated.sum(dim=1),
+    )
+    return samples, scores
+
+
+@torch.no_grad()
+def along_order(
+    model: AOGPT,
+    samples: Generation,
+    vocab_size: int | None = None,
+    batch_size: int | None = None,
+    **settings,
+) -> Generation:
+    """Return the samples with the log-probability of each generated token given all
+    tokens before it in `order`, among the ids that may be drawn. It takes one pass of a
+    decoder, or one a generated token of an encoder, whose cost is added."""
+    generated = samples.step >= 0
+    if model.config.is_encoder:
+        place = inverse_permutation(samples.order) / samples.order.shape[1]
+        plan = _last(samples.order, samples.length, generated, place)
+        scored = generate(
+            model,
+            plan,
+            samples.tokens,
+            forced=samples.tokens,
+            vocab_size=vocab_size,
+            batch_size=batch_size,
+        )
+        return replace(
+            samples,
+            log_probs=scored.log_probs,
+            model_calls=samples.model_calls + scored.model_calls,
+            token_forwards=samples.token_forwards + scored.token_forwards,
+            nfe=samples.nfe + scored.nfe,
+        )
+    device = model.wte.weight.device
+    size = batch_size or ROWS
+    parts = []
+    rows = zip(samples.tokens.split(size), samples.order.split(size), strict=True)
+    for tokens, order in rows:
+        log_probs = _one_pass(model, tokens.to(device), order.to(device), vocab_size)
+        parts.append(log_probs.cpu())
+    any_generated = generated.any(dim=1)
+    return replace(
+        samples,
+        log_probs=torch.cat(parts).where(generated, 0.0),
+        model_calls=samples.model_calls + len(parts),
+        token_forwards=samples.token_forwards
+        + int(samples.length[any_generated].sum()),
+        nfe=samples.nfe + any_generated,
+    )
+
+
+def _one_pass(
+    model: AOGPT, tokens: Tensor, order: Tensor, vocab_size: int | None
+) -> Tensor:
+    """Return log p (B, T), float32 by position, of tokens (B, T) along order (B, T)."""
+    hidden = model.hidden(tokens, order).flatten(0, 1)
+    targets = tokens.gather(1, order).flatten()
+    chunk = head_chunk(model.config.vocab_size, tokens.device.type)
+    parts = []
+    for states, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = float32_logits(model, states)[:, :vocab_size].float()
+        log_probs = logits.log_softmax(dim=-1)
+        parts.append(log_probs.gather(1, wanted[:, None]).squeeze(1))
+    by_step = torch.cat(parts).view(order.shape)
+    return torch.zeros_like(by_step).scatter_(1, order, by_step)
 
 
 def _last(order: Tensor, length: Tensor, chosen: Tensor, keys: Tensor) -> Plan:
-    """A plan that generates the chosen positions by rising key, after all others in their order."""
+    """Return a plan that generates the chosen positions by rising key (B, T) in [0, 1),
+    after all others in their order."""
     T = order.shape[1]
     place = inverse_permutation(order).double()
-    key = torch.where(chosen, T + keys, place + 2 * T * (place >= length[:, None]))
+    absent = place >= length[:, None]  # positions that a shorter sample does not have
+    key = torch.where(chosen, T + keys, torch.where(absent, place + 2 * T, place))
     step = torch.arange(T) - (length - chosen.sum(dim=1))[:, None]
     return Plan(key.argsort(dim=1, stable=True), step.clamp(min=-1), length)
