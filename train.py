@@ -84,6 +84,8 @@ def train(config: Config, procs: Processes) -> int:
     val_data = (
         TokenDataset(source, "val", data.block_size, d.verify) if validated else None
     )
+    files = data.files() | (val_data.files() if val_data else {})
+    data.meta = {**data.meta, "files": files}  # to see at a resume whether they changed
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     with locked_for_all(folder, procs):

@@ -3,13 +3,24 @@
 import copy
 import dataclasses
 import json
+import os
 import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, ROOT, change, make_data, metrics, newest, tiny_config
+from helpers import (
+    ALONE,
+    ROOT,
+    assert_same,
+    change,
+    flip_byte,
+    make_data,
+    metrics,
+    newest,
+    tiny_config,
+)
 
 import train
 from aogpt.checkpoints import CheckpointError, store
@@ -334,3 +345,40 @@ def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
         words = "the tokenizer of a run cannot change"
     with pytest.raises(UserError, match=words):
         train.train(config, ALONE)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "val.bin"])
+def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not(
+    tmp_path, data, file, capsys
+):
+    """The size stays the same; times that change cost no more than a checksum."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    config = tiny_config(folder, tmp_path, steps=6)
+    train.train(config, ALONE)
+    more = change(config, train__steps=8)
+    os.utime(folder / file)
+    train.train(more, ALONE)
+    times = (folder / file).stat()
+    flip_byte(folder / file, at=4, mask=1)
+    os.utime(folder / file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    before = newest(config)
+    with pytest.raises(UserError, match=f"{file} has changed since the run last"):
+        train.train(change(config, train__steps=10), ALONE)
+    assert_same(newest(config), before)
+
+
+def test_data_without_a_checksum_that_has_another_time_is_told(tmp_path, capsys):
+    """nanoGPT's folders have none."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    tokens = np.arange(4000) % 300
+    for name in ("train.bin", "val.bin"):
+        (folder / name).write_bytes(tokens.astype("<u2").tobytes())
+    config = tiny_config(folder, tmp_path, steps=6, model__vocab_size=50304)
+    train.train(config, ALONE)
+    train.train(change(config, train__steps=7), ALONE)
+    assert "no checksum" not in capsys.readouterr().out
+    os.utime(folder / "train.bin")
+    train.train(change(config, train__steps=8), ALONE)
+    assert "train.bin has another size or time" in capsys.readouterr().out

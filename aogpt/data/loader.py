@@ -229,6 +229,21 @@ class TokenDataset:
             if self.of_records:
                 self._roles = self._roles[chosen]
         self._opened = {path: _stamp(path) for path in paths}
+        self._sha256 = [entry["sha256"]]
+        if self.of_records:
+            self._sha256.append(entry["roles"]["sha256"])
+
+    def files(self) -> dict[str, dict]:
+        """What a run records of the files, by path, for `changed_files` when it resumes."""
+        recorded = {}
+        for path, sha256 in zip(self._opened, self._sha256, strict=True):
+            stat = path.stat()
+            recorded[str(path)] = {
+                "sha256": sha256,
+                "size": stat.st_size,
+                "times": [stat.st_mtime_ns, stat.st_ctime_ns],
+            }
+        return recorded
 
     def check_unchanged(self) -> None:
         """Raise UserError or OSError if a file has another size or time than when it was opened."""
@@ -301,6 +316,12 @@ class Mixture(TokenDataset):
         self.of_records = False
         self.shift = 0
         self.num_blocks = max(1, round(parts[0].num_blocks / shares[0]))
+
+    def files(self) -> dict[str, dict]:
+        recorded = {}
+        for part in self.parts:
+            recorded |= part.files()
+        return recorded
 
     def check_unchanged(self) -> None:
         for part in self.parts:
@@ -383,6 +404,28 @@ def open_training_data(
             "data.mix is for texts, and one of these has prompts; leave it out"
         )
     return Mixture(parts, shares) if mix else data
+
+
+def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
+    """Notes on files that have another size or time than `before` (`TokenDataset.files`),
+    and no checksum that would show whether they changed. Raises UserError for a file
+    that does not match its checksum."""
+    notes = []
+    for path, recorded in now.items():
+        if recorded == before.get(path):
+            continue
+        if not recorded["sha256"]:
+            if path in before:
+                notes.append(
+                    f"{path} has another size or time than when the run last started, "
+                    "and no checksum: see that it is the same"
+                )
+        elif sha256_file(Path(path)) != recorded["sha256"]:
+            raise UserError(
+                f"{path} has changed since the run last started: it does not match its "
+                f"checksum; copy it, or {ADVICE}"
+            )
+    return notes
 
 
 def _stamp(path: Path) -> tuple[int, int]:

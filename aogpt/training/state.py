@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from ..checkpoints import CheckpointError, load, store
+from ..data.loader import changed_files
 from ..data.tokenizers import RECORDED, other_tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError, reason_of
@@ -92,6 +93,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     found = store.read_newest(folder, read, procs)
     if found:
         check_same_run(config, data_meta, *found, procs.print0)
+        check_same_data(found[1]["data"], data_meta, procs)
     else:
         if problem := procs.gather(history_in(folder) if procs.main else None)[0]:
             raise UserError(problem)
@@ -185,6 +187,23 @@ def check_same_run(
         values["best"] = None
     if changes:  # the change may be the cure of skipped steps
         values["skipped_in_a_row"] = 0
+
+
+def check_same_data(before: dict, now: dict, procs: Processes) -> None:
+    """Print what is not known to be unchanged in the files of the data since a
+    checkpoint. The main process reads them, all must call. Raises UserError for a file
+    that does not match its checksum."""
+    error = None
+    notes = []
+    if procs.main:
+        try:
+            notes = changed_files(before.get("files", {}), now.get("files", {}))
+        except (UserError, OSError) as failure:
+            error = str(failure)
+    if error := procs.gather(error)[0]:
+        raise UserError(error)
+    for note in notes:
+        procs.print0(note)
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
