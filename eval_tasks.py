@@ -205,6 +205,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         cut = f"{requests['truncated']:,} contexts lost their beginning (the block size is"
         spanning = f"in {requests['spanning']:,} a token spans context and continuation"
         show(f"of {requests['all']:,} requests, {cut} {model.block_size}); {spanning}")
+    if requests["windows"]:
+        show(
+            f"whole texts: {requests['windows']:,} windows of at most {model.block_size} "
+            "tokens, context included"
+        )
     document = {"requests": requests} | origin_of(
         a, model.loaded, model.dtype, procs, **used
     )

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
@@ -124,6 +124,8 @@ class HarnessModel(TemplateLM):
             run.get_tokenizer(),
             pick_dtype(a.dtype, self.device),
         )
+        begins = run.system and getattr(self.tokenizer, "starts", ())
+        self.prefix = [] if begins else [self.tokenizer.eot]  # of an empty context
         config = self.model.config
         self.block_size = config.block_size
         self.is_encoder = config.is_encoder
@@ -185,11 +187,11 @@ class HarnessModel(TemplateLM):
 
     def request_counts(self) -> dict[str, int]:
         """Requests of all processes; `spanning`: with a token across context and continuation,
-        `truncated`: whose context lost its beginning."""
+        `truncated`: whose context lost its beginning; `windows`: of whole texts."""
         found = self.procs.gather(self.counts)
         return {
             name: sum(c[name] for c in found)
-            for name in ("all", "spanning", "truncated")
+            for name in ("all", "spanning", "truncated", "windows")
         }
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -206,17 +208,28 @@ class HarnessModel(TemplateLM):
         self, requests, disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihood of each text."""
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
         windows = []
         counts = []
         for (text,) in (request.args for request in requests):
-            sizes = self.prefix_token_id, self.block_size - 1, 1
-            found = list(get_rolling_token_windows(self.tok_encode(text), *sizes))
-            windows += [(None, *make_disjoint_window(window)) for window in found]
-            counts.append(len(found))
+            of_text = list(self._windows(self.tok_encode(text)))
+            windows += [(None, *window) for window in of_text]
+            counts.append(len(of_text))
+        self.counts["windows"] += len(windows)
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def _windows(self, tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Contexts and continuations that together predict every token of a text once.
+        A window is a block long with its context, of which there is one token at least
+        after the first window. (The harness's own models count the context apart, and
+        predict one token more a window.)"""
+        text = self.prefix + tokens
+        start = len(self.prefix)
+        while start < len(text):
+            size = self.block_size - 1 if start else self.block_size
+            end = min(start + size, len(text))
+            yield text[max(0, end - self.block_size) : start], text[start:end]
+            start = end
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False
@@ -226,10 +239,13 @@ class HarnessModel(TemplateLM):
         pairs = []
         passes = []
         for i, (_, context, continuation) in enumerate(requests):
-            if len(continuation) >= self.block_size:
-                long = f"a continuation of {len(continuation)} tokens does not fit in the model's"
-                raise UserError(f"{long} {self.block_size}: leave out its task or row")
-            context = context or [self.prefix_token_id]
+            if context in ([], [self.prefix_token_id]):
+                context = self.prefix
+            if len(context[-1:]) + len(continuation) > self.block_size:
+                raise UserError(
+                    f"a continuation of {len(continuation)} tokens does not fit in the "
+                    f"model's {self.block_size}: leave out its task or row"
+                )
             pairs.append((self._fitting(context, len(continuation)), continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
                 passes += [
@@ -262,7 +278,7 @@ class HarnessModel(TemplateLM):
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
             settings = self.generation_settings(gen_kwargs)
-            tokens = self.tok_encode(context) or [self.eot_token_id]
+            tokens = self.tok_encode(context) or self.prefix
             copies[id(request)] += 1  # a request that is repeated is answered anew
             tokens = self._fitting(tokens, settings[1])
             groups[settings].append((tokens, copies[id(request)], number))
@@ -272,9 +288,10 @@ class HarnessModel(TemplateLM):
             desc=self.decoding.mode, unit="token", disable=quiet, leave=False
         ) as bar:
             for settings, group in groups.items():
-                contexts, repeats, numbers = zip(
-                    *sorted(group, key=lambda r: -len(r[0]))
-                )  # noqa: B905
+                group.sort(key=lambda request: -len(request[0]))
+                contexts = [context for context, _, _ in group]
+                repeats = [repeat for _, repeat, _ in group]
+                numbers = [number for _, _, number in group]
                 answers = self.complete(contexts, repeats, settings, bar.update)
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
@@ -285,7 +302,7 @@ class HarnessModel(TemplateLM):
         self.counts += Counter(
             all=1, truncated=int(len(context) + new > self.block_size)
         )
-        return context[new - self.block_size :]
+        return context[max(0, len(context) + new - self.block_size) :]
 
     def scoring_pass(
         self, context: list[int], continuation: list[int], draw: int
