@@ -530,6 +530,8 @@ def draw(result: dict) -> bytes:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("steps")
+        ticks = sorted({row["steps"] for row in shown})
+        axes.set_xticks(ticks, labels=[f"{steps:,}" for steps in ticks], minor=False)
         axes.legend(fontsize="small")
     left.set_title(f"{result['machine']['name']}, {result['settings']['size']}")
     return png(figure)

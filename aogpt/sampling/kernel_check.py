@@ -66,7 +66,11 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
     ):
         return None
     attention = None
-    attends = not config.is_encoder and config.target != "two_stream"
+    # What two streams see is in masks.
+    attends = not config.is_encoder and config.target not in (
+        "two_stream",
+        "mask_query",
+    )
     if attends and attention_kernel.can_attend(config.head_dim, weight.dtype):
         if agrees("attention", lambda: attention_error(attention_kernel, model)):
             attention = attention_kernel

@@ -1,0 +1,100 @@
+"""The script of a day with a GPU: jobs have time limits, and go on where they stopped."""
+
+import json
+
+import pytest
+
+from aogpt.runtime.errors import UserError
+from studies import gpu_day
+from studies.gpu_day import Job, Options, run_part
+
+
+@pytest.fixture
+def jobs_of(tmp_path, monkeypatch):
+    """Run a part of these jobs: the exit status, and what became of each by name."""
+
+    def run(*jobs, minutes=None):
+        monkeypatch.setattr(gpu_day, "training", lambda o, folder: list(jobs))
+        options = Options(part="training", out=tmp_path, minutes=minutes)
+        status = run_part(options)
+        rows = {}
+        for job in jobs:
+            file = tmp_path / "training" / f"{job.name}.done.json"
+            rows[job.name] = json.loads(file.read_text()) if file.exists() else None
+        return status, rows
+
+    return run
+
+
+def script(tmp_path, text):
+    file = tmp_path / "job.py"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
+    counts = tmp_path / "counts"
+    work = script(tmp_path, f"open({str(counts)!r}, 'a').write('x'); print('worked')")
+    good = Job("good", 60, (work,))
+    bad = Job("bad", 60, ("studies.no_such_module",))
+    status, rows = jobs_of(good, bad)
+    assert status == 1
+    assert rows["good"]["status"] == "done" and rows["bad"]["status"] == "failed"
+    assert rows["good"]["commit"] and rows["good"]["versions"]["torch"]
+    assert "worked" in (tmp_path / "training" / "good.log").read_text()
+    assert "no_such_module" in (tmp_path / "training" / "bad.log").read_text()
+    status, rows = jobs_of(good)
+    assert status == 0 and counts.read_text() == "x", "it is not done twice"
+    assert "good" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("may_be_cut", [False, True])
+def test_a_job_whose_time_is_up_is_asked_to_stop(may_be_cut, jobs_of, tmp_path):
+    saved = tmp_path / "saved"
+    text = f"""
+import signal, sys, time
+
+def save(*_):
+    open({str(saved)!r}, 'w').write('state')
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, save)
+time.sleep(60)
+"""
+    job = Job("long", 3, (script(tmp_path, text),), may_be_cut)
+    status, rows = jobs_of(job)
+    assert saved.read_text() == "state"
+    assert rows["long"]["status"] == ("done" if may_be_cut else "cut")
+    assert status == (0 if may_be_cut else 1)
+
+
+def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(gpu_day.MINUTES, "training", 0)
+    status, rows = jobs_of(Job("late", 60, (script(tmp_path, ""),)))
+    assert status == 1 and rows["late"] is None
+    assert "no time is left" in capsys.readouterr().out
+
+
+def test_every_part_lists_jobs_that_exist(tmp_path):
+    """Full size and small; the limits of a part fit into its minutes where jobs take them."""
+    folder = tmp_path / "model"
+    for part in gpu_day.MINUTES:
+        made = getattr(gpu_day, part)
+        for small in (False, True):
+            options = Options(part=part, small=small, folder=None if small else folder)
+            jobs = made(options, tmp_path)
+            names = [job.name for job in jobs]
+            assert len(set(names)) == len(names)
+            for job in jobs:
+                assert 0 < job.seconds <= 60 * gpu_day.MINUTES[part]
+                target = job.words[0]
+                if target.endswith(".py"):
+                    assert (gpu_day.ROOT / target).exists()
+    with pytest.raises(UserError, match="--folder"):
+        gpu_day.pretrained(Options(part="pretrained"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["decoding", "training"])
+def test_the_rehearsal_of_a_part_ends_well(part, tmp_path):
+    assert run_part(Options(part=part, small=True, out=tmp_path, minutes=9)) == 0
