@@ -1,17 +1,19 @@
 """Accuracy on tasks: prompts of a prepared data set, or tasks of lm-evaluation-harness.
 
-    python eval_tasks.py out/sudoku6 --tasks sudoku6 --mode confidence --threshold 0.9 --html FILE
+    python eval_tasks.py out/own --tasks data/questions --mode confidence --html FILE
     python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
     python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
     torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
 
-A task is a prepared data set with prompts, by name or folder (data/prepare.py sudoku6, ... or
-records), or a task of the harness, which needs: pip install -r requirements-harness.txt.
+A task is a prepared data set with prompts, by name or folder (data/prepare.py records; puzzles
+with several right answers: python -m studies.puzzle_answers), or a task of the harness, which
+needs: pip install -r requirements-harness.txt.
 
 The YAML file of a task can run code (Python functions, Jinja templates): use only files that you
 trust."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +21,10 @@ from typing import Annotated
 import tyro
 
 from aogpt.checkpoints import Loaded, load
+from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
-from aogpt.data.puzzles import TASKS
 from aogpt.evaluation import harness
-from aogpt.evaluation.answers import answer, open_questions, page_of
+from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -46,8 +48,7 @@ class Decoding(DecodingOptions):
     (default) or random, an estimate of the ELBO (encoders' default)."""
 
     temperature: Temperature | None = None
-    """Prepared data: by default 0 (the most probable token), but 1 for copy, replace and shuffle.
-    The harness: by default 1."""
+    """Prepared data: by default 0 (the most probable token). The harness: by default 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,13 @@ class Arguments(harness.Settings, OutputOptions):
     """Write a JSON object per row of every task: the answer, and whether it is right."""
 
 
-def main() -> None:
+def main(judges: Mapping[str, Judge] | None = None) -> None:
+    """Answer the tasks of the command line. judges: see `open_questions`."""
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     if not a.tasks:
         raise UserError(
-            "--tasks names no task; give at least one, such as --tasks sudoku6"
+            "--tasks names no task; give at least one, such as --tasks data/questions"
         )
     of_data = is_prepared(a.tasks[0])
     for name in OF_HARNESS if of_data else OF_DATA:
@@ -95,12 +97,15 @@ def main() -> None:
     if not of_data:
         harness.require_lm_eval()
     with processes(a.device) as procs:
-        (answer_prompts if of_data else evaluate)(a, procs)
+        if of_data:
+            answer_prompts(a, procs, judges)
+        else:
+            evaluate(a, procs)
 
 
 def is_prepared(task: str) -> bool:
     """Whether a task is a prepared data set, not a task of the harness."""
-    if task in TASKS:
+    if task in OF_STUDIES:  # a message says how to make it
         return True
     try:
         meta = load_meta(find_dataset(task))
@@ -110,7 +115,9 @@ def is_prepared(task: str) -> bool:
     return meta.get("protocol") == "records" or Path(task).is_dir()
 
 
-def answer_prompts(a: Arguments, procs: Processes) -> None:
+def answer_prompts(
+    a: Arguments, procs: Processes, judges: Mapping[str, Judge] | None
+) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
@@ -122,11 +129,11 @@ def answer_prompts(a: Arguments, procs: Processes) -> None:
     rows = []
     page = None
     for name in a.tasks:
-        questions = open_questions(name, a.split, loaded, a.limit)
+        questions = open_questions(name, a.split, loaded, a.limit, judges)
         temperature = a.decoding.temperature
         mode = a.decoding.mode
         if temperature is None:
-            temperature = questions.task.temperature if questions.task else 0.0
+            temperature = questions.judge.temperature if questions.judge else 0.0
         if mode is None and a.decoding.order is None:
             mode = "l2r" if config.l2r_only else "confidence"
         options = replace(a.decoding, temperature=temperature, mode=mode)
@@ -231,8 +238,10 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            advice = "data/prepare.py makes it; your own tasks need --include-path"
-            raise UserError(f"there is no task or prepared data {name!r}; {advice}")
+            raise UserError(
+                f"there is no task or prepared data {name!r}; make it with: "
+                f"{command_for(name)}; your own tasks need --include-path"
+            )
         found += matching
     return found
 

@@ -5,7 +5,7 @@ Examples:
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
     python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --order slots:block=8 --group-size 4
-    python sample.py out/chorales --prompts data/chorales_alto --rows 1 --midi FILE --html FILE"""
+    python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
 import itertools
 import json
@@ -29,7 +29,6 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import gaps, live, modes
-from aogpt.sampling.midi import midi_file
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
@@ -79,9 +78,7 @@ class Arguments(ModelOptions, OutputOptions):
     (nats) are those before temperature, top-k and top-p, also on the --html page. Model calls,
     token-forwards and seconds are totals over all samples."""
     html: Path | None = None
-    """Write a page that shows the samples filling in, step by step; chorales as a piano roll."""
-    midi: Path | None = None
-    """Models of chorales: write the samples, one after the other, to a MIDI file."""
+    """Write a page that shows the samples filling in, step by step."""
     live: bool = False
     """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not yet
     known; colors show how probable a token was. Any key ends a replay, Ctrl-C ends all."""
@@ -122,7 +119,7 @@ def sample(a: Arguments, procs: Processes) -> None:
         )
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
-    names = ("prompt", "infill", "prompts", "jsonl", "html", "midi")
+    names = ("prompt", "infill", "prompts", "jsonl", "html")
     given = [f"--{name}" for name in names if getattr(a, name) is not None]
     if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
         raise UserError(
@@ -130,7 +127,7 @@ def sample(a: Arguments, procs: Processes) -> None:
         )
     usual = (a.candidates or 1) if a.interactive else 4
     a = replace(a, num_samples=a.num_samples or usual)
-    files = {"--jsonl": a.jsonl, "--html": a.html, "--midi": a.midi}
+    files = {"--jsonl": a.jsonl, "--html": a.html}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
     requests = [] if of_data else read_requests(a)
@@ -144,10 +141,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     loaded.model.to(pick_dtype(a.dtype, procs.device))
     tokenizer = loaded.get_tokenizer()
-    if a.midi and tokenizer.pitches([]) is None:
-        raise UserError(
-            f"--midi is for models of chorales, not of text as {a.run}: leave it out"
-        )
     if of_data:
         requests = read_dataset(a.prompts, loaded, tokenizer)
     if wrong := [row for row in a.rows if row > len(requests)]:
@@ -220,7 +213,6 @@ def fill(
         records = best_fillings(model, contexts, rows, records, numbers, a)
     for record in records:
         record["prompt_index"] = numbers[record["prompt_index"]]
-    rolls = [tokenizer.pitches(record["tokens"]) for record in records]
     with outputs:
         if a.jsonl:
             outputs.write_jsonl(
@@ -232,12 +224,10 @@ def fill(
                 for r in records
             ]
             told = map(caption, records)
-            shown = zip(parts, told, rolls, strict=True)
-            pages = [PageSample(*p, caption=c, roll=roll) for p, c, roll in shown]
+            shown = zip(parts, told, strict=True)
+            pages = [PageSample(*p, caption=c) for p, c in shown]
             known = {k: v for k, v in (settings | cost).items() if v is not None}
             outputs.write(a.html, render(pages, known))
-        if a.midi:
-            outputs.write(a.midi, midi_file(rolls))
         if not a.jsonl or (a.live and live.can_style()):
             print_samples(records, tokenizer, a.live)
     lengths = [record["length"] for record in records]

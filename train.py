@@ -32,7 +32,12 @@ import torch
 from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError
-from aogpt.data.loader import TokenDataset, find_dataset, open_training_data
+from aogpt.data.loader import (
+    Mixture,
+    TokenDataset,
+    find_dataset,
+    open_training_data,
+)
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from aogpt.runtime.command_line import run_script
@@ -108,6 +113,8 @@ def train(config: Config, procs: Processes) -> int:
                 t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),)
             )
             procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
+            if isinstance(data, Mixture):
+                procs.print0(*data.describe(t.steps * t.batch_size), sep="\n")
             notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aogpt.data.generators import NATS_OF_TEXT
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
 from aogpt.runtime.errors import UserError
+from studies.generators import NATS_OF_TEXT
 from studies.runs import run_alone
 
 Measured = dict[str, list[float | None]]

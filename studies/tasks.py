@@ -19,8 +19,6 @@ import torch
 import tyro
 
 from aogpt.checkpoints import load
-from aogpt.data.prepare import Prepare, prepare
-from aogpt.data.puzzles import TASKS
 from aogpt.evaluation.answers import answer, open_questions
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
@@ -41,6 +39,8 @@ from studies.answer_pages import (
 )
 from studies.experiment import OUT, Experiment, read_run_configs
 from studies.pages import reported
+from studies.prepare import DATASETS, PrepareStudy, prepare
+from studies.puzzles import TASKS
 from studies.runner import Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
 
@@ -97,7 +97,7 @@ def run(
     """Train what is missing of a task, decode, and write and print the results. Returns whether
     they are complete."""
     if not (ROOT / "data" / task / "meta.json").exists():
-        prepare(Prepare(task))
+        prepare(PrepareStudy(task), DATASETS)
     seeds = a.seeds or experiment.seeds
     limit = QUICK_RECORDS if a.quick else None
     results = Results(None if a.quick else RESULTS / f"{task}.runs.jsonl")
@@ -152,7 +152,7 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     finished_run(config)
     loaded = load(config.run_folder)
     alone = Processes(0, 1, torch.device("cpu"))
-    questions = open_questions(config.data.folder, "test", loaded, limit)
+    questions = open_questions(config.data.folder, "test", loaded, limit, TASKS)
     answer(loaded, questions.first(options.batch_size), options, config.seed, alone)
     return answer(loaded, questions, options, config.seed, alone).summary()
 

@@ -28,6 +28,8 @@ from aogpt.orders import OrderConfig
 from aogpt.runtime.devices import has_compiler
 from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
+from studies.prepare import DATASETS as STUDIES
+from studies.prepare import PrepareStudy
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -63,9 +65,10 @@ def make_data(folder, words=4000, seed=0):
 
 def prepared(name, out, *source, **options):
     """prepare.py in this process, with bytes as tokens unless told otherwise; its folder."""
-    return prepare(
-        Prepare(name, out=out, source=source, **{"tokenizer": "bytes"} | options)
-    )
+    options = {"tokenizer": "bytes"} | options
+    if name in STUDIES:
+        return prepare(PrepareStudy(name, out=out, source=source, **options), STUDIES)
+    return prepare(Prepare(name, out=out, source=source, **options))
 
 
 def documents(folder, split="test"):

@@ -3,6 +3,7 @@
 import json
 import struct
 from itertools import islice
+from xml.etree import ElementTree
 
 import helpers
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 import eval_ppl
 import sample
 import train
-from aogpt.data.chorales import CROP
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
-from aogpt.data.tokenizers import VOICES, get_tokenizer
+from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
-from aogpt.sampling.midi import BAR, TICKS, midi_file
-from aogpt.sampling.page import PageSample, render
+from studies import music
+from studies.chorales import CROP, TOKENIZER, VOICES, pitches_of
+from studies.music import BAR, TICKS, midi_file, piano_rolls
 
-TOKENIZER = get_tokenizer("chorales")
+NOTES = get_tokenizer(str(TOKENIZER))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
     val = (val[:32], val[32:64])
     test = (test[:32], last[:32], last[32:64])
     for split, crops in {"train": expected, "val": val, "test": test}.items():
-        found = TOKENIZER.pitches(read_tokens(folder, split, verify=True).tolist())
+        found = pitches_of(read_tokens(folder, split, verify=True).tolist())
         assert found == np.array(crops).flatten().tolist()
     assert load_meta(folder)["source"][0]["transpositions"] == [*range(-5, 7)]
     assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
@@ -77,17 +78,17 @@ def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
         552,
         570,
     ]
-    assert TOKENIZER.decode(read_tokens(folder, "test")[:8]) == "F4  C4  A3  F3\n" * 2
+    assert NOTES.decode(read_tokens(folder, "test")[:8]) == "F4 C4 A3 F3 F4 C4 A3 F3"
 
 
-def test_text_is_a_line_a_sixteenth_and_is_read_back():
-    assert TOKENIZER.encode(TOKENIZER.decode([*range(47)])) == [*range(47)]
-    assert TOKENIZER.encode("r C2 A5 C4 Bb3 A#3") == [0, 1, 46, 25, 23, 23]
-    assert TOKENIZER.pitches([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
-    for wrong in ("C6", "B1", "H4", "c4", "<|endoftext|>"):
-        pytest.raises(UserError, TOKENIZER.encode, f"C4 {wrong}").match(
-            "not a note of a chorale"
-        )
+def test_text_is_notes_with_white_space_between_them_and_is_read_back():
+    assert NOTES.encode(NOTES.decode([*range(47)])) == [*range(47)]
+    assert NOTES.encode("r C2 A5\nC4  A#3") == [0, 1, 46, 25, 23]
+    assert (NOTES.vocab_size, NOTES.eot, NOTES.starts) == (48, 47, [])
+    assert pitches_of([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
+    for wrong in ("C6", "B1", "H4", "c4", "Bb4", "</s>"):
+        with pytest.raises(UserError, match="cannot encode 'C4 "):
+            NOTES.encode(f"C4 {wrong}")
 
 
 def notes_of(data):
@@ -135,9 +136,7 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
     ]
 
 
-def test_three_voices_given_the_fourth_is_scored_and_written(
-    source, script, run, tmp_path
-):
+def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp_path):
     (path, _, folder), ids = source, read_tokens(source[2], "test")
     out = tmp_path / "alto"
     how = {"predict": ("alto",), "tokenizer": None}
@@ -167,18 +166,18 @@ def test_three_voices_given_the_fourth_is_scored_and_written(
         assert (
             record["prompt_index"] == 1 and record["infill"].count("[MASK:1]") == CROP
         )
-    assert (
-        "--midi is for models of chorales"
-        in script(sample, run, "--midi", tmp_path / "no")[2]
-    )
 
 
 def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
     data = tmp_path / "data"
     voices = tmp_path / "voices.npy"
     script = helpers.run_script
-    done = script("data/prepare.py", "chorales", "--source", source[0], "--out", data)
-    assert "next: python train.py configs/chorales.toml --name data " in done.stdout
+    made = ("chorales", "--source", source[0], "--out", data)
+    done = script("-m", "studies.prepare", *made)
+    config = "studies/configs/chorales.toml"
+    assert f"next: python train.py {config} --name data --data.folder" in done.stdout
+    assert "</s> (id 47) ends a document" in done.stdout
+    assert "come back" not in done.stdout  # no note is lost
     words = (
         "--data.folder",
         data,
@@ -189,49 +188,43 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
         "--optim.warmup-steps",
         1,
     )
-    script("train.py", "configs/chorales.toml", *words, "--train.no-compile")
+    script("train.py", config, *words, "--train.no-compile")
     np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
-    music, page, rows = (tmp_path / f"made.{kind}" for kind in ("mid", "html", "jsonl"))
-    words = (
-        "--num-samples",
-        1,
-        "--midi",
-        music,
-        "--html",
-        page,
-        "--jsonl",
-        rows,
-        "--mode",
-        "order",
-    )
+    rows = tmp_path / "made.jsonl"
+    words = ("--num-samples", 1, "--jsonl", rows, "--mode", "order")
     script("sample.py", tmp_path / "chorales", *words, "--order", f"file:file={voices}")
-    [record], [shown] = (
-        helpers.read_lines(rows),
-        helpers.data_of(page.read_text())["samples"],
-    )
+    [record] = helpers.read_lines(rows)
     assert record["order"] == np.load(voices)[0].tolist()
-    assert shown["roll"] == TOKENIZER.pitches(record["tokens"])
-    assert music.read_bytes() == midi_file([shown["roll"]])
+    midi = tmp_path / "made.mid"
+    svg = tmp_path / "made.svg"
+    script("-m", "studies.music", rows, "--midi", midi, "--svg", svg)
+    pitches = pitches_of(record["tokens"])
+    assert midi.read_bytes() == midi_file([pitches])
+    assert svg.read_text() == piano_rolls([pitches])
 
 
-def test_a_piano_roll_has_a_row_a_pitch_and_shows_no_note_before_its_step(tmp_path):
-    roll = [72, 67, 67, 48, 74, 67, 60, -1]
-    pieces = TOKENIZER.pieces([max(0, pitch - 35) for pitch in roll])
-    page = PageSample(pieces, [-1, 0, 1, 2, 3, 4, 5, 6], [-1.0] * 8, roll=roll)
-    (tmp_path / "page.html").write_text(render([page], {}))
-    state = """() => [...document.querySelectorAll("#text .token")].map((token) => [
-        token.textContent, getComputedStyle(token).visibility === "visible",
-        token.getBoundingClientRect().x, token.getBoundingClientRect().y])"""
-    with helpers.chromium() as browser:
-        tab = browser.new_page()
-        tab.goto((tmp_path / "page.html").as_uri() + "#sample=1&step=3")
-        names, seen, x, y = zip(*tab.evaluate(state), strict=True)
-    assert (
-        names == (*"C5 G4 G4 C3 D5 G4 C4 r".split(),)
-        and seen == (True,) * 4 + (False,) * 4
-    )
-    assert (
-        x[0] == x[1] == x[3] < x[2] < x[4] == x[5] == x[6] == x[7]
-    )  # two on one pitch
-    rows = [round(2 * (one - y[4]) / (y[0] - y[4])) for one in y]  # D5 is two above C5
-    assert rows == [2, 7, 7, 26, 0, 7, 14, 27]
+def test_a_piano_roll_has_a_column_a_sixteenth_and_a_row_a_pitch():
+    rolls = [[72, 67, 67, 48, 74, 67, 60, -1], [60, -1, -1, -1]]
+    picture = ElementTree.fromstring(piano_rolls(rolls))
+    notes = [
+        (
+            note[0].text,
+            int(note.get("x")) // music.WIDTH,
+            int(note.get("y")) // music.HEIGHT,
+            music.COLOURS.index(note.get("fill")),
+        )
+        for note in picture
+    ]
+    # The first roll has 27 rows, from D5 down to C3; two empty ones follow.
+    assert notes == [
+        ("C5", 0, 2, 0),
+        ("G4", 0, 7, 1),
+        ("G4", 0, 7, 2),
+        ("C3", 0, 26, 3),
+        ("D5", 1, 0, 0),
+        ("G4", 1, 7, 1),
+        ("C4", 1, 14, 2),
+        ("C4", 0, 29, 0),
+    ]
+    assert picture.get("width") == str(2 * music.WIDTH)
+    assert picture.get("height") == str((29 + 3) * music.HEIGHT)

@@ -393,7 +393,7 @@ def test_find_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "data")
     assert find_dataset("mine") == Path("mine")
     with pytest.raises(
-        FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb "
+        FileNotFoundError, match=r"in .* \(mine\); make it.* data/prepare.py ptb$"
     ):
         find_dataset("ptb")
 

@@ -32,7 +32,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aogpt.data import books, catalogue, packing
+from aogpt.data import books, catalogue, packing, sources
 from aogpt.data import prepare as prepare_module
 from aogpt.data.detokenisers import RULES, detokenise
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
@@ -153,9 +153,9 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "GROUP_ROWS", group_rows)
         path = tmp_path_factory.getbasetemp() / "test.bin"
-        file = packing.SplitFile(path, "sedd", block_size, "uint16")
+        file = packing.SplitFile(path, "sedd", block_size, np.dtype("<u2"))
         for row in rows:
-            file.write(row.astype(np.uint16), None)
+            file.write("", row.astype(np.uint16), None)
         if not expected:
             with pytest.raises(
                 UserError, match="lower --block-size, or use --protocol full"
@@ -328,8 +328,8 @@ def test_rows_of_every_kind_of_file(tmp_path):
 
 def rows_of(name: str, split: str, rows: tuple, options: dict, **changes) -> list[str]:
     each = catalogue.evaluation_set(*rows, **options | changes)
-    args = prepare_module.Prepare(name, field=each.field, split=split)
-    return list(each.corpora(args)[split].documents)
+    request = catalogue.Request(name, sources.Reading(each.field), split=split)
+    return list(each.corpora(request)[split].documents)
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):
@@ -445,14 +445,14 @@ FILES = {
             "text",
             "page.html",
             {},
-            "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz",
+            "page.html: unknown kind of file.*.txt, .md, .*.gz, .xz or .zst",
         ),
         ("text", "lzma.txt.xz", {}, "not a .xz file"),
         (
             "openwebtext",
             "good.txt",
             {},
-            "unknown kind of file; known here are .jsonl, .parquet",
+            "unknown kind of file; known here are .jsonl, .json, .csv, .tsv, .parquet",
         ),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence', but 'text'"),
         (
@@ -470,7 +470,7 @@ FILES = {
             "'books', 'text', .*'openwebtext'.*did you mean 'text'",
         ),
         ("text", None, {}, "text needs files: --source FILE"),
-        ("polya", "good.txt", {}, "takes no --source.*text --source"),
+        ("stories", "good.txt", {}, "takes no --source.*text --source"),
         ("stories", None, {"val": "good.txt"}, "takes no --val"),
         ("text", "good.txt", {"val": "good.txt"}, "belongs to one split"),
         (
@@ -499,8 +499,8 @@ FILES = {
         ),
         ("text", "good.txt", {"skip_long": True}, "--skip-long is for records"),
         ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
-        ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, shuffled"),
-        ("text", "*.csv", {}, "csv: there is no file of a known kind"),
+        ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, not for ptb"),
+        ("text", "*.doc", {}, "doc: there is no file of a known kind"),
         (
             "lambada",
             "good.jsonl",
@@ -523,7 +523,7 @@ def test_refusals(tmp_path, name, file, options, says):
 
 def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     (tmp_path / "in" / "deep").mkdir(parents=True)
-    for name in ("a.txt", "deep/b.txt.gz", "c.MD", "empty.txt", "deep/other.csv"):
+    for name in ("a.txt", "deep/b.txt.gz", "c.MD", "empty.txt", "deep/other.html"):
         text = "" if "empty" in name else f"{name} one\r\ntwo\r\n<|endoftext|>\nthree"
         data = text.encode()
         (tmp_path / "in" / name).write_bytes(
@@ -709,13 +709,13 @@ def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(
         (folder / name).unlink()
     for path in folder.iterdir():
         path.unlink()
-    real = prepare_module.write_splits
+    real = prepare_module.Writer.write
 
     def slow(*arguments):
         (folder / "thesis.txt").write_text("precious")
         return real(*arguments)
 
-    monkeypatch.setattr(prepare_module, "write_splits", slow)
+    monkeypatch.setattr(prepare_module.Writer, "write", slow)
     with pytest.raises(UserError, match="thesis.txt.*choose another --out"):
         prepared("text", folder, source)  # an empty folder is filled
     assert names(folder) == ["thesis.txt"]
@@ -807,7 +807,8 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
     rows = [{"story": f"tale {i}", "id": i} for i in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "fine" / "train.jsonl").write_text(lines)
-    files = "configs:\n- config_name: fine\n  data_files:\n  - split: train\n    path: fine/*.jsonl\n"
+    files = "configs:\n- config_name: fine\n  data_files:\n"
+    files += "  - split: train\n    path: fine/*.jsonl\n"
     (folder / "README.md").write_text(f"---\n{files}---\n")
     how = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
     run_script("data/prepare.py", "hub", folder, *how, "--out", tmp_path / "out")

@@ -25,7 +25,8 @@ from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
 from aogpt.training import plan, plot
-from studies import bench, findings, speedrun, tasks
+from studies import bench, findings, music, puzzle_answers, speedrun, tasks
+from studies import prepare as study_data
 
 PAGES = [
     ROOT / "README.md",
@@ -50,6 +51,9 @@ SCRIPTS = {
     "aogpt.training.plot": plot,
     "studies.bench": bench,
     "studies.findings": findings,
+    "studies.music": music,
+    "studies.prepare": study_data,
+    "studies.puzzle_answers": puzzle_answers,
     "studies.speedrun": speedrun,
     "studies.tasks": tasks,
 }
@@ -61,6 +65,7 @@ OUTPUTS = (
     "--samples",
     "--dest",
 )  # files that need not be
+DATASETS = (*prepare.DATASETS, *study_data.DATASETS)
 MADE = (
     "stories_bytes",
     "own",
@@ -160,7 +165,7 @@ def check_files(words):
         first, *others = word.split("/")
         if before in OUTPUTS or not others or first not in tracked or first == "out":
             continue
-        made = first == "data" and others[0] in (*MADE, *prepare.DATASETS)
+        made = first == "data" and others[0] in (*MADE, *DATASETS)
         assert made or (ROOT / word).exists(), f"{word} does not exist"
 
 
@@ -202,11 +207,13 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
             for name in got.datasets
             if "/" not in name and not name.endswith(".txt")
         }
-        assert names <= set(prepare.DATASETS)
+        assert names <= set(DATASETS)
     if script == "sample.py":
         sample.modes.with_mode_defaults(got.decoding)
     if script == "data/prepare.py":
         assert got.name in (*prepare.DATASETS, "NAME")
+    if script == "studies.prepare":
+        assert got.name in study_data.DATASETS
 
 
 # ---- commands that run ---------------------------------------------------------------------------
@@ -251,7 +258,7 @@ LEFT_OUT = {
     "FOLDER/tokenizer.json": "of another model",
     "--push": "an upload",
     "data/chorales_alto": "a download",
-    "--midi": "no model of chorales at hand",
+    "out/chorales": "no model of chorales at hand",
     "--train.init-from": "of another size than the small run",
     "--order.file": "no orders at hand",
     "configs/own_text.toml": "no such config",
@@ -283,11 +290,7 @@ def small_commands():
             more += ["--length", "24"]
         if script == "data/prepare.py":
             dataset = prepare.DATASETS[arguments[0]]
-            if (
-                dataset.make
-                or (dataset.hub or dataset.url)
-                and "--source" not in options
-            ):
+            if (dataset.hub or dataset.url) and "--source" not in options:
                 continue  # large, or a download
             more += ["--tokenizer", "english"] * ("--tokenizer" not in options)
             more += ["--out", f"made{len(found)}"]
@@ -334,7 +337,7 @@ def test_commands_run(tmp_path):
     }
     for name in runs - {words[2] for words in commands if words[0] == "convert.py"}:
         (tmp_path / name).symlink_to(ROOT / "results" / "books_model")
-    for name in (*prepare.DATASETS, *(f"data/{name}" for name in MADE)):
+    for name in (*DATASETS, *(f"data/{name}" for name in MADE)):
         (tmp_path / name).symlink_to(data)
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     runner = [sys.executable, ROOT / "tests" / "run_commands.py", "commands.json"]

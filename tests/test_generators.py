@@ -1,4 +1,4 @@
-"""aogpt/data/generators.py: texts whose entropy is known are what they are said to be."""
+"""studies/generators.py: texts whose entropy is known are what they are said to be."""
 
 import collections
 import itertools
@@ -11,9 +11,9 @@ import torch
 from helpers import prepared
 from reference import LEVEL, chi_square_p
 
-from aogpt.data import generators
-from aogpt.data.generators import latin5, polya, reduced_squares
 from aogpt.data.loader import TokenDataset
+from studies import generators
+from studies.generators import latin5, polya, reduced_squares
 
 
 def urn_probability(sequence, letters, weight):
@@ -91,10 +91,9 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
     assert (latin / "train.bin").read_bytes() == (again / "train.bin").read_bytes()
     text = tmp_path / "text.txt"
     held_out = tmp_path / "held_out.txt"
-    for file in (text, held_out):
-        file.write_text(
-            "The quick brown fox, naïve as it is, jumps over the lazy dog. " * 30
-        )
+    sentence = "The quick brown fox, naïve as it is, jumps over the lazy dog. "
+    text.write_text(sentence * 30)
+    held_out.write_text(sentence * 31)
     shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))
     for folder, length in ((latin, 25), (urns, 63), (shuffled, 63)):
         train, val = (

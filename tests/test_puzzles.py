@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers import prepared
 
-from aogpt.data import puzzles
 from aogpt.data.loader import TokenDataset
 from aogpt.data.prompts import PROMPT, spans
-from aogpt.data.puzzles import TASKS
+from studies import puzzles
+from studies.puzzles import TASKS
 
 
 def made(name, count, seed=0):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from aogpt.data.puzzles import TASKS
 from studies import runner, tasks
 from studies.answer_pages import (
     RESULTS,
@@ -15,6 +14,7 @@ from studies.answer_pages import (
     task_table,
 )
 from studies.pages import reported
+from studies.puzzles import TASKS
 
 KNOWN, DECODERS = tasks.load_tasks()
 
@@ -39,7 +39,7 @@ def test_the_shipped_results_are_those_of_the_rows_and_the_page_is_made_of_them(
     """Nothing is trained or decoded again."""
     monkeypatch.setattr(runner, "finished_run", None)
     monkeypatch.setattr(tasks, "decode", lambda *arguments: pytest.fail("it decodes"))
-    monkeypatch.setattr(tasks, "prepare", lambda options: None)
+    monkeypatch.setattr(tasks, "prepare", lambda options, datasets: None)
     written = []
     entries = {}
     monkeypatch.setattr(tasks, "write_json", lambda file, made: written.append(made))

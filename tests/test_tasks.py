@@ -1,4 +1,4 @@
-"""Answers to puzzles (eval_tasks.py)."""
+"""Answers to prompts (eval_tasks.py) and to puzzles (studies/puzzle_answers.py)."""
 
 import json
 import math
@@ -10,10 +10,10 @@ from helpers import ALONE, change, prepared, read_lines, tiny_config
 import eval_tasks
 import train
 from aogpt.checkpoints.load import load
-from aogpt.data.puzzles import TASKS
 from aogpt.evaluation.answers import open_questions
 from aogpt.orders import OrderConfig
-from studies import tasks
+from studies import puzzle_answers, tasks
+from studies.puzzles import TASKS
 
 DECODERS = tasks.load_tasks()[1]
 
@@ -39,7 +39,7 @@ def test_every_record_is_answered_and_compared(trained, script, tmp_path):
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     options += ["--tasks", data["shuffle"], "--group-size", 4, "--limit", 50]
     status, out, err = script(
-        eval_tasks, config.run_folder, "--mode", "random", *options
+        puzzle_answers, config.run_folder, "--mode", "random", *options
     )
     assert status == 0, err
     result = json.loads(files["json"].read_text())["results"][0]
@@ -128,7 +128,7 @@ def test_what_cannot_be_answered_is_said(trained, script, data):
     shuffle = trained[2]["shuffle"]
     for words, says in (
         (["--tasks", data], "holds text without prompts"),
-        (["--tasks", "colouring"], "make it with: python data/prepare.py colouring"),
+        (["--tasks", "colouring"], "make it with: python -m studies.prepare colouring"),
         (["--tasks", shuffle, "--mode", "mdm", "--threshold", 0.5], "no meaning"),
         (["--tasks", shuffle, "--num-fewshot", 2], "is for tasks of the harness"),
         (["--tasks", shuffle, "--mode", "margin", "--unmask-by", "entropy"], "leave"),

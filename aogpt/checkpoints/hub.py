@@ -94,9 +94,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     except ImportError:
         raise UserError("--hub needs a package: pip install transformers") from None
 
-    if tokenizer.pitches([]) is not None or tokenizer.name.startswith(ALPHABET):
-        what = "--hub is for models of text, and this one is of notes or letters of an alphabet"
-        raise UserError(f"{what}: leave it out")
+    if tokenizer.name.startswith(ALPHABET):
+        raise UserError(
+            "--hub is for models of text, and this one is of letters of an alphabet: "
+            "leave it out"
+        )
     tokenizer.keep(folder)
     if (
         tokenizer.name == HUB

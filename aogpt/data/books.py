@@ -1,10 +1,10 @@
-"""The English books behind the results, published up to 1927, in the splits of books.tsv: from a
-public repository of a Markdown file a book, as a .zip."""
+"""The English books behind the results, published up to 1927, in the splits of books.tsv. They
+come from a public repository with a Markdown file for each book, as a .zip."""
 
 import csv
 import unicodedata
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -19,12 +19,13 @@ CHANGED = "books have other lengths than those behind the results (data/books.ts
 
 
 def books() -> list[dict[str, str]]:
+    """Return the rows of books.tsv."""
     with LIST.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """The books of books.tsv, in its order. Raises UserError if one is missing."""
+    """Yield the books of books.tsv, in its order. Raises UserError if one is missing."""
     try:
         archive = zipfile.ZipFile(stream)
     except zipfile.BadZipFile as error:
@@ -34,10 +35,9 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     with archive:
         files = {}
         for file in archive.namelist():
-            folder, title = (
-                PurePosixPath(file).parts[-2:] if file.count("/") > 1 else ("", file)
-            )
-            title = title.removesuffix(".md").strip()
+            path = PurePosixPath(file)
+            folder = path.parts[-2] if len(path.parts) > 2 else ""
+            title = path.name.removesuffix(".md").strip()
             files[unicodedata.normalize("NFC", f"{folder}/{title}")] = file
         for book in books():
             key = unicodedata.normalize("NFC", f"{book['author']}/{book['title']}")
@@ -51,14 +51,15 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
             yield text
 
 
-def book_splits(
-    corpus: Corpus, splits: Collection[str], _: Collection[str]
-) -> dict[str, Corpus]:
-    """Those of books.tsv. corpus: all books, in its order."""
+def book_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
+    """Divide the books into the splits of books.tsv. corpus: all books, in its order."""
 
-    texts = cache(lambda: [*zip(books(), corpus.documents, strict=True)])
+    texts = cache(lambda: list(zip(books(), corpus.documents, strict=True)))
 
     def part(split: str) -> Iterator[str]:
         return (text for book, text in texts() if book["split"] == split)
 
-    return {split: Corpus(part(split), corpus.description) for split in splits}
+    return {
+        split: Corpus(part(split), corpus.description, reading=corpus.reading)
+        for split in splits
+    }

@@ -3,17 +3,13 @@ sets are those of the published zero-shot perplexities (the SEDD protocol), with
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 from ..runtime.paths import DATA
 from . import books, sources
-from .chorales import URL, chorale_corpora
-from .generators import generated, latin5, polya, shuffled
-from .prompts import Examples
-from .puzzles import TASKS, Task, puzzle_corpus
 from .sources import (
     ROW_FILES,
     TEXT_FILES,
@@ -23,97 +19,132 @@ from .sources import (
     local_files,
     read_lines,
 )
-from .tokenizers import ALPHABET
-
-if TYPE_CHECKING:
-    from .prepare import Prepare
+from .tokenizers import ALPHABET, TOKENIZERS
 
 SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
+# What `python -m studies.prepare NAME` makes, which used to be made here.
+OF_STUDIES = (
+    "chorales",
+    "polya",
+    "latin5",
+    "shuffled",
+    "sudoku6",
+    "star",
+    "addition",
+    "reversal",
+    "exchanged",
+    "mirror",
+    "parity",
+    "colouring",
+    "copy",
+    "replace",
+    "shuffle",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user wants of a dataset."""
+
+    name: str  # of the dataset
+    reading: Reading
+    source: tuple[Path, ...] = ()
+    val: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+    split: str | None = None  # into which all documents go
+    repository: str = ""  # of the hub
+    config: str | None = None  # of the repository
+    # Of a study's dataset, in settings of meta.json; empty for those of DATASETS.
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# (all documents, splits) -> the documents of each split
+Divide = Callable[[Corpus, tuple[str, ...]], dict[str, Corpus]]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset: of random numbers, of files, or of what it downloads."""
+    """How prepare.py makes a dataset: of files, or of what it downloads. A subclass with
+    another `corpora` can make documents."""
 
-    numbers: tuple[
-        int, ...
-    ] = ()  # documents of each of `splits`: to make, or published
+    numbers: tuple[int, ...] = ()  # published documents of each of `splits`
     splits: tuple[str, ...] = SPLITS
-    make: Callable[[str, list[int], int], Corpus] | None = (
-        None  # (split, seed, documents)
-    )
-    source: str = (
-        "never"  # the user gives files: "never", "optional", "always" (--val, too)
-    )
+    # Whether the user gives files; "always": also those of --val and --test.
+    source: Literal["never", "optional", "always"] = "never"
     shipped: tuple[Path, ...] = ()  # files that are read where the user gives none
     hub: tuple[str, str | None] | None = None  # repository and configuration
     url: str | None = None  # of a file, with the split's name in it
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
     clean: Callable[[str], str] | None = None  # what was read -> text of the row
-    change: Callable[[Corpus, int], Corpus] | None = (
-        None  # (documents, seed) -> documents
-    )
-    # (files, splits, voices to predict) -> documents of each split, where files hold all splits
-    divide: (
-        Callable[[Corpus, tuple[str, ...], tuple[str, ...]], dict[str, Corpus]] | None
-    ) = None
+    divide: Divide | None = None  # where files hold all splits
     tokenizer: str = "gpt2"
-    val_fraction: float | None = (
-        None  # of the documents; None: there are splits already
-    )
-    protocol: str = "full"  # or "sedd", "records" (packing.py)
+    val_fraction: float | None = None  # of the documents; None: there are splits
+    protocol: Literal["full", "sedd", "records"] = "full"  # packing.py
     detokeniser: str | None = None
     split: str | None = None  # of an evaluation set, by default
     block_size: int | None = None  # of examples that all have one length
     field: str = "text"  # of a row, with the text
+    config: str | None = (
+        None  # the run config that trains on it, by default by tokenizer
+    )
 
-    def corpora(self, args: "Prepare") -> dict[str, Corpus]:
-        """The documents of each split, not read yet."""
-        numbers = dict(zip(self.splits, self.numbers, strict=False))
-        if self.make:
-            made = enumerate(numbers.items())
-            return {
-                split: self.make(split, [i, number], number)
-                for i, (split, number) in made
-            }
-        first = args.split or "train"
-        paths = args.source or self.shipped
-        reading = Examples if self.protocol == "records" else Reading
-        reading = reading(args.field, args.prompt_field, args.split_at)
-        files = {first: paths} | {
-            s: p for s, p in (("val", args.val), ("test", args.test)) if p
-        }
+    def corpora(self, request: Request) -> dict[str, Corpus]:
+        """Return the documents of each split, not read yet."""
+        reading = request.reading
+        first = request.split or "train"
+        paths = request.source or self.shipped
         if paths:
-            found = {s: local_files(p, self.readers, reading) for s, p in files.items()}
+            files = {first: paths}
+            if request.val:
+                files["val"] = request.val
+            if request.test:
+                files["test"] = request.test
+            sources.check_splits_differ(files)
+            corpora = {
+                split: local_files(paths, self.readers, reading)
+                for split, paths in files.items()
+            }
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
-            found = {
-                first: sources.downloaded_file(args.name, url, self.readers, reading)
+            corpora = {
+                first: sources.downloaded_file(request.name, url, self.readers, reading)
             }
         else:
             split = "validation" if first == "val" else first
-            hub = self.hub or (args.repository, args.config)
-            found = {first: sources.hub_rows(args.name, *hub, split, reading)}
+            repository, config = self.hub or (request.repository, request.config)
+            corpora = {
+                first: sources.hub_rows(
+                    request.name, repository, config, split, reading
+                )
+            }
         if self.divide:
-            found[first].counts = reading.counts
-            splits = (args.split,) if args.split else self.splits
-            found = self.divide(found[first], splits, args.predict)
-        for i, (split, corpus) in enumerate(found.items()):
+            splits = (request.split,) if request.split else self.splits
+            corpora = self.divide(corpora[first], splits)
+        numbers = dict(zip(self.splits, self.numbers, strict=False))
+        for split, corpus in corpora.items():
             if self.clean:
                 corpus.documents = map(self.clean, corpus.documents)
-            found[split] = self.change(corpus, i) if self.change else corpus
-            found[split].published = numbers.get(split)
-            found[split].counts = reading.counts
-        return found
+            corpus.published = numbers.get(split)
+        return corpora
 
 
-def evaluation_set(*numbers: int, lines=(), split="test", **options) -> Dataset:
-    """A test set of the published tables. numbers: published rows of each of `splits`. lines:
-    suffixes of text files with a row a line."""
-    readers = ROW_FILES | dict.fromkeys(lines, read_lines)
-    options |= {"source": "optional", "protocol": "sedd", "split": split}
-    return Dataset(numbers, readers=readers, **options)
+def evaluation_set(
+    *numbers: int,
+    lines: tuple[str, ...] = (),
+    split: str = "test",
+    **options: Any,
+) -> Dataset:
+    """Return a test set of the published tables. numbers: published rows of each of
+    `splits`. lines: suffixes of text files with a row a line. options: of Dataset."""
+    return Dataset(
+        numbers,
+        readers=ROW_FILES | dict.fromkeys(lines, read_lines),
+        source="optional",
+        protocol="sedd",
+        split=split,
+        **options,
+    )
 
 
 # The published evaluations of WikiText-2 score its training split, those of papers validation.
@@ -148,33 +179,12 @@ LM1B = dict(
 )
 AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
 PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
-PUBMED, ARXIV = (("armanc/scientific_papers", config) for config in ("pubmed", "arxiv"))
-TEXT8 = dict(
-    url="http://mattmahoney.net/dc/text8.zip",
-    readers={".zip": sources.read_zipped},
-    tokenizer=f"{ALPHABET} {ascii_lowercase}",
-)
-BOOKS = dict(url=books.URL, readers={".zip": books.read_books})
-OWT = dict(hub=("Skylion007/openwebtext", None), readers=ROW_FILES, val_fraction=0.0005)
-TINY_STORIES = dict(
-    hub=("roneneldan/TinyStories", None), readers=ROW_FILES, val_fraction=0.01
-)
-FINEWEB = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-EXAMPLES = dict(readers=ROW_FILES, protocol="records", val_fraction=0.05)
-CHORALES = dict(url=URL, readers={".json": sources.read_whole}, divide=chorale_corpora)
-CHORALES |= dict(tokenizer="chorales", protocol="records", block_size=128)
-SHUFFLED = dict(change=shuffled, tokenizer="bytes", val_fraction=0.05)
+PUBMED = ("armanc/scientific_papers", "pubmed")
+ARXIV = ("armanc/scientific_papers", "arxiv")
 
 
-def puzzle(task: Task) -> Dataset:
-    numbers = (task.documents, *[task.keys or 1000] * 2)
-    make = partial(puzzle_corpus, task)
-    options = {"protocol": "records", "block_size": task.length, "tokenizer": "bytes"}
-    return Dataset(numbers, make=make, **options)
-
-
-def text8_splits(corpus: Corpus, splits: tuple, predicted: tuple) -> dict[str, Corpus]:
-    """The published ones: 90, 5 and 5 million characters."""
+def text8_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
+    """Divide text8 into the published splits: 90, 5 and 5 million characters."""
 
     text = cache(lambda: "".join(corpus.documents))
 
@@ -182,28 +192,51 @@ def text8_splits(corpus: Corpus, splits: tuple, predicted: tuple) -> dict[str, C
         start, end = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}[split]
         yield text()[start * len(text()) // 100 : end * len(text()) // 100]
 
-    return {split: Corpus(part(split), corpus.description) for split in splits}
+    return {
+        split: Corpus(part(split), corpus.description, reading=corpus.reading)
+        for split in splits
+    }
 
 
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
-    "books": Dataset(source="optional", divide=books.book_splits, **BOOKS),
+    "books": Dataset(
+        source="optional",
+        url=books.URL,
+        readers={".zip": books.read_books},
+        divide=books.book_splits,
+    ),
     "text": Dataset(source="always", val_fraction=0.05),
-    "polya": Dataset(
-        (60_000, 4_000), make=partial(generated, polya), tokenizer="bytes"
+    "records": Dataset(
+        source="always", readers=ROW_FILES, protocol="records", val_fraction=0.05
     ),
-    "latin5": Dataset(
-        (150_000, 10_000), make=partial(generated, latin5), tokenizer="bytes"
-    ),
-    "shuffled": Dataset(source="always", **SHUFFLED),
-    "records": Dataset(source="always", **EXAMPLES),
-    "chorales": Dataset(source="optional", **CHORALES),
-    **{name: puzzle(task) for name, task in TASKS.items()},
     "hub": Dataset(val_fraction=0.005),
-    "openwebtext": Dataset(source="optional", **OWT),
-    "fineweb_edu": Dataset(source="optional", **OWT | {"hub": FINEWEB}),
-    "tinystories": Dataset(source="optional", **TINY_STORIES),
-    "text8": Dataset(source="optional", divide=text8_splits, **TEXT8),
+    "openwebtext": Dataset(
+        source="optional",
+        hub=("Skylion007/openwebtext", None),
+        readers=ROW_FILES,
+        val_fraction=0.0005,
+        config="aogpt_small",
+    ),
+    "fineweb_edu": Dataset(
+        source="optional",
+        hub=("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+        readers=ROW_FILES,
+        val_fraction=0.0005,
+    ),
+    "tinystories": Dataset(
+        source="optional",
+        hub=("roneneldan/TinyStories", None),
+        readers=ROW_FILES,
+        val_fraction=0.01,
+    ),
+    "text8": Dataset(
+        source="optional",
+        url="http://mattmahoney.net/dc/text8.zip",
+        readers={".zip": sources.read_zipped},
+        divide=text8_splits,
+        tokenizer=f"{ALPHABET} {ascii_lowercase}",
+    ),
     "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
     "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
     "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),
@@ -213,3 +246,23 @@ DATASETS: dict[str, Dataset] = {
     "pubmed": evaluation_set(119_924, 6_633, 6_658, hub=PUBMED, **PAPERS),
     "arxiv": evaluation_set(203_037, 6_436, 6_440, hub=ARXIV, **PAPERS),
 }
+
+
+def command_for(name: str) -> str:
+    """Return the command that makes the dataset of this name or folder, by its last part:
+    NAME, or NAME_TOKENIZER, as stories_bytes."""
+    last = Path(name).name
+    is_usual = name in (last, f"data/{last}")
+    out = "" if is_usual else f" --out {name}"
+    if last in OF_STUDIES:
+        return f"python -m studies.prepare {last}{out}"
+    if last in DATASETS:
+        needs = " --source FILE ..." if DATASETS[last].source == "always" else ""
+        return f"python data/prepare.py {last}{needs}{out}"
+    start, _, tokenizer = last.rpartition("_")
+    folder = name if "/" in name else f"data/{name}"
+    if start in DATASETS and tokenizer in TOKENIZERS:
+        return f"python data/prepare.py {start} --tokenizer {tokenizer} --out {folder}"
+    if start in OF_STUDIES:
+        return f"python -m studies.prepare {start} ... --out {folder}"
+    return f"python data/prepare.py text --source FILE ... --out {folder}"

@@ -27,18 +27,23 @@ from ..runtime.validation import (
     read_json,
     schema,
 )
+from .catalogue import command_for
 from .tokenizers import RECORDED
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-LENGTHS = (
-    8  # that a batch can be shortened to: torch.compile makes code for each of them
-)
+# That a batch can be shortened to: torch.compile makes code for each of them.
+LENGTHS = 8
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
 PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
+# What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!" has the
+# id 0, and the first 512 ids are bytes and the most frequent pairs.
+MOST_ZEROS = 0.25
+COMMON_IDS = 512
+FEW_TOKENS = 100
 ADVICE = "prepare the dataset again"
 
 
@@ -47,9 +52,11 @@ class Split(TypedDict):
     file: FileName
     tokens: Annotated[int, Interval(ge=1, lt=2**63)]
     sha256: str
-    roles: NotRequired[
-        dict[str, FileName]
-    ]  # file and sha256 of the prompt mask, a byte a token
+    # File and sha256 of the prompt mask, a byte a token.
+    roles: NotRequired[dict[str, FileName]]
+    # UTF-8 bytes of the text, and of what its tokens stand for, where they can differ.
+    text_bytes: NotRequired[NonNegative]
+    token_bytes: NotRequired[NonNegative]
 
 
 @schema
@@ -70,20 +77,16 @@ class Meta(TypedDict):
     settings: NotRequired[dict[str, Any]]
 
 
-def find_dataset(name) -> Path:
-    """The prepared folder that `name` means: a path, or a name under the project's data/."""
+def find_dataset(name: str | Path) -> Path:
+    """Return the prepared folder that `name` means: a path, or a name under the project's
+    data/. Raises FileNotFoundError, which names the command that makes it."""
     for folder in (expand_home(name), DATA / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
-    prepared = (
-        ", ".join(sorted(path.parent.name for path in DATA.glob("*/meta.json")))
-        or "none"
-    )
-    what = (
-        f"{name} is not a prepared dataset, neither a folder nor in {DATA} ({prepared})"
-    )
+    prepared = sorted(path.parent.name for path in DATA.glob("*/meta.json"))
     raise FileNotFoundError(
-        f"{what}; make it with: python data/prepare.py {name} (see --help)"
+        f"{name} is not a prepared dataset, neither a folder nor in {DATA} "
+        f"({', '.join(prepared) or 'none'}); make it with: {command_for(str(name))}"
     )
 
 
@@ -94,14 +97,17 @@ def evaluation_split(meta: dict) -> str:
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
 
 
-def load_meta(folder) -> Meta:
-    """The contents of meta.json; made up for nanoGPT's token files. Raises FileNotFoundError."""
+def load_meta(folder: str | Path) -> Meta:
+    """Return the contents of meta.json, made up for nanoGPT's token files. Raises
+    FileNotFoundError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
             return nanogpt_meta(Path(folder))
-        advice = f"make one with: python data/prepare.py NAME --out {folder}"
-        raise FileNotFoundError(f"{folder} is not a data set (no meta.json); {advice}")
+        raise FileNotFoundError(
+            f"{folder} is not a data set (no meta.json); make it with: "
+            f"{command_for(str(folder))}"
+        )
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(
@@ -111,29 +117,57 @@ def load_meta(folder) -> Meta:
 
 
 def nanogpt_meta(folder: Path) -> Meta:
-    """The meta.json of nanoGPT's train.bin and val.bin. Raises UserError for a meta.pkl."""
+    """Return the meta.json of nanoGPT's train.bin and val.bin. Raises UserError for files
+    that are not GPT-2's ids in 16 bits."""
     if (folder / "meta.pkl").exists():
         raise UserError(
             f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again"
         )
-    splits = {}
+    splits: dict[str, Split] = {}
     for path in (folder / "train.bin", folder / "val.bin"):
-        if path.is_file() and (tokens := path.stat().st_size // 2):
+        if path.is_file() and path.stat().st_size:
+            check_nanogpt(path)
+            tokens = path.stat().st_size // 2
             splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
-    note = f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, tokenizer gpt2"
-    facts = {
+    return {
         "format": 1,
         "tokenizer": "gpt2",
         "vocab_size": 50257,
         "eot": 50256,
         "dtype": "uint16",
+        "splits": splits,
+        "notes": [
+            f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, "
+            "tokenizer gpt2"
+        ],
     }
-    return {**facts, "splits": splits, "notes": [note]}
 
 
-def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
-    """All ids of a split (n,), memory-mapped, after a check of sizes and the first ids, or with
-    `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
+def check_nanogpt(path: Path) -> None:
+    """Raise UserError unless the first ids of a file look like text in GPT-2's ids."""
+    if path.stat().st_size % 2:
+        raise UserError(
+            f"{path} has an odd number of bytes: it does not hold ids of 16 bits"
+        )
+    ids = np.fromfile(path, token_dtype("uint16"), count=IDS_AT_ONCE)
+    if len(ids) < FEW_TOKENS:
+        return
+    zeros = float((ids == 0).mean())
+    if zeros > MOST_ZEROS:
+        raise UserError(
+            f"{path} has no meta.json, and {zeros:.0%} of its ids are 0 if they have 16 "
+            "bits: they have 32 or 64. Write them as uint16, or prepare the text again"
+        )
+    if ids.max() < COMMON_IDS:
+        raise UserError(
+            f"{path} has no meta.json, and its largest id is {ids.max()}: these are not "
+            "ids of GPT-2 but of characters, say. Prepare the text again"
+        )
+
+
+def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndarray:
+    """Return all ids of a split (n,), memory-mapped, after a check of sizes and the first
+    ids, or with `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
     meta = load_meta(folder)
     if split not in meta["splits"]:
         raise UserError(
@@ -148,18 +182,19 @@ def read_tokens(folder, split: str, verify: bool = False) -> np.ndarray:
         files.append((token_file.with_name(roles["file"]), roles["sha256"], count))
     for path, sha256, size in files:
         if path.stat().st_size != size:
-            found = f"{path.stat().st_size:,} bytes, but {count:,} tokens need {size:,}"
-            raise UserError(f"{path} has {found}: it is damaged; copy it, or {ADVICE}")
+            raise UserError(
+                f"{path} has {path.stat().st_size:,} bytes, but {count:,} tokens need "
+                f"{size:,}: it is damaged; copy it, or {ADVICE}"
+            )
         if verify and sha256 and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, dtype, mode="r")
     for start in range(0, count if verify else 1, IDS_AT_ONCE):
-        if (largest := int(ids[start : start + IDS_AT_ONCE].max())) >= meta[
-            "vocab_size"
-        ]:
-            known = f"the {meta['tokenizer']} tokenizer has {meta['vocab_size']} ids"
+        largest = int(ids[start : start + IDS_AT_ONCE].max())
+        if largest >= meta["vocab_size"]:
             raise UserError(
-                f"{token_file} holds the id {largest}, but {known}; {ADVICE}"
+                f"{token_file} holds the id {largest}, but the {meta['tokenizer']} "
+                f"tokenizer has {meta['vocab_size']} ids; {ADVICE}"
             )
     return ids
 
@@ -196,17 +231,22 @@ class TokenDataset:
         if protocol == "records" and packed < block_size:
             block_size = packed  # a model may take longer sequences
         if packed != block_size:
-            what = f"prepare it again with --block-size {block_size}, or with --protocol full"
-            if protocol == "records":
-                what = f"set the model's block_size to {packed} or more"
-            blocks = (
-                f"blocks of {packed} tokens (protocol {protocol}), not of {block_size}"
+            advice = (
+                f"prepare it again with --block-size {block_size}, "
+                "or with --protocol full"
             )
-            raise UserError(f"{folder} is packed into {blocks}: {what}")
-        if (count := self.tokens.size) < block_size:
-            few = f"{split} of {folder} has {count:,} tokens, fewer than a block of {block_size:,}"
+            if protocol == "records":
+                advice = f"set the model's block_size to {packed} or more"
             raise UserError(
-                f"{few}: lower block_size to at most {count:,}, or prepare more text"
+                f"{folder} is packed into blocks of {packed} tokens (protocol "
+                f"{protocol}), not of {block_size}: {advice}"
+            )
+        count = self.tokens.size
+        if count < block_size:
+            raise UserError(
+                f"{split} of {folder} has {count:,} tokens, fewer than a block of "
+                f"{block_size:,}: lower block_size to at most {count:,}, or prepare more "
+                "text"
             )
         self.block_size = block_size
         self.num_blocks = count // block_size
@@ -300,22 +340,37 @@ class TokenDataset:
 
 
 class Mixture(TokenDataset):
-    """Text data sets with one tokenizer, each with a share of the sequences: a fixed number of
-    every PATTERN consecutive ones, in random order. Each has its own epochs, as if it were read
-    alone; an epoch of the mixture is one of the first data set."""
+    """Text data sets with one tokenizer, each with a share of the sequences: a fixed number
+    of every PATTERN consecutive ones, in random order. Each has its own epochs, as if it
+    were read alone; an epoch of the mixture is one of the first data set.
 
-    def __init__(self, parts: list[TokenDataset], shares: list[float]):
+    counts: sequences of each part in every PATTERN. names: of the parts, for messages."""
+
+    def __init__(self, parts: list[TokenDataset], counts: list[int], names: list[str]):
         self.parts = parts
+        self.names = names
         self.meta = parts[0].meta
-        ends = np.rint(np.cumsum(shares) * PATTERN).astype(np.int64)
-        self.counts = np.diff(ends, prepend=0)
+        self.counts = np.array(counts, np.int64)
         sizes = [part.num_blocks for part in parts]
         self.ends = np.cumsum(sizes)
         self.starts = self.ends - sizes  # numbers of the first blocks
         self.block_size = parts[0].block_size
         self.of_records = False
         self.shift = 0
-        self.num_blocks = max(1, round(parts[0].num_blocks / shares[0]))
+        self.num_blocks = max(1, round(sizes[0] * PATTERN / counts[0]))
+
+    def describe(self, sequences: int) -> list[str]:
+        """Return a line for each part: its share, its blocks, and how often a run of this
+        many sequences reads them."""
+        lines = []
+        for part, count, name in zip(self.parts, self.counts, self.names, strict=True):
+            share = count / PATTERN
+            epochs = sequences * share / part.num_blocks
+            lines.append(
+                f"{name}: {share:.1%} of the sequences, {part.num_blocks:,} blocks, "
+                f"{epochs:.3g} epochs"
+            )
+        return lines
 
     def files(self) -> dict[str, dict]:
         recorded = {}
@@ -375,35 +430,53 @@ def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.
 def open_training_data(
     folder: Path, block_size: int, verify: bool, max_tokens: int, mix: tuple[str, ...]
 ) -> TokenDataset:
-    """The training split of a data set, and with `mix`, FOLDER=SHARE each, a Mixture of it with
-    others. Raises FileNotFoundError or UserError."""
+    """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a Mixture
+    of it with others. Raises FileNotFoundError or UserError."""
     data = TokenDataset(folder, "train", block_size, verify, max_tokens)
+    if not mix:
+        return data
     parts = [data]
-    shares = [1.0]
+    shares = []
     for text in mix:
-        name, _, share = text.rpartition("=")
-        try:
-            shares.append(float(share))
-        except ValueError:
+        name, share = _name_and_share(text)
+        shares.append(share)
+        part = TokenDataset(find_dataset(name), "train", data.block_size, verify)
+        if any(part.meta.get(key) != data.meta.get(key) for key in RECORDED):
             raise UserError(
-                f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1"
-            ) from None
-        parts.append(TokenDataset(find_dataset(name), "train", data.block_size, verify))
-        theirs = parts[-1].meta
-        ours = data.meta
-        if any(theirs.get(key) != ours.get(key) for key in RECORDED):
-            what = f"data.mix {name} has another tokenizer than {folder}"
-            raise UserError(f"{what}; prepare it again")
-        shares[0] -= shares[-1]
-    if min(shares) <= 0:
-        raise UserError(
-            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
-        )
-    if mix and any(part.of_records for part in parts):
+                f"data.mix {name} has another tokenizer than {folder}; prepare it again"
+            )
+        parts.append(part)
+    if any(part.of_records for part in parts):
         raise UserError(
             "data.mix is for texts, and one of these has prompts; leave it out"
         )
-    return Mixture(parts, shares) if mix else data
+    rest = PATTERN - sum(shares)
+    if rest <= 0:
+        raise UserError(
+            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
+        )
+    names = [str(folder), *(text.rpartition("=")[0] for text in mix)]
+    return Mixture(parts, [rest, *shares], names)
+
+
+def _name_and_share(text: str) -> tuple[str, int]:
+    """Return the data set of FOLDER=SHARE and its sequences of each PATTERN."""
+    name, _, share = text.rpartition("=")
+    try:
+        count = float(share) * PATTERN
+    except ValueError:
+        raise UserError(
+            f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1"
+        ) from None
+    if not 0 < count < PATTERN:  # nor NaN
+        raise UserError(
+            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
+        )
+    if abs(count - round(count)) > 1e-6:
+        raise UserError(
+            f"data.mix {text}: the share must be a multiple of {1 / PATTERN}"
+        )
+    return name, round(count)
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:

@@ -6,12 +6,14 @@ sedd     as the published zero-shot perplexities: 8 contiguous shards of the row
 records  every example in a block of its own, and its prompt mask in a second file (prompts.py),
          unless all of every example is predicted"""
 
+import hashlib
 import math
 import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -21,17 +23,19 @@ from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.randomness import SPLIT, philox_bits
 from .detokenisers import detokenise
-from .loader import token_dtype
 from .sources import Corpus
-from .tokenizers import Tokenizer
+from .tokenizers import Tokenizer, text_bytes, without_lone_surrogates
 
 # of sedd
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
-Encoded = tuple[
-    np.ndarray, np.ndarray | None
-]  # tokens (n,), and the roles of those of an example
+CHECKED = 100  # documents that are decoded again, to see what a tokenizer loses
+CHECKED_BYTES = 1 << 20  # of text in them, at most
+SHOWN = 40  # characters of a text in a note
+# Where a single document may be divided: at the last line end or word end in this part of the
+# validation share before its beginning.
+NEAR = 0.1
 
 
 def route(
@@ -40,8 +44,9 @@ def route(
     limit: int | None,
     whole: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of every document, in reading order. fraction: share of the "train"
-    documents that becomes "val". limit: of documents of the first split. whole: never split one."""
+    """Yield (split, document) of every document, in reading order. fraction: share of the
+    "train" documents that becomes "val". limit: of documents of the first split. whole:
+    never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
         documents = islice(corpus.documents, None if number else limit)
         if split == "train" and fraction is not None:
@@ -53,17 +58,19 @@ def route(
 def _train_and_val(
     documents: Iterator[str], fraction: float, whole: bool
 ) -> Iterator[tuple[str, str]]:
-    """One validation document in every group of 1 / fraction in a row, or of all where they are
-    fewer. Its place is drawn from the group's number: no split depends on later documents."""
+    """Yield one validation document in every group of 1 / fraction in a row, or of all
+    where they are fewer. Its place is drawn from the group's number: no split depends on
+    later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
             raise UserError(
                 "a single record makes no validation split: add records, or --split"
             )
-        place = _place_to_split(*first_group, fraction)
-        yield "train", first_group[0][:place]
-        yield "val", first_group[0][place:]
+        text = first_group[0]
+        place = _place_to_split(text, fraction)
+        yield "train", text[:place]
+        yield "val", text[place:]
         return
     size = min(1 / fraction, len(first_group))
     group = -1
@@ -78,23 +85,26 @@ def _train_and_val(
 
 
 def _place_to_split(text: str, fraction: float) -> int:
-    """Where the last share of a text begins: at the end of a line, else at a space, within the
-    million characters before it."""
-    place = len(text) - max(1, round(len(text) * fraction))
+    """Return where the last share of a text begins: near its place after the end of a
+    line, else of a word, else at the place itself."""
+    count = max(1, round(len(text) * fraction))
+    place = len(text) - count
     if place < 1:
         raise UserError(f"the only document has {len(text)} characters; add documents")
-    before = text[max(0, place - (1 << 20)) : place + 1]
-    for space in "\n ":
-        if found := [match.end() for match in re.finditer(rf"\S(?={space})", before)]:
-            return place + 1 - len(before) + found[-1]
+    first = max(0, place - round(NEAR * count))
+    for space in "\n", r"\s":
+        ends = [
+            m.end() for m in re.finditer(rf"\S(?={space})", text[first : place + 1])
+        ]
+        if ends:
+            return first + ends[-1]
     return place
 
 
 def encode_documents(
-    tokenizer: Tokenizer, rules: str | None, texts: Iterable[str]
-) -> Iterator[Encoded]:
-    """Ids of documents, with end-of-text after each. rules: of `detokenise`."""
-    texts = [detokenise(rules, text) for text in texts] if rules else texts
+    tokenizer: Tokenizer, texts: Iterable[str]
+) -> Iterator[tuple[np.ndarray, None]]:
+    """Yield the ids (n,) of documents, with end-of-text after each, and no roles."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken releases Python's lock
         # Bytes take less time than handing them to another thread.
         encode = map if tokenizer.name == "bytes" else pool.map
@@ -102,8 +112,16 @@ def encode_documents(
             yield np.append(ids, np.array(tokenizer.eot, ids.dtype)), None
 
 
+def detokenised(
+    documents: Iterable[tuple[str, str]], rules: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield (split, document) after the rules of `detokenise`; None: as they are."""
+    for split, text in documents:
+        yield split, detokenise(rules, text) if rules else text
+
+
 def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """The documents in lists of about BATCH characters."""
+    """Yield the documents in lists of about BATCH characters."""
     batch = []
     size = 0
     for document in documents:
@@ -117,56 +135,121 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
         yield batch
 
 
+@dataclass
+class Losses:
+    """How far the text comes back from its tokens, counted over documents."""
+
+    tokenizer: Tokenizer
+    documents: int = 0
+    changed: int = 0  # documents that have other bytes, or decode to another text
+    decoded: int = 0  # bytes of text that were decoded again
+    first: str = ""  # the first change, for a note
+
+    def add(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+        """Count a text and its ids (n,), also with end-of-text after them. Returns the
+        bytes of the text, and those that the ids stand for."""
+        ids = ids[: len(ids) - int((ids[::-1] == self.tokenizer.eot).cumprod().sum())]
+        size = text_bytes(text)
+        of_tokens = int(self.tokenizer.count_bytes(ids).sum())
+        self.documents += 1
+        is_changed = size != of_tokens
+        is_first = self.documents <= CHECKED and self.decoded <= CHECKED_BYTES
+        if is_changed and not self.first or is_first:
+            self.decoded += size
+            decoded = self.tokenizer.decode(ids)
+            text = without_lone_surrogates(text)
+            is_changed |= decoded != text
+            if decoded != text and not self.first:
+                self.first = _first_difference(text, decoded)
+        self.changed += is_changed
+        return size, of_tokens
+
+
+def _first_difference(text: str, decoded: str) -> str:
+    """Return what is around the first difference of two texts, for a note."""
+    place = len(os.path.commonprefix([text, decoded]))
+    part = slice(max(0, place - 8), max(0, place - 8) + SHOWN)
+    return f"{text[part]!r} -> {decoded[part]!r}"
+
+
 class SplitFile:
     """The token file of a split as it is written."""
 
-    def __init__(self, path: Path, protocol: str, block_size: int | None, dtype: str):
+    def __init__(
+        self, path: Path, protocol: str, block_size: int | None, dtype: np.dtype
+    ):
         self.path = path
         self.protocol = protocol
         self.block_size = block_size
-        self.dtype = token_dtype(dtype)
-        # ends: the place after each document
+        self.dtype = dtype
         self.tokens = 0
-        self.ends = array("q")
+        self.ends = array("q")  # the place after each document
+        self.hashes = array("Q")  # of the text of each document that is not empty
+        self.text_bytes = 0
+        self.token_bytes = 0  # what the ids stand for, if no text was lost
         self.has_roles = False  # whether a token is not predicted
-        self._paths = [path] + [path.with_suffix(".roles.bin")] * (
-            protocol == "records"
-        )
-        self._files = [open(path, "wb") for path in self._paths]
+        self._file = path.open("wb")
+        self._roles_path = path.with_suffix(".roles.bin")
+        self._roles_file = None
+        if protocol == "records":
+            self._roles_file = self._roles_path.open("wb")
 
-    def write(self, ids: np.ndarray, roles: np.ndarray | None) -> None:
+    def write(self, text: str, ids: np.ndarray, roles: np.ndarray | None) -> None:
         """Add a document."""
         ids = ids.astype(self.dtype, copy=False)
-        for file, values in zip(self._files, (ids, roles), strict=False):
-            file.write(values.data)
+        self._file.write(ids.data)
+        if self._roles_file:
+            self._roles_file.write(roles.data)
+            self.has_roles |= bool(roles.any())
         self.tokens += ids.size
-        self.has_roles |= roles is not None and bool(roles.any())
         self.ends.append(self.tokens)
+        if text:
+            data = text.encode("utf-8", "surrogatepass")
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            self.hashes.append(int.from_bytes(digest, "little"))
 
     def close(self) -> dict:
-        """Complete the file; returns its entry for meta.json."""
-        for file in self._files:
-            file.close()
-        if not self.has_roles and self._paths[1:]:  # no prompts, no padding: no mask
-            self._paths.pop().unlink()
+        """Complete the file. Returns its entry for meta.json. Raises UserError if the
+        protocol leaves no token."""
+        self._file.close()
+        if self._roles_file:
+            self._roles_file.close()
+            if not self.has_roles:  # no prompts, no padding: no mask
+                self._roles_path.unlink()
         if self.protocol == "sedd":
             tokens = np.fromfile(self.path, self.dtype)
             kept = kept_ranges(np.array(self.ends), self.block_size)
-            np.concatenate([tokens[start:stop] for start, stop in kept]).tofile(
-                self.path
-            )
+            parts = [tokens[start:stop] for start, stop in kept]
+            np.concatenate(parts).tofile(self.path)
         size = os.path.getsize(self.path) // self.dtype.itemsize
         if size == 0:
-            what = f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows"
-            few = f"no group of {GROUP_ROWS:,} rows in a shard fills a block of {self.block_size:,}"
             raise UserError(
-                f"{what}; {few}: lower --block-size, or use --protocol full"
+                f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows; "
+                f"no group of {GROUP_ROWS:,} rows in a shard fills a block of "
+                f"{self.block_size:,}: lower --block-size, or use --protocol full"
             )
-        facts = [{"file": p.name, "sha256": sha256_file(p)} for p in self._paths]
-        counts = {"documents": len(self.ends), "dropped_tokens": self.tokens - size}
-        return {"tokens": size, **counts, **facts[0]} | (
-            {"roles": facts[1]} if facts[1:] else {}
-        )
+        entry = {
+            "tokens": size,
+            "documents": len(self.ends),
+            "dropped_tokens": self.tokens - size,
+            "file": self.path.name,
+            "sha256": sha256_file(self.path),
+        }
+        if self.text_bytes:
+            entry["text_bytes"] = self.text_bytes
+            entry["token_bytes"] = self.token_bytes
+        if self.has_roles:
+            entry["roles"] = {
+                "file": self._roles_path.name,
+                "sha256": sha256_file(self._roles_path),
+            }
+        return entry
+
+
+def shared_rows(train: SplitFile, other: SplitFile) -> int:
+    """Return how many documents of another split are in the training split, too."""
+    known = np.frombuffer(train.hashes, np.uint64)
+    return int(np.isin(np.frombuffer(other.hashes, np.uint64), known).sum())
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:

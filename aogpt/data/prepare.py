@@ -8,19 +8,20 @@ twice.
 examples:
   python data/prepare.py stories
   python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
-  python data/prepare.py text --source train.jsonl.xz --val val.jsonl.xz --field text
+  python data/prepare.py text --source train.jsonl.xz --val val.csv --field text
   python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
-  python data/prepare.py chorales --predict alto --out data/chorales_alto
   python data/prepare.py ptb
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
 
 import os
+import shlex
 import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from annotated_types import Interval
 from tqdm import tqdm
@@ -30,17 +31,20 @@ from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
 from ..runtime.validation import Count, check_value, check_values, read_toml
-from . import tokenizers
-from .catalogue import DATASETS, SPLITS, TASKS, Dataset
-from .loader import load_meta, read_tokens
-from .packing import SplitFile, batches, encode_documents, route
-from .prompts import encode_example
-from .sources import Corpus, found_files
-from .tokenizers import Tokenizer, get_tokenizer, other_tokenizer
+from . import packing, tokenizers
+from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
+from .loader import load_meta, read_tokens, token_dtype
+from .packing import Losses, SplitFile
+from .prompts import Examples, encode_example, without_marks
+from .sources import Corpus, Reading, found_files
+from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
-FILES = {f"{s}{kind}" for s in SPLITS for kind in (".bin", ".roles.bin")}
-FILES |= {"meta.json", *tokenizers.FILES}
+# What a folder may hold that --overwrite replaces.
+FILES = {"meta.json", *tokenizers.FILES, tokenizers.HUB_SETTINGS}
+for _split in SPLITS:
+    FILES |= {f"{_split}.bin", f"{_split}.roles.bin"}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
+FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 EVALUATION = ", ".join(
@@ -49,16 +53,13 @@ EVALUATION = ", ".join(
 NAMES = f"""stories: nine books for children, 2.7 MB, no download.
 text: your own files, given with --source.
 books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
-shuffled: your own files, in chunks of 63 characters in random order.
-chorales: 382 of Bach's, in four voices (docs/data.md), downloaded, or a local copy in --source.
 records: your own prompts and answers, each in a block (docs/data.md).
-polya, latin5: made of random numbers, with a known entropy.
-{", ".join(TASKS)}: puzzles.
 hub REPOSITORY: any text on the Hugging Face hub.
 openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or local copies.
 text8: 100 million characters of Wikipedia, in the published splits.
 {EVALUATION}: evaluation sets of the published zero-shot perplexities, detokenised; downloaded, or
-local copies in --source."""
+local copies in --source.
+python -m studies.prepare makes puzzles, chorales and texts of known entropy."""
 
 
 def _option(kind: Any, metavar: str, default: str) -> Any:
@@ -82,27 +83,31 @@ class Prepare:
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
     """Files, folders, or patterns such as "texts/**/*.txt".
-    .jsonl and .parquet: a document a row;
+    .jsonl, .json (a list), .csv, .tsv (with names in the first line), .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw files, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
-    All but .parquet can end in .gz or .xz, too."""
+    All can end in .gz, .xz or .zst, too."""
     val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
-    """text, shuffled, records: files of the validation split."""
+    """text, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
-    """text, shuffled, records: files of the test split."""
+    """text, records: files of the test split."""
     tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
     """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8 bytes. FILE:
     your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
+    end_token: _option(str | None, "TOKEN", "what the files beside it say") = None
+    """tokenizer.json: the token that ends a document, such as "</s>"."""
     alphabet: _option(str | None, "LETTERS", "none") = None
     """Instead of --tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = (
         None
     )
-    """Field that holds the text in a row of a .jsonl or .parquet file."""
+    """Field that holds the text in a row."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
     """records: field that holds the prompt in a row."""
+    skip_bad_rows: bool = False
+    """Leave out rows that hold no text: damaged ones, or a number or nothing in --field."""
     split_at: _option(str | None, "TEXT", "none") = None
-    """text, shuffled: separator of the documents in a file, such as "<|endoftext|>"."""
+    """text: separator of the documents in a file, such as "<|endoftext|>"."""
     skip_long: bool = False
     """records: skip those that are longer than a block."""
     split: _option(str | None, "train|val|test", "the published one") = None
@@ -121,69 +126,125 @@ class Prepare:
     )
     """Share of the documents for validation: a random one of every 1/SHARE in a row; of a single
     document, its end."""
-    predict: _option(tuple[Literal[tokenizers.VOICES], ...], "VOICE ...", "all") = ()
-    """chorales: the voices to predict; the others are the prompt."""
     limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
     overwrite: bool = False
     """Replace the dataset in the output folder; it stays until the new one is complete."""
 
+    @property
+    def of_dataset(self) -> dict[str, Any]:
+        """Options on which the result depends that only a study's dataset has."""
+        return {}
+
 
 def main() -> None:
-    names = tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName
-    config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    """Prepare the dataset of the command line."""
     # A scheduler's way to stop a run cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    prepare(tyro.cli(Prepare, description=__doc__, config=config))
+    prepare(parse(Prepare, __doc__))
 
 
-def prepare(args: Prepare) -> Path:
-    """Prepare a dataset, unless its folder holds it already. Errors leave the folder as it was."""
+def parse(options: type[Prepare], description: str) -> Prepare:
+    """Return the command line as a Prepare, or a subclass of it."""
+    names = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
+    config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    return tyro.cli(options, description=description, config=config)
+
+
+def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
+    """Prepare a dataset, unless its folder holds it already. Returns the folder. Errors
+    leave it as it was."""
     check_values(args)
-    check_value(args.name, Literal[tuple(DATASETS)], "the dataset")
-    folder = Path(args.repository).name or args.name
-    dataset = DATASETS[args.name]
-    target = (args.out or DATA / folder).resolve()
-    given = {"source": args.source, "val": args.val, "test": args.test}
+    if args.name in OF_STUDIES and args.name not in datasets:
+        raise UserError(
+            f"{args.name} is made by: python -m studies.prepare {args.name}"
+        )
+    check_value(args.name, Literal[tuple(datasets)], "the dataset")
+    dataset = datasets[args.name]
+    target = output_folder(args)
     args = replace(
-        args, **{s: found_files(p, dataset.readers) for s, p in given.items()}
+        args,
+        source=found_files(args.source, dataset.readers),
+        val=found_files(args.val, dataset.readers),
+        test=found_files(args.test, dataset.readers),
     )
     check_options(args, dataset)
-    if args.alphabet:
-        args = replace(args, tokenizer=tokenizers.ALPHABET + args.alphabet)
-    keys = ("split", "protocol", "tokenizer", "field", "val_fraction")
-    chosen = {key: getattr(args, key) or getattr(dataset, key) for key in keys}
-    if chosen["protocol"] != "full":
-        chosen["block_size"] = (
-            args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+    args = with_defaults(args, dataset)
+    # Before files are read, which can take long.
+    tokenizer = get_tokenizer(args.tokenizer, end_token=args.end_token)
+    reading = Examples if dataset.protocol == "records" else Reading
+    corpora = dataset.corpora(
+        Request(
+            args.name,
+            reading(args.field, args.prompt_field, args.split_at, args.skip_bad_rows),
+            source=args.source,
+            val=args.val,
+            test=args.test,
+            split=args.split,
+            repository=args.repository,
+            config=args.config,
+            options=args.of_dataset,
         )
-    if args.val or args.split:
-        chosen["val_fraction"] = None
-    args = replace(args, **chosen)
-    tokenizer = get_tokenizer(
-        args.tokenizer
-    )  # before files are read, which can take long
-    corpora = dataset.corpora(args)
+    )
+    shown = args.out or Path(os.path.relpath(target))
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
         show(
             f"{target} holds this dataset already: nothing to do (--overwrite makes it again)"
         )
+        show(next_command(shown, load_meta(target), dataset))
         return target
     with staging(target) as folder:
-        (
-            folder / "meta.json"
-        ).touch()  # token files without one would pass for nanoGPT's
+        # Token files without a meta.json would pass for nanoGPT's.
+        (folder / "meta.json").touch()
         tokenizer.keep(folder)
-        meta |= write_splits(folder, corpora, args, tokenizer, dataset)
+        written = Writer(folder, args, tokenizer, dataset)
+        written.write(corpora)
+        meta |= written.close(corpora)
         write_json(folder / "meta.json", meta)
-        is_finished(
-            target, meta, args.overwrite
-        )  # raises for what came there meanwhile
-    report(
-        args.out or os.path.relpath(target), meta, next(iter(corpora.values())).counts
-    )
+        # Raises for what came there meanwhile.
+        is_finished(target, meta, args.overwrite)
+    report(shown, meta, tokenizer, written.notes)
+    show(next_command(shown, meta, dataset))
     return target
+
+
+def output_folder(args: Prepare) -> Path:
+    """Return the folder to write. Raises UserError for a path that cannot be one."""
+    name = Path(args.repository).name or args.name
+    try:
+        target = (args.out or DATA / name).resolve()
+        str(target).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"--out {args.out}: give a name in UTF-8") from None
+    except (RuntimeError, OSError):  # of Python 3.11 to 3.12, and from 3.13 on
+        raise UserError(f"--out {args.out}: a link in it leads to itself") from None
+    if target.is_symlink():  # what a loop resolves to from 3.13 on
+        raise UserError(f"--out {args.out}: a link in it leads to itself")
+    return target
+
+
+def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:
+    """Return the options with the dataset's defaults."""
+    protocol = args.protocol or dataset.protocol
+    block_size = None
+    if protocol != "full":
+        block_size = args.block_size or dataset.block_size or DEFAULT_BLOCK_SIZE
+    val_fraction = args.val_fraction or dataset.val_fraction
+    if args.val or args.split:
+        val_fraction = None
+    tokenizer = args.tokenizer or dataset.tokenizer
+    if args.alphabet:
+        tokenizer = tokenizers.ALPHABET + args.alphabet
+    return replace(
+        args,
+        split=args.split or dataset.split,
+        protocol=protocol,
+        tokenizer=tokenizer,
+        field=args.field or dataset.field,
+        val_fraction=val_fraction,
+        block_size=block_size,
+    )
 
 
 def check_options(args: Prepare, dataset: Dataset) -> None:
@@ -198,7 +259,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     share = args.val_fraction is not None
     drawn = dataset.val_fraction is not None  # the validation split
     of_hub = name == "hub"
-    twice = {*args.source} & {*args.val, *args.test} or {*args.val} & {*args.test}
+    of_file = (args.tokenizer or "").endswith(".json")
     mistakes = [
         (
             args.source and source == "never",
@@ -238,16 +299,12 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         ),
         (args.skip_long and not examples, "--skip-long is for records; leave it out"),
         (
-            args.prompt_field and name != "records",
+            args.prompt_field and not examples,
             "--prompt-field is for records; leave it out",
         ),
         (
-            args.predict and not dataset.divide,
-            "--predict is for chorales; leave it out",
-        ),
-        (
             args.split_at and (source != "always" or examples),
-            "--split-at is for text, shuffled",
+            f"--split-at is for text, not for {name}; leave it out",
         ),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (
@@ -256,7 +313,10 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         ),
         (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),
         (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
-        (twice, f"{[*map(str, twice)]}: a file belongs to one split"),
+        (
+            args.end_token is not None and not of_file,
+            "--end-token is for a tokenizer.json; leave it out",
+        ),
     ]
     for is_mistake, message in mistakes:
         if is_mistake:
@@ -273,11 +333,22 @@ def metadata(
     corpora: dict[str, Corpus],
 ) -> dict:
     """The contents of meta.json, without splits and notes."""
-    keys = "split protocol block_size field val_fraction limit prompt_field split_at skip_long"
-    settings = {
-        key: getattr(args, key) for key in keys.split()
-    }  # on which the result depends
-    settings["predict"] = list(args.predict)
+    settings = {  # on which the result depends
+        "split": args.split,
+        "protocol": args.protocol,
+        "block_size": args.block_size,
+        "field": args.field,
+        "val_fraction": args.val_fraction,
+        "limit": args.limit,
+        "prompt_field": args.prompt_field,
+        "split_at": args.split_at,
+        "skip_long": args.skip_long,
+        "skip_bad_rows": args.skip_bad_rows,
+        **args.of_dataset,
+    }
+    sources = []
+    for split, corpus in corpora.items():
+        sources += [{"split": split, **part} for part in corpus.description]
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -286,77 +357,162 @@ def metadata(
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "dtype": tokenizer.dtype,
-        **{key: settings[key] for key in ("protocol", "block_size", "split")},
+        "protocol": args.protocol,
+        "block_size": args.block_size,
+        "split": args.split,
         "detokeniser": dataset.detokeniser,
-        "source": [
-            {"split": s, **part} for s, c in corpora.items() for part in c.description
-        ],
+        "source": sources,
         "settings": {"dataset": args.name, "tokenizer": tokenizer.name, **settings},
     }
 
 
-def write_splits(
-    folder: Path,
-    corpora: dict[str, Corpus],
-    args: Prepare,
-    tokenizer: Tokenizer,
-    dataset: Dataset,
-) -> dict:
-    """Write the token files into `folder`; returns the splits and notes for meta.json."""
-    encode = partial(encode_documents, tokenizer, dataset.detokeniser)
-    if examples := args.protocol == "records":
-        end = dataset.block_size is None  # examples of one length need no end
-        encode = partial(map, partial(encode_example, tokenizer, args.block_size, end))
-    files: dict[str, SplitFile] = {}
-    long: list[tuple[int, str]] = []  # records that are: tokens and place
-    with tqdm(
-        unit=" tokens", unit_scale=True, disable=None
-    ) as bar:  # None: unless in a terminal
-        for batch in batches(
-            route(corpora, args.val_fraction, args.limit, whole=examples)
-        ):
-            splits, texts = zip(*batch, strict=True)
-            for split, text, (ids, roles) in zip(
-                splits, texts, encode(texts), strict=True
-            ):
-                if examples and ids.size > args.block_size:
-                    long.append((ids.size, text.place))
-                    continue
-                if split not in files:
-                    path = folder / f"{split}.bin"
-                    how = args.protocol, args.block_size, tokenizer.dtype
-                    files[split] = SplitFile(path, *how)
-                files[split].write(ids, roles)
-                bar.update(ids.size)
-    if long and not args.skip_long:
-        places = ", ".join(place for _, place in long[:3]) + ", ..." * (len(long) > 3)
-        what = counted(
-            len(long), f"records are longer than a block of {args.block_size} tokens"
+class Writer:
+    """Writes the token files of all splits into a folder. After `close`, `notes` holds what
+    the user should know."""
+
+    def __init__(
+        self, folder: Path, args: Prepare, tokenizer: Tokenizer, dataset: Dataset
+    ):
+        self.folder = folder
+        self.args = args
+        self.tokenizer = tokenizer
+        self.dataset = dataset
+        self.files: dict[str, SplitFile] = {}
+        self.long: list[tuple[int, str]] = []  # records that are: tokens and place
+        # The other tokenizers lose nothing: the bytes of a text are among their ids.
+        self.losses = Losses(tokenizer) if tokenizer.name == HUB else None
+        self.notes: list[str] = []
+
+    def write(self, corpora: dict[str, Corpus]) -> None:
+        """Read and write all documents. Raises UserError if none is left."""
+        args = self.args
+        of_examples = args.protocol == "records"
+        documents = packing.detokenised(
+            packing.route(corpora, args.val_fraction, args.limit, whole=of_examples),
+            self.dataset.detokeniser,
         )
-        advice = "give a larger --block-size, or --skip-long"
-        raise UserError(
-            f"{what} ({places}; the longest has {max(long)[0]} tokens): {advice}"
-        )
-    next(iter(corpora.values())).counts["records longer than a block are skipped"] += (
-        len(long)
-    )
-    if not files:
-        raise UserError(f"no document of {args.name} is left: give more text")
-    entries = {split: files[split].close() for split in SPLITS if split in files}
-    notes = []
-    for split, corpus in corpora.items():
-        rows = entries.get(split, {}).get("documents", 0)
-        published = corpus.published
-        if published not in (None, rows):
-            notes.append(
-                f"{rows:,} rows, where the published {split} split has {published:,}"
+        # None: a bar in a terminal only
+        with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+            for batch in packing.batches(documents):
+                texts = [text for _, text in batch]
+                encoded = self.encode(texts)
+                for (split, text), (ids, roles) in zip(batch, encoded, strict=True):
+                    if of_examples and ids.size > args.block_size:
+                        self.long.append((ids.size, text.place))
+                        continue
+                    self.add(split, text, ids, roles)
+                    bar.update(ids.size)
+        if self.long and not args.skip_long:
+            places = ", ".join(place for _, place in self.long[:3])
+            if len(self.long) > 3:
+                places += ", ..."
+            what = counted(
+                len(self.long),
+                f"records are longer than a block of {args.block_size} tokens",
             )
-    return {"splits": entries, "notes": notes}
+            raise UserError(
+                f"{what} ({places}; the longest has {max(self.long)[0]} tokens): "
+                "give a larger --block-size, or --skip-long"
+            )
+        if not self.files:
+            raise UserError(f"no document of {args.name} is left: give more text")
+
+    def encode(
+        self, texts: list[str]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yield the ids of each text, and the roles of those of an example."""
+        if self.args.protocol != "records":
+            yield from packing.encode_documents(self.tokenizer, texts)
+            return
+        for text in texts:
+            yield encode_example(
+                self.tokenizer,
+                self.args.block_size,
+                end=self.dataset.block_size is None,  # examples of one length need none
+                example=text,
+            )
+
+    def add(
+        self, split: str, text: str, ids: np.ndarray, roles: np.ndarray | None
+    ) -> None:
+        """Write a document, and look at what its tokens lose."""
+        if split not in self.files:
+            self.files[split] = SplitFile(
+                self.folder / f"{split}.bin",
+                self.args.protocol,
+                self.args.block_size,
+                token_dtype(self.tokenizer.dtype),
+            )
+        file = self.files[split]
+        file.write(text, ids, roles)
+        if self.losses:
+            plain = text if roles is None else without_marks(text)
+            size, of_tokens = self.losses.add(plain, ids)
+            file.text_bytes += size
+            file.token_bytes += of_tokens
+
+    def close(self, corpora: dict[str, Corpus]) -> dict:
+        """Complete the files. Returns the splits and notes for meta.json."""
+        files = {split: self.files[split] for split in SPLITS if split in self.files}
+        entries = {split: file.close() for split, file in files.items()}
+        notes = []
+        for split, corpus in corpora.items():
+            rows = entries.get(split, {}).get("documents", 0)
+            if corpus.published not in (None, rows):
+                notes.append(
+                    f"{rows:,} rows, where the published {split} split has "
+                    f"{corpus.published:,}"
+                )
+        self.notes += self.notes_on_splits(files, entries)
+        self.notes += self.notes_on_reading(next(iter(corpora.values())).reading)
+        return {"splits": entries, "notes": notes}
+
+    def notes_on_splits(
+        self, files: dict[str, SplitFile], entries: dict[str, dict]
+    ) -> list[str]:
+        """Return what is odd about the splits: their sizes, and rows that two of them have."""
+        notes = []
+        fraction = self.args.val_fraction
+        if fraction and {"train", "val"} <= entries.keys():
+            count = entries["val"]["tokens"]
+            share = count / (count + entries["train"]["tokens"])
+            if not fraction / FAR <= share <= fraction * FAR:
+                notes.append(
+                    f"val has {share:.1%} of the tokens, where --val-fraction is "
+                    f"{fraction:.1%} of the documents, which differ in length"
+                )
+        for split in ("val", "test"):
+            if "train" in files and split in files:
+                shared = packing.shared_rows(files["train"], files[split])
+                if shared:
+                    total = entries[split]["documents"]
+                    notes.append(
+                        f"{shared:,} of {counted(total, f'documents of {split}')} "
+                        "are in train, too: a model can know them by heart"
+                    )
+        return notes
+
+    def notes_on_reading(self, reading: Reading) -> list[str]:
+        """Return what was noticed while documents were read and encoded."""
+        notes = [counted(n, what) for what, n in reading.counts.items() if n]
+        if reading.bad_rows:
+            notes.append(f"the first bad rows: {'; '.join(reading.bad_rows)}")
+        if self.long:
+            notes.append(
+                counted(len(self.long), "records longer than a block are skipped")
+            )
+        if self.losses and self.losses.changed:
+            notes.append(
+                f"{self.losses.changed:,} of {self.losses.documents:,} documents do not "
+                f"come back from their tokens unchanged ({self.losses.first}): "
+                "the tokenizer loses text; bits per byte are of the bytes of the text"
+            )
+        return notes
 
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
-    """Whether `target` holds the dataset that `meta` describes. Raises UserError for other files
-    and, without `overwrite`, for another or a damaged dataset."""
+    """Return whether `target` holds the dataset that `meta` describes. Raises UserError for
+    other files and, without `overwrite`, for another or a damaged dataset."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
@@ -368,68 +524,81 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     found = load_meta(target)
     for split in found["splits"]:
         read_tokens(target, split, verify=True)
-    before, now = (
-        {**m.get("settings", {}), "source": m.get("source")} for m in (found, meta)
-    )
+    before = {**found.get("settings", {}), "source": found.get("source")}
+    now = {**meta["settings"], "source": meta["source"]}
     changed = [
         key
         for key in now
         if before.get(key) != now[key] and (key in before or now[key])
     ]
-    if not (
-        other := other_tokenizer(found, meta)
-    ):  # the name of a vocabulary does not matter
+    other = other_tokenizer(found, meta)
+    if not other:  # the name of a vocabulary does not matter
         changed = [key for key in changed if key != "tokenizer"]
-    changed += ["vocabulary"] * (not changed and bool(other))
+    if other and not changed:
+        changed.append("vocabulary")
+    if found["eot"] != meta["eot"] and not changed:
+        changed.append("end token")
     if changed:
-        advice = "pass --overwrite to replace it, or choose another --out"
         raise UserError(
-            f"{target} was made with another {', '.join(changed)}: {advice}"
+            f"{target} was made with another {', '.join(changed)}: "
+            "pass --overwrite to replace it, or choose another --out"
         )
     return True
 
 
-def report(folder: Path | str, meta: dict, counts: dict[str, int]) -> None:
-    """Print what was made and noticed, and which command comes next. folder: as it is typed."""
+def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> None:
+    """Print what was made and noticed. folder: as the user typed it."""
     for split, entry in meta["splits"].items():
-        whole = [counted(entry[key], key) for key in ("tokens", "documents")]
+        tokens = counted(entry["tokens"], "tokens")
+        documents = counted(entry["documents"], "documents")
         show(
-            f"{split}: {' of '.join(whole)}, {entry['dropped_tokens']:,} tokens dropped"
+            f"{split}: {tokens} of {documents}, {entry['dropped_tokens']:,} tokens dropped"
         )
     blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
     show(
         f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}"
     )
-    notes = [f"note: {counted(count, what)}" for what, count in counts.items() if count]
-    notes += [
-        f"not comparable with the published tables: {note}" for note in meta["notes"]
-    ]
-    for note in notes:
-        show(note)
-    if meta["protocol"] == "sedd" or meta["split"] or meta["settings"]["predict"]:
-        show(f"next: python eval_ppl.py RUN --datasets {folder}")
-        return
-    named = {"openwebtext": "aogpt_small", "sudoku6": "sudoku6"}
-    name = meta["name"]
-    by_tokenizer = {"gpt2": "own_text", "chorales": "chorales"}.get(
-        meta["tokenizer"], "quickstart"
-    )
-    config = named.get(name, by_tokenizer)
-    options = f" --name {name} --data.folder {folder}"
-    options = "" if Path(folder).resolve() == DATA / "stories" else options
-    if meta["tokenizer"] == tokenizers.HUB:
+    if tokenizer.name == HUB:
+        begin = "without a token that begins it"
+        if tokenizer.starts:
+            begin = f"that the model reads after {' '.join(tokenizer.start_tokens)}"
         show(
-            f"next: python train.py configs/aogpt_llama.toml{options} --train.init-from FOLDER"
+            f"{tokenizer.end_token} (id {tokenizer.eot}) ends a document, {begin}; "
+            "--end-token chooses another end"
         )
-        return
-    if meta["tokenizer"] in tokenizers.FILES:
-        options += f" --model.vocab-size {-(-meta['vocab_size'] // 64) * 64}"
+    for note in notes:
+        show(f"note: {note}")
+    for note in meta["notes"]:
+        show(f"not comparable with the published tables: {note}")
+
+
+def next_command(folder: Path, meta: Mapping[str, Any], dataset: Dataset) -> str:
+    """Return the line that says which command comes next. folder: as the user typed it."""
+    place = shlex.quote(str(folder))
+    if meta["protocol"] == "sedd" or "train" not in meta["splits"]:
+        return f"next: python eval_ppl.py RUN --datasets {place}"
+    by_tokenizer = {"gpt2": "own_text", HUB: "aogpt_llama"}
+    config = dataset.config or by_tokenizer.get(meta["tokenizer"], "quickstart")
+    file = config if "/" in config else f"configs/{config}.toml"
+    values = read_toml(PROJECT / file)
+    words = [f"next: python train.py {file}"]
+    usual = PROJECT / values.get("data", {}).get("folder", "data/own")
+    if folder.resolve() != usual.resolve():
+        words += ["--name", shlex.quote(meta["name"]), "--data.folder", place]
+    model = values["model"]
+    if config == "aogpt_llama":
+        words += ["--train.init-from", "FOLDER"]
+        return " ".join(words)
+    if meta["tokenizer"] in tokenizers.FILES and not dataset.config:
+        size = -(-meta["vocab_size"] // 64) * 64
+        words += ["--model.vocab-size", str(size)]
     least = min(entry["tokens"] for entry in meta["splits"].values())
-    usual = read_toml(PROJECT / "configs" / f"{config}.toml")["model"].get(
-        "block_size", least
-    )
+    block_size = model.get("block_size", least)
     if meta["protocol"] == "records":
-        options += f" --model.block-size {meta['block_size']}"
-    elif least < usual:
-        options += f" --model.block-size {least}"
-    show(f"next: python train.py configs/{config}.toml{options}")
+        if meta["block_size"] != block_size:
+            words += ["--model.block-size", str(meta["block_size"])]
+    elif least < block_size:
+        words += ["--model.block-size", str(least)]
+    if "val" not in meta["splits"]:
+        words += ["--eval.interval", "0"]
+    return " ".join(words)

@@ -25,11 +25,18 @@ MARKS = re.compile(r"(\[/?GIVEN\])")
 
 
 def as_prompt(text: str) -> str:
+    """Return a text marked as prompt; an empty one has no marks."""
     return f"{BEGIN}{text}{END}" if text else ""
 
 
+def without_marks(example: str) -> str:
+    """Return the text of an example, prompt included."""
+    return MARKS.sub("", example)
+
+
 def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
-    """The parts of an example and their roles. Raises UserError that begins with `place`."""
+    """Return the parts of an example and their roles. Raises UserError, which begins with
+    `place`."""
     parts = MARKS.split(example)  # every other one is a mark
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
         raise UserError(
@@ -44,8 +51,8 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
 def encode_example(
     tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and roles, padded with end-of-text to (block_size,) each; longer examples stay longer.
-    end: whether a predicted end-of-text follows."""
+    """Return ids and roles, padded with end-of-text to (block_size,) each; longer examples
+    stay longer. end: whether a predicted end-of-text follows."""
     ids = []
     roles = []
     for text, role in spans(example):
@@ -53,32 +60,37 @@ def encode_example(
         part = tokenizer.encode_after(text) if ids else tokenizer.encode(text)
         ids += part
         roles += [role] * len(part)
-    missing = max(0, block_size - len(ids) - end)
-    ids += [tokenizer.eot] * (end + missing)
-    roles += [PREDICTED] * end + [PADDING] * missing
+    if end:
+        ids.append(tokenizer.eot)
+        roles.append(PREDICTED)
+    missing = max(0, block_size - len(ids))
+    ids += [tokenizer.eot] * missing
+    roles += [PADDING] * missing
     return np.array(ids, tokenizer.dtype), np.array(roles, np.uint8)
 
 
 class Example(str):
     """The text of an example that was read from a file."""
 
-    place: str  # the file and the line
+    place: str = "this record"  # the file and the line
 
 
 class Examples(Reading):
-    """Examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with marks}."""
+    """Reads examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with
+    marks}."""
 
     @property
-    def fields(self):
+    def fields(self) -> set[str]:
         return {self.field, self.prompt_field or "prompt"}
 
-    def document(self, row, place):
+    def document(self, row: dict, place: str) -> str:
         text = super().document(row, place)
         prompt = self.prompt_field or "prompt"
         if prompt in row or self.prompt_field:
-            if MARKS.search(text + text_of(row, prompt, place, "--prompt-field")):
+            given = text_of(row, prompt, place, "--prompt-field")
+            if MARKS.search(text + given):
                 raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
-            text = as_prompt(row[prompt]) + text
+            text = as_prompt(given) + text
         spans(text, place)  # raises UserError here, where the place is known
         example = Example(text)
         example.place = place

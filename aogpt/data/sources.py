@@ -1,11 +1,16 @@
-"""Where documents come from: files of the user's, published files, the Hugging Face hub. Rows of
-.jsonl and .parquet files are read one at a time; text files are held whole."""
+"""Where documents come from: files of the user's, published files, the Hugging Face hub.
+
+Rows of .jsonl, .csv, .tsv and .parquet files are read one at a time; text files and .json
+files are held whole. The package `datasets` reads the hub. Its readers of local files are not
+used: they turn "NA" into a missing value and a date into a time, and one bad row ends a file."""
 
 import contextlib
+import csv
 import glob
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import zipfile
 import zlib
@@ -21,10 +26,31 @@ from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, sha256_file
 from .tokenizers import END_OF_TEXT
 
-OFFLINE = "pip install datasets, or pass files: python data/prepare.py {} --source FILE.parquet ..."
+OFFLINE = (
+    "pip install datasets, or pass files: "
+    "python data/prepare.py {} --source FILE.parquet ..."
+)
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
-MARKED = f"times {END_OF_TEXT} is read as ordinary text (--split-at '{END_OF_TEXT}' divides there)"
+MOST_NAMED = 3  # bad rows in a note
+LONGEST_CELL = 2**31 - 1  # bytes, of a .csv file
+PACKED = (".gz", ".xz", ".zst")  # suffixes of compressed files
+# Marks at the beginning of a file, and the encodings that Python knows by these names.
+MARKS_OF_ENCODINGS = {
+    b"\xff\xfe\0\0": "utf-32",
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+# Notes, each after a count.
+MARKED = (
+    f"times {END_OF_TEXT} is read as ordinary text "
+    f"(--split-at '{END_OF_TEXT}' divides there)"
+)
 LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
+CONVERTED = "files in UTF-16 or UTF-32 are converted"
+WINDOWS = "Windows line ends are converted"
+EMPTY = "empty files are skipped"
+COPIES = "files are copies of another one"
 
 
 @dataclass
@@ -32,32 +58,41 @@ class Reading:
     """How documents are read, and what was noticed on the way."""
 
     field: str  # the field of a row that holds the text
-    prompt_field: str | None = (
-        None  # the field with the prompt of an example (prompts.py)
-    )
+    prompt_field: str | None = None  # the field of a row with its prompt (prompts.py)
     split_at: str | None = None  # the separator of documents in a text
-    counts: Counter[str] = field(
-        default_factory=Counter
-    )  # notes for the user, and how often
+    skip_bad_rows: bool = False  # whether a row without a text is left out
+    counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
+    bad_rows: list[str] = field(
+        default_factory=list
+    )  # what is wrong with the first ones
 
     @property
-    def fields(self) -> set[str]:  # the fields of a row that are read
+    def fields(self) -> set[str]:
+        """The fields of a row that are read."""
         return {self.field}
 
     def document(self, row: dict, place: str) -> str:
-        """The document of a row. Raises UserError, which begins with `place`."""
+        """Return the document of a row. Raises UserError, which begins with `place`."""
         self.counts.update(LEFT_OUT.format(key) for key in row.keys() - self.fields)
         return text_of(row, self.field, place)
 
+    def skip(self, error: UserError) -> None:
+        """Leave out a bad row. Raises the error without --skip-bad-rows."""
+        if not self.skip_bad_rows:
+            raise UserError(f"{error} (--skip-bad-rows leaves such rows out)")
+        self.counts["bad rows are skipped"] += 1
+        if len(self.bad_rows) < MOST_NAMED:
+            self.bad_rows.append(str(error))
+
     def documents(self, text: str) -> Iterator[str]:
-        """The documents in what was read as one."""
-        if self.split_at:
-            yield from filter(
-                None, (part.strip("\n") for part in text.split(self.split_at))
-            )
-        else:
+        """Yield the documents in what was read as one."""
+        if not self.split_at:
             self.counts[MARKED] += text.count(END_OF_TEXT)
             yield text
+            return
+        for part in text.split(self.split_at):
+            if document := part.strip("\n"):
+                yield document
 
 
 # (stream, its name for messages, how) -> documents
@@ -71,40 +106,46 @@ class Corpus:
     documents: Iterable[str]
     description: list[dict]  # for meta.json; equal ones mean equal documents
     published: int | None = None  # documents of the published split
-    counts: Counter[str] = field(
-        default_factory=Counter
-    )  # of `Reading`, shared by all splits
+    reading: Reading = field(default_factory=lambda: Reading("text"))
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """Files of known kinds: the paths themselves, or those in a folder or matching a pattern."""
+    """Return files of known kinds: the paths themselves, or those in a folder or matching
+    a pattern. Raises UserError where there is none, or one is given twice."""
     files: list[Path] = []
     for path in paths:
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
             files.append(path)
             continue
-        inside = (
-            path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
-        )
-        known = [p for p in map(Path, inside) if p.is_file() and reader_of(p, readers)]
+        if path.is_dir():
+            inside = list(path.rglob("*"))
+        else:
+            inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        known = [p for p in inside if p.is_file() and reader_of(p, readers)]
         if not known:
             raise UserError(
                 f"{path}: there is no file of a known kind ({', '.join(readers)})"
             )
         files += sorted(known)
+    times = Counter(path.resolve() for path in files)
+    for path in files:
+        if times[path.resolve()] > 1:
+            raise UserError(f"{path}: this file is given twice")
     return tuple(files)
 
 
 def local_files(
     paths: Iterable[Path], readers: dict[str, Reader], reading: Reading
 ) -> Corpus:
-    """The documents of some files. readers: how files of each suffix are read."""
+    """Return the documents of some files. readers: how files of each suffix are read."""
     description = []
     files = {}
     for path in paths:
         files[path] = find_reader(str(path), readers)
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         description.append({"file": path.name, **facts})
+    different = {file["sha256"] for file in description}
+    reading.counts[COPIES] += len(description) - len(different)
     if len(files) > MOST_LISTED:
         digest = hashlib.sha256(repr(description).encode()).hexdigest()
         size = sum(file["bytes"] for file in description)
@@ -114,65 +155,138 @@ def local_files(
 
     def documents() -> Iterator[str]:
         empty = 0
+        separators = 0
         for path, read in files.items():
             is_empty = True
-            with unpacked(path) as stream:
+            with unpacked(path, reading) as stream:
                 for text in read(stream, str(path), reading):
+                    if reading.split_at:
+                        separators += text.count(reading.split_at)
                     yield from reading.documents(text)
                     is_empty = False
             empty += is_empty
+        names = ", ".join(str(path) for path in list(files)[:3])
         if empty == len(files):
+            raise UserError(f"{names} holds no document; leave it out")
+        if reading.split_at and not separators:
             raise UserError(
-                f"{', '.join(map(str, [*files][:3]))} holds no document; leave it out"
+                f"--split-at {reading.split_at!r} occurs nowhere in {names}; a line end "
+                "is typed as --split-at $'\\n'"
             )
-        reading.counts["empty files are skipped"] += empty
+        reading.counts[EMPTY] += empty
 
-    return Corpus(documents(), description)
+    return Corpus(documents(), description, reading=reading)
+
+
+def check_splits_differ(files: dict[str, tuple[Path, ...]]) -> None:
+    """Raise UserError if two splits have a file in common: the same bytes, also under
+    another name. files: those of each split."""
+    known: dict[str, tuple[str, Path]] = {}
+    for split, paths in files.items():
+        for path in paths:
+            if not path.is_file() or path.stat().st_size == 0:
+                continue
+            sha256 = sha256_file(path)
+            other, first = known.setdefault(sha256, (split, path))
+            if other != split:
+                raise UserError(
+                    f"{path} ({split}) has the same bytes as {first} ({other}): "
+                    "a file belongs to one split"
+                )
 
 
 def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
-    """The reader of a file, by its suffix."""
-    unpacked = str(file).lower().removesuffix(".gz").removesuffix(".xz")
-    return next(
-        (read for suffix, read in readers.items() if fnmatch(unpacked, f"*{suffix}")),
-        None,
-    )
+    """Return the reader of a file, by its suffix before that of a compression."""
+    name = str(file).lower()
+    for suffix in PACKED:
+        name = name.removesuffix(suffix)
+    for suffix, read in readers.items():
+        if fnmatch(name, f"*{suffix}"):
+            return read
+    return None
 
 
 def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
+    """Return the reader of a file. Raises UserError if there is none."""
     if reader := reader_of(file, readers):
         return reader
-    known = f"{', '.join(readers)}, each also with .gz or .xz"
-    raise UserError(f"{file}: unknown kind of file; known here are {known}")
+    known = ", ".join(readers)
+    raise UserError(
+        f"{file}: unknown kind of file; known here are {known}, "
+        f"each also with {', '.join(PACKED[:-1])} or {PACKED[-1]}"
+    )
+
+
+def _open_zst(path: Path, mode: str) -> BinaryIO:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: .zst files need pip install datasets") from None
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), mode), "zstd")
 
 
 @contextlib.contextmanager
-def unpacked(path: Path) -> Iterator[BinaryIO]:
-    xz = partial(lzma.open, format=lzma.FORMAT_XZ)  # .lzma files have no checksum
-    opener = {".gz": gzip.open, ".xz": xz}.get(path.suffix.lower(), open)
+def unpacked(path: Path, reading: Reading) -> Iterator[BinaryIO]:
+    """Open a file, unpacked, and where its first bytes say UTF-16, as UTF-8."""
+    openers = {
+        ".gz": gzip.open,
+        ".xz": partial(lzma.open, format=lzma.FORMAT_XZ),  # .lzma has no checksum
+        ".zst": _open_zst,
+    }
+    opener = openers.get(path.suffix.lower(), open)
+    damage: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error)
+    if opener is not open:
+        damage += (OSError,)  # also of gzip and pyarrow
     try:
         with opener(path, "rb") as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            yield _as_utf8(io.BufferedReader(file), str(path), reading)
+    except damage as error:
+        if isinstance(error, OSError) and error.errno:  # such as a missing file
+            raise
         raise UserError(
             f"{path}: damaged, cut short, or not a {path.suffix} file"
         ) from error
 
 
+def _as_utf8(
+    stream: io.BufferedReader, name: str, reading: Reading
+) -> io.BufferedReader | io.BytesIO:
+    """Return a stream of UTF-8: itself, unless it begins with the mark of another encoding."""
+    start = stream.peek(4)[:4]
+    for mark, encoding in MARKS_OF_ENCODINGS.items():
+        if start.startswith(mark):
+            reading.counts[CONVERTED] += 1
+            try:
+                return io.BytesIO(stream.read().decode(encoding).encode())
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name} begins as {encoding}, but is not ({error.reason}); "
+                    "save it as UTF-8"
+                ) from None
+    return stream
+
+
 def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """The file as one document, with line ends of Unix; none if it is empty."""
+    """Yield the file as one document, with line ends of Unix; nothing if it is empty."""
     try:
         text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        advice = "convert it first, e.g. iconv -f latin1 -t utf-8"
-        raise UserError(f"{name}: not UTF-8 ({error.reason}); {advice}") from error
-    reading.counts["Windows line ends are converted"] += text.count("\r\n")
+        raise UserError(
+            f"{name}: not UTF-8 ({error.reason}); convert it first, "
+            "e.g. iconv -f latin1 -t utf-8"
+        ) from error
+    if text.count("\0") > len(text) / 4:
+        raise UserError(
+            f"{name}: every other character is NUL, as in UTF-16 without its mark; "
+            "convert it first, e.g. iconv -f utf-16le -t utf-8"
+        )
+    reading.counts[WINDOWS] += text.count("\r\n")
     if text:
         yield text.replace("\r\n", "\n")
 
 
 def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """The only file of a .zip as one document."""
+    """Yield the only file of a .zip as one document."""
     try:
         with (
             zipfile.ZipFile(stream) as archive,
@@ -186,18 +300,68 @@ def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 
 
 def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """A document for each line, with its end."""
+    """Yield a document for each line, with its end."""
     for text in read_whole(stream, name, reading):
         yield from io.StringIO(text.replace("\r", "\n"), newline="\n")
 
 
 def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """A document for each row of JSON."""
+    """Yield a document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        yield reading.document(json_object(line, place), place)
+        try:
+            document = reading.document(json_object(line, place), place)
+        except UserError as error:
+            reading.skip(error)
+            continue
+        yield document
+
+
+def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """Yield a document for each object in a list, which is the file or the only list in
+    its object; or for each line, where a file of JSON lines has this suffix."""
+    content = stream.read()
+    try:
+        values = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from read_jsonl(io.BytesIO(content), name, reading)
+            return
+        raise UserError(
+            f"{name} line {error.lineno}: this is not JSON ({error.msg})"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: this is not JSON ({reason_of(error)})") from None
+    if isinstance(values, dict):
+        lists = [value for value in values.values() if isinstance(value, list)]
+        values = lists[0] if len(lists) == 1 else [values]
+    if not isinstance(values, list):
+        raise UserError(
+            f"{name}: this is a {type(values).__name__}, not a list of rows"
+        )
+    yield from texts_of(enumerate(values, 1), reading, name)
+
+
+def read_csv(
+    stream: BinaryIO, name: str, reading: Reading, delimiter: str = ","
+) -> Iterator[str]:
+    """Yield a document for each row of a table whose first line names the fields."""
+    csv.field_size_limit(LONGEST_CELL)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    table = csv.DictReader(text, delimiter=delimiter, strict=True)
+
+    def rows() -> Iterator[tuple[int, dict]]:
+        try:
+            yield from enumerate(table, 1)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{name} line {table.line_num + 1}: {reason_of(error)}"
+            ) from None
+
+    yield from texts_of(rows(), reading, name)
 
 
 def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
+    """Return the text in a field of a row. Raises UserError, which begins with `place`."""
     if field not in row:
         fields = ", ".join(map(repr, row)) or "(none)"
         raise UserError(
@@ -211,45 +375,64 @@ def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
 
 
 def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """A document for each row of a table."""
+    """Yield a document for each row of a table."""
 
     def rows() -> Iterator[dict]:
         from pyarrow.parquet import ParquetFile
 
         file = ParquetFile(stream)
         names = file.schema_arrow.names
-        for batch in file.iter_batches(
-            500, columns=[n for n in names if n in reading.fields]
-        ):
-            yield from (dict.fromkeys(names) | row for row in batch.to_pylist())
+        known = [name for name in names if name in reading.fields]
+        for batch in file.iter_batches(500, columns=known):
+            for row in batch.to_pylist():
+                yield dict.fromkeys(names) | row
 
-    return texts_of(rows(), reading, name, "damaged, or not a .parquet file")
+    numbered = _numbered(rows(), name, "damaged, or not a .parquet file")
+    yield from texts_of(numbered, reading, name)
 
 
-def texts_of(
-    rows: Iterable[dict], reading: Reading, name: str, problem: str
-) -> Iterator[str]:
-    """The document in each row. problem: the message if reading fails."""
+def _numbered(
+    rows: Iterable[dict], name: str, problem: str
+) -> Iterator[tuple[int, dict]]:
+    """Yield rows and their numbers, from 1. problem: the message if reading fails."""
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield reading.document(row, f"{name} row {number}")
-    except UserError:
-        raise
-    except (
-        Exception
-    ) as error:  # pyarrow, datasets and the network have errors of their own
+            yield number, row
+    # pyarrow, datasets and the network have errors of their own.
+    except Exception as error:
         raise UserError(
             f"{name}: {problem} ({reason_of(error)}, after row {number})"
         ) from error
 
 
-def hub_rows(
-    name: str, repository: str, config: str | None, split: str, how: Reading
-) -> Corpus:
-    """A split of a dataset on the Hugging Face hub, streamed. name: of the dataset here."""
+def texts_of(
+    rows: Iterable[tuple[int, dict]], reading: Reading, name: str
+) -> Iterator[str]:
+    """Yield the document of each row. rows: with their numbers."""
+    for number, row in rows:
+        place = f"{name} row {number}"
+        try:
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{place}: this is a {type(row).__name__}, not an object of JSON"
+                )
+            if None in row:  # where `csv` puts cells without a name
+                raise UserError(f"{place}: it has more cells than the first line")
+            document = reading.document(row, place)
+        except UserError as error:
+            reading.skip(error)
+            continue
+        yield document
 
-    def hub() -> Iterator[dict]:
+
+def hub_rows(
+    name: str, repository: str, config: str | None, split: str, reading: Reading
+) -> Corpus:
+    """Return a split of a dataset on the Hugging Face hub, streamed. name: of the dataset
+    here."""
+
+    def rows() -> Iterator[dict]:
         from datasets import load_dataset
 
         load = partial(load_dataset, repository, split=split, streaming=True)
@@ -258,21 +441,23 @@ def hub_rows(
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
-            # datasets runs no loading scripts any more. For repositories that have one, the hub
-            # keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
+            # datasets runs no loading scripts any more. For repositories that have one, the
+            # hub keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             streamed = load(data_files=files, revision="refs/convert/parquet")
         yield from streamed
 
-    problem = f"the hub failed; {OFFLINE.format(name)}"
-    source = {"dataset": repository} | ({} if config is None else {"config": config})
-    return Corpus(texts_of(hub(), how, repository, problem), [source])
+    source = {"dataset": repository}
+    if config is not None:
+        source["config"] = config
+    numbered = _numbered(rows(), repository, f"the hub failed; {OFFLINE.format(name)}")
+    return Corpus(texts_of(numbered, reading, repository), [source], reading=reading)
 
 
 def downloaded_file(
     name: str, url: str, readers: dict[str, Reader], reading: Reading
 ) -> Corpus:
-    """The file at an address, held in memory."""
+    """Return the documents of the file at an address, which is held in memory."""
 
     def documents() -> Iterator[str]:
         import urllib.request
@@ -282,14 +467,20 @@ def downloaded_file(
             with urllib.request.urlopen(url, timeout=60) as response:
                 stream = io.BytesIO(response.read())
         except Exception as error:  # http has errors of its own
-            advice = (
-                f"get it elsewhere, then: python data/prepare.py {name} --source FILE"
-            )
-            raise UserError(f"{url}: {reason_of(error)}; {advice}") from error
+            raise UserError(
+                f"{url}: {reason_of(error)}; get it elsewhere, then: "
+                f"python data/prepare.py {name} --source FILE"
+            ) from error
         yield from read(stream, url, reading)
 
-    return Corpus(documents(), [{"url": url}])
+    return Corpus(documents(), [{"url": url}], reading=reading)
 
 
-ROW_FILES: dict[str, Reader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+ROW_FILES: dict[str, Reader] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": read_parquet,
+}
 TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FILES}

@@ -1,53 +1,53 @@
-"""Tokenizers: text <-> ids, under four names, or of a file.
+"""Tokenizers: text <-> ids, under three names, of an alphabet, or of a file.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
 english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
-chorales notes of four voices in turn, C2 to A5, and rests: 48 ids
 alphabet:ACDE... the characters of a string, in its order, and end-of-text
 
-Files, which are kept beside data, runs and exports under the names tokenizer.tiktoken, a vocabulary
-of the user's, and tokenizer.json, that of a pretrained model of `transformers`."""
+A vocabulary of the user's (tokenizer.tiktoken) and that of a pretrained model of
+`transformers` (tokenizer.json) are files, which are copied into data, runs and exports."""
 
 import base64
 import codecs
 import functools
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import write_atomically
+from ..runtime.files import write_atomically, write_json
 from ..runtime.validation import check_value, expand_home, read_bounded
 
-TOKENIZERS = ("gpt2", "english", "bytes", "chorales")
+TOKENIZERS = ("gpt2", "english", "bytes")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
 HUB = "tokenizer.json"  # the same of a pretrained model
+HUB_SETTINGS = "tokenizer_config.json"  # beside HUB: which tokens begin and end a text
 FILES = (OWN, HUB)
-RECORDED = (
-    "tokenizer",
-    "tokenizer_sha256",
-    "vocab_size",
-)  # keys of meta.json and of `Loaded`
+# Keys of meta.json and of `Loaded` that identify a tokenizer.
+RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")
 ALPHABET = "alphabet:"  # and its characters: a name
 END_OF_TEXT = "<|endoftext|>"
-# What ends a text in a tokenizer.json: of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
+# Names of the token that ends a text, where no file beside a tokenizer.json says it:
+# of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
-VOICES = ("soprano", "alto", "tenor", "bass")
-# MIDI pitches of a chorale
-LOWEST = 36
-HIGHEST = 81
-NOTES = "C C# D D# E F F# G G# A A# B".split()
-FLATS = {"Db": "C#", "Eb": "D#", "Gb": "F#", "Ab": "G#", "Bb": "A#"}
+MAX_SETTINGS = 64 << 20  # bytes of a file beside it
 ENGLISH = Path(__file__).with_name("english.tiktoken")
+# The sha256 of GPT-2's vocabulary as a .tiktoken file (`Tokenizer.sha256`).
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_SIZE = 50256  # ids of it, without end-of-text
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# A run of this many white-space characters is encoded by itself: the stack of tiktoken's
+# regular expressions overflows at some 500,000 of them.
+LONG_RUN = re.compile(r"\s{65536}")
 
 
 class Tokenizer:
@@ -56,6 +56,9 @@ class Tokenizer:
     with that text for end-of-text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
 
     adds_space = False  # before a text
+    starts: list[int] = []  # ids that a pretrained model reads before a text
+    # Whether the text of each id begins with a space, bool (vocab_size,); with adds_space.
+    begins_with_space: np.ndarray
 
     @property
     def dtype(self) -> str:  # of token files
@@ -64,8 +67,7 @@ class Tokenizer:
     @functools.cached_property
     def file(self) -> bytes:
         """The vocabulary as a .tiktoken file, in the order of the ids."""
-        lines = sorted((i, base64.b64encode(token)) for token, i in self.ranks.items())
-        return b"".join(b"%b %d\n" % (token, i) for i, token in lines)
+        return vocabulary_file({i: token for token, i in self.ranks.items()})
 
     @functools.cached_property
     def sha256(self) -> str:  # the identity of the vocabulary
@@ -115,14 +117,29 @@ class Tokenizer:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
 
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        lengths = [len(self.to_bytes([i])) for i in range(self.vocab_size)]
+        lengths[self.eot] = 0
+        return np.array(lengths)
+
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
-        ids = range(self.vocab_size)
-        return np.array([len(self.to_bytes([i])) if i != self.eot else 0 for i in ids])
+        return self._byte_lengths
 
-    def pitches(self, ids: list[int]) -> list[int] | None:
-        """MIDI pitches of `ids`, -1 for a rest; None where they are text."""
-        return None
+    def count_bytes(self, ids: np.ndarray, starts: bool = True) -> np.ndarray:
+        """Return the UTF-8 bytes of text that each of `ids` (n,) stands for, int64 (n,):
+        0 for end-of-text, and without a space that the tokenizer adds before a document.
+        starts: whether the first id begins a document, as every id after end-of-text.
+
+        The sum over the ids of a text is `text_bytes` of the text, unless the tokenizer
+        loses text."""
+        ids = np.asarray(ids, np.int64)
+        lengths = self.byte_lengths()[ids]
+        if self.adds_space and len(ids):
+            first = np.append(starts, ids[:-1] == self.eot)
+            lengths = lengths - (first & self.begins_with_space[ids])
+        return lengths
 
 
 class BytesTokenizer(Tokenizer):
@@ -171,42 +188,6 @@ class AlphabetTokenizer(Tokenizer):
         return "".join([*self.letters, END_OF_TEXT][i] for i in ids).encode()
 
 
-class ChoralesTokenizer(Tokenizer):
-    """Notes of the four VOICES in turn: a line of text is a sixteenth, "C5  G4  E4  C3". Id 0 is a
-    rest, r; ids from 1 are the pitches from LOWEST. Bb4 is read as A#4."""
-
-    name = "chorales"
-    vocab_size = HIGHEST - LOWEST + 3
-    eot = HIGHEST - LOWEST + 2
-    names = [
-        "r",
-        *(f"{NOTES[p % 12]}{p // 12 - 1}" for p in range(LOWEST, HIGHEST + 1)),
-    ]
-    ranks = {name.encode(): i for i, name in enumerate(names)}
-
-    def encode_array(self, text: str) -> np.ndarray:
-        words = [FLATS.get(word[:2], word[:2]) + word[2:] for word in text.split()]
-        if wrong := [word for word in words if word not in self.names]:
-            advice = "write C2 to A5, such as F#4 or Bb4, or r for a rest"
-            raise UserError(f"{wrong[0][:40]!r} is not a note of a chorale; {advice}")
-        return np.array([self.ranks[word.encode()] for word in words], np.uint16)
-
-    def pieces(self, ids) -> list[str]:
-        names = [([*self.names, END_OF_TEXT])[i] for i in ids]
-        return [n + "\n" if i % 4 == 3 else n.ljust(4) for i, n in enumerate(names)]
-
-    def to_bytes(self, ids: list[int]) -> bytes:
-        return "".join(self.pieces(ids)).encode()
-
-    def byte_lengths(self) -> np.ndarray:
-        return np.full(
-            self.vocab_size, np.nan
-        )  # bits per byte of text mean nothing here
-
-    def pitches(self, ids: list[int]) -> list[int]:
-        return [i - 1 + LOWEST if 0 < i < self.eot else -1 for i in ids]
-
-
 class BytePairTokenizer(Tokenizer):
     """An encoding of tiktoken."""
 
@@ -219,19 +200,22 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        ids = self.encoding.encode_to_numpy(
-            without_lone_surrogates(text), disallowed_special=()
-        )
-        return ids.astype(np.uint16)
+        parts = [
+            self.encoding.encode_to_numpy(part, disallowed_special=())
+            for part in split_at_long_runs(without_lone_surrogates(text))
+        ]
+        return np.concatenate(parts).astype(np.uint16)
 
 
 class HubTokenizer(Tokenizer):
-    """The tokenizer.json of a pretrained model, read by the library `tokenizers`: of bytes (GPT-2,
-    Llama 3, Qwen), or of words in which "▁" is a space (Llama 2, Mistral)."""
+    """The tokenizer.json of a pretrained model, read by the library `tokenizers`: of bytes
+    (GPT-2, Llama 3, Qwen), or of words in which "▁" is a space (Llama 2, Mistral).
+
+    end_token: the token that ends a text; by default what the files beside it say."""
 
     name = HUB
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, end_token: str | None = None):
         import tokenizers
 
         if not path.is_file():
@@ -247,41 +231,51 @@ class HubTokenizer(Tokenizer):
         self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        ends = sorted(i for token, i in ids.items() if ENDS.fullmatch(token))
-        if not ends:
-            raise UserError(f"{path} has no token that ends a text, such as </s>")
-        self.eot = ends[0]
-        self.starts = self.inner.encode("").ids[:1]  # what it writes before a text
+        self.starts, self.eot = _begin_and_end(self.inner, ids, path, end_token)
         self.inner.encode_special_tokens = True  # in a text they are plain text
-        added = self.inner.get_added_tokens_decoder()
-        of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.file).get("decoder"))
-        letters = {letter: byte for byte, letter in enumerate(byte_letters())}
-        self.bytes = [b""] * self.vocab_size
-        for token, i in ids.items():
-            byte = not of_bytes and re.fullmatch("<0x([0-9A-F]{2})>", token)
-            if byte:
-                self.bytes[i] = bytes.fromhex(byte[1])
-            elif i in added:
-                self.bytes[i] = token.encode()
-            elif of_bytes and letters.keys() >= set(token):
-                self.bytes[i] = bytes(letters[letter] for letter in token)
-            else:
-                self.bytes[i] = token.replace("▁", " ").encode()
+        self.bytes = _bytes_of_tokens(self.inner, ids, self.file)
         self.bytes[self.eot] = END_OF_TEXT.encode()
-        self.adds_space = self.to_bytes(self.encode("a")).startswith(b" ")
+        self.begins_with_space = np.array([b.startswith(b" ") for b in self.bytes])
+        # A letter that every vocabulary has, or else a token's own text.
+        probe = "a"
+        if self.inner.token_to_id("a") is None and self.inner.token_to_id("▁a") is None:
+            probe = self.bytes[min(ids.values())].decode(errors="replace").strip()
+        self.adds_space = self.to_bytes(self.encode(probe)).startswith(b" ")
+
+    @property
+    def end_token(self) -> str:
+        """The token that ends a text, as tokenizer.json has it."""
+        return self.inner.id_to_token(self.eot)
+
+    @property
+    def start_tokens(self) -> list[str]:
+        """The tokens that the pretrained model reads before a text."""
+        return [self.inner.id_to_token(i) for i in self.starts]
+
+    def keep(self, folder: Path) -> None:
+        """Write tokenizer.json, and beside it which tokens begin and end a text."""
+        super().keep(folder)
+        settings: dict[str, Any] = {"eos_token": self.end_token}
+        if self.starts:
+            settings["bos_token"] = self.start_tokens[0]
+            settings["add_bos_token"] = True
+        write_json(folder / HUB_SETTINGS, settings)
 
     def encode_array(self, text: str) -> np.ndarray:
         text = without_lone_surrogates(text)
-        return np.array(
-            self.inner.encode(text, add_special_tokens=False).ids, self.dtype
-        )
+        try:
+            ids = self.inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(
+                f"tokenizer.json cannot encode {text[:40]!r}: {reason_of(error)}"
+            ) from None
+        return np.array(ids, self.dtype)
 
     def encode_after(self, text: str) -> list[int]:
         if not self.adds_space:
             return self.encode(text)
-        for (
-            start
-        ) in "\n0.":  # after a character that does not merge with the first of the text
+        # After a character that does not merge with the first one of the text.
+        for start in "\n0.":
             before = self.encode(start)
             whole = self.encode(start + text)
             if whole[: len(before)] == before:
@@ -300,6 +294,128 @@ class HubTokenizer(Tokenizer):
     def decode(self, ids) -> str:
         text = super().decode(ids)
         return text.removeprefix(" ") if self.adds_space else text
+
+
+def _begin_and_end(
+    inner, ids: dict[str, int], path: Path, end_token: str | None
+) -> tuple[list[int], int]:
+    """Return the ids before a text and the id that ends one. A tokenizer.json has the
+    first in its post-processor; tokenizer_config.json, config.json and
+    generation_config.json beside it name the second. Raises UserError."""
+    before: list[int] = []
+    after: list[int] = []
+    if count := inner.num_special_tokens_to_add(is_pair=False):
+        plain = inner.encode("a", add_special_tokens=False).ids
+        whole = inner.encode("a").ids
+        before = whole[:count]
+        for place in range(count + 1):
+            if whole[place : place + len(plain)] == plain:
+                before = whole[:place]
+                after = whole[place + len(plain) :]
+                break
+    settings = _json_beside(path, HUB_SETTINGS)
+    start = _token_id(settings.get("bos_token"), ids)
+    if not before and settings.get("add_bos_token") is True and start is not None:
+        before = [start]
+    if end_token is not None:
+        end = ids.get(end_token)
+        if end is None:
+            raise UserError(f"--end-token {end_token!r} is not a token of {path}")
+        return before, end
+    named = [
+        settings.get("eos_token"),
+        _json_beside(path, "config.json").get("eos_token_id"),
+        _json_beside(path, "generation_config.json").get("eos_token_id"),
+        _json_beside(path, "special_tokens_map.json").get("eos_token"),
+        after,
+        sorted(i for token, i in ids.items() if ENDS.fullmatch(token)),
+    ]
+    for value in named:
+        end = _token_id(value, ids)
+        if end is not None:
+            return before, end
+    raise UserError(
+        f"{path} has no token that ends a text, such as </s>, and no {HUB_SETTINGS} "
+        "beside it names one: name it with --end-token"
+    )
+
+
+def _json_beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a file of JSON in the same folder; {} where there is none."""
+    file = path.with_name(name)
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(read_bounded(file, MAX_SETTINGS))
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} is not JSON; get it again") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _token_id(value: Any, ids: dict[str, int]) -> int | None:
+    """Return the id that a config file means: by an id, a token, {"content": token}, or a
+    list, of which the first one counts. None if the vocabulary does not have it."""
+    if isinstance(value, list):
+        value = value[0] if value else None
+    if isinstance(value, dict):
+        value = value.get("content")
+    if isinstance(value, str):
+        return ids.get(value)
+    if type(value) is int and value in ids.values():
+        return value
+    return None
+
+
+def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
+    """Return the bytes of text that each id stands for."""
+    added = inner.get_added_tokens_decoder()
+    of_bytes = '"ByteLevel"' in json.dumps(json.loads(file).get("decoder"))
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    texts = [b""] * (max(ids.values()) + 1)
+    for token, i in ids.items():
+        byte = None if of_bytes else re.fullmatch("<0x([0-9A-F]{2})>", token)
+        if byte:
+            texts[i] = bytes.fromhex(byte[1])
+        elif i in added:
+            texts[i] = token.encode()
+        elif of_bytes and letters.keys() >= set(token):
+            texts[i] = bytes(letters[letter] for letter in token)
+        else:
+            texts[i] = token.replace("▁", " ").encode()
+    return texts
+
+
+def is_gpt2s(tokenizer: HubTokenizer) -> bool:
+    """Whether a tokenizer.json is GPT-2's own: its vocabulary and its rules. A folder of
+    GPT-2's architecture with another one must not be read with GPT-2's ids."""
+    rules = json.loads(tokenizer.file)
+    words = rules.get("pre_tokenizer") or {}
+    is_plain = rules.get("normalizer") is None and words.get("type") == "ByteLevel"
+    if not is_plain or words.get("add_prefix_space") or tokenizer.eot != GPT2_SIZE:
+        return False
+    file = vocabulary_file(dict(enumerate(tokenizer.bytes[:GPT2_SIZE])))
+    return hashlib.sha256(file).hexdigest() == GPT2_SHA256
+
+
+def vocabulary_file(tokens: Mapping[int, bytes]) -> bytes:
+    """Return a vocabulary as a .tiktoken file, in the order of the ids."""
+    lines = [
+        b"%b %d\n" % (base64.b64encode(token), i) for i, token in sorted(tokens.items())
+    ]
+    return b"".join(lines)
+
+
+def split_at_long_runs(text: str) -> Iterator[str]:
+    """Yield the text in parts, which end after each LONG_RUN; most have none."""
+    ends = [match.end() for match in LONG_RUN.finditer(text)]
+    for start, stop in itertools.pairwise([0, *ends, len(text)]):
+        yield text[start:stop]
+
+
+def text_bytes(text: str) -> int:
+    """Return the UTF-8 bytes of a text, of which a lone surrogate is U+FFFD: the
+    denominator of bits per byte."""
+    return len(without_lone_surrogates(text).encode())
 
 
 def byte_letters() -> list[str]:
@@ -331,11 +447,14 @@ def other_tokenizer(
 
 
 def get_tokenizer(
-    name: str, sha256: str | None = None, folder: Path | None = None
+    name: str,
+    sha256: str | None = None,
+    folder: Path | None = None,
+    end_token: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path FILE.tiktoken or
-    tokenizer.json, or OWN or HUB in `folder` or up to two folders above it. Raises UserError for
-    another sha256."""
+    """Return the tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path
+    FILE.tiktoken or tokenizer.json, or OWN or HUB in `folder` or up to two folders above
+    it. end_token: see HubTokenizer. Raises UserError for another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
@@ -344,7 +463,7 @@ def get_tokenizer(
     elif name.endswith(".tiktoken"):
         tokenizer = _read_file(expand_home(name))
     elif name.endswith(".json"):
-        tokenizer = HubTokenizer(expand_home(name))
+        tokenizer = HubTokenizer(expand_home(name), end_token)
     else:
         tokenizer = _get_known(name)
     tokenizer.check(sha256)
@@ -386,8 +505,8 @@ def _read_file(path: Path) -> BytePairTokenizer:
 @functools.cache
 def _get_known(name: str) -> Tokenizer:
     check_value(name, Literal[TOKENIZERS], "the tokenizer")
-    if name in ("bytes", "chorales"):
-        return BytesTokenizer() if name == "bytes" else ChoralesTokenizer()
+    if name == "bytes":
+        return BytesTokenizer()
     if name == "english":
         return _read_file(ENGLISH)
     import tiktoken

@@ -5,13 +5,14 @@ N rows of T tokens."""
 import functools
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..checkpoints import Loaded
-from ..data.puzzles import TASKS, Task
 from ..orders import Roles
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -26,6 +27,21 @@ from .text_measures import mean_and_error
 ON_PAGE = 16  # rows
 
 
+class Judge(Protocol):
+    """Says which answers to the prompts of a data set are right, where a row's own is not
+    the only one, as a colouring of a map."""
+
+    temperature: float  # at which its models answer, unless the user says another one
+    # (sizes of the groups of positions that are drawn in parallel) -> share of right answers
+    # that a model with exact conditionals reaches at temperature 1; None: unknown
+    limit: Callable[[Sequence[int]], float] | None
+    # Rows and columns of the board that an answer is, and of its boxes; None: a line
+    board: tuple[int, int, int, int] | None
+
+    def is_right(self, filled: str, made: str) -> bool:
+        """Return whether a filled row is right; made: the row as it is in the data."""
+
+
 @dataclass(frozen=True)
 class Questions:
     """Rows of which a part is a prompt, as a model reads them."""
@@ -33,7 +49,7 @@ class Questions:
     name: str
     tokens: Tensor  # LongTensor (N, T)
     roles: Roles
-    task: Task | None  # says which answers are right; None: only the row's own is
+    judge: Judge | None  # says which answers are right; None: only the row's own is
 
     def first(self, count: int) -> "Questions":
         roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
@@ -50,10 +66,15 @@ class Questions:
 
 
 def open_questions(
-    name: str, split: str | None, loaded: Loaded, limit: int | None = None
+    name: str,
+    split: str | None,
+    loaded: Loaded,
+    limit: int | None = None,
+    judges: Mapping[str, Judge] | None = None,
 ) -> Questions:
-    """The rows of a prepared data set, or `limit` of them, spread over the split. split: by default
-    test, where there is one. Raises UserError for a set without prompts."""
+    """Return the rows of a prepared data set, or `limit` of them, spread over the split.
+    split: by default test, where there is one. judges: by the name of the data set that
+    prepare.py was told. Raises UserError for a set without prompts."""
     eval_set = open_eval_set(
         name, split, loaded, limit, preferred_split="test", verify=False
     )
@@ -62,8 +83,9 @@ def open_questions(
     if roles is None:
         advice = "make some with: python data/prepare.py records --source FILE.jsonl"
         raise UserError(f"{eval_set.folder} holds text without prompts; {advice}")
-    task = TASKS.get(eval_set.dataset.meta.get("settings", {}).get("dataset"))
-    return Questions(eval_set.name, eval_set.tokens(rows), roles, task)
+    dataset = eval_set.dataset.meta.get("settings", {}).get("dataset")
+    judge = (judges or {}).get(dataset)
+    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge)
 
 
 @dataclass(frozen=True)
@@ -77,7 +99,7 @@ class Answers:
     seconds: float
     limit: (
         float | None
-    )  # share of right answers that is possible with these groups: `Task.limit`
+    )  # share of right answers that is possible with these groups: `Judge.limit`
 
     def summary(self) -> dict:
         share, error = mean_and_error(
@@ -111,7 +133,7 @@ def answer(
     how = options, loaded.vocab_size, procs, questions.name
     samples = modes.generate_distributed(loaded.model, planned, *how)
     seconds = time.perf_counter() - started
-    limit = limit_of(questions.task, planned.plan, options)
+    limit = limit_of(questions.judge, planned.plan, options)
     return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
 
 
@@ -119,7 +141,7 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
     """Every row as it is and as it was filled in, up to its end-of-text."""
     text = functools.partial(modes.text_until, loaded.get_tokenizer())
     records = []
-    is_right = questions.task.is_right if questions.task else str.__eq__
+    is_right = questions.judge.is_right if questions.judge else str.__eq__
     rows = zip(
         questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True
     )
@@ -130,30 +152,27 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
     return records
 
 
-def limit_of(task: Task | None, plan: Plan, options: DecodingOptions) -> float | None:
-    """The mean of the task's limit over the rows of a plan; None where there is none, where the
+def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float | None:
+    """The mean of the judge's limit over the rows of a plan; None where there is none, where the
     model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
     exact = options.choice.is_exact and not options.refine
-    if task is None or task.limit is None or plan.pace or not exact:
+    if judge is None or judge.limit is None or plan.pace or not exact:
         return None
     sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
     if plan.draft:  # as one position a step
         sizes = [[1] * int(n) for n in plan.generated().sum(dim=1)]
-    return math.fsum(map(task.limit, sizes)) / len(sizes)
+    return math.fsum(map(judge.limit, sizes)) / len(sizes)
 
 
 def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
     tokenizer = loaded.get_tokenizer()
     shown = []
-    board = questions.task.board if questions.task else None
+    board = questions.judge.board if questions.judge else None
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
         caption = "right" if record["right"] else "wrong"
-        roll = (
-            None if loaded.model.config.l2r_only else tokenizer.pitches(tokens)
-        )  # in its order
         shown.append(
-            PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption, roll)
+            PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption)
         )
     return render(shown, told)

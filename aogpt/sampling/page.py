@@ -24,9 +24,6 @@ class PageSample:
     )
     # and of the boxes that it is made of; None: lines as long as the page is wide
     caption: str = ""
-    roll: list[int] | None = (
-        None  # MIDI pitches of a piano roll, -1: a rest; four voices in turn
-    )
 
 
 def render(samples: list[PageSample], settings: dict) -> str:

@@ -10,10 +10,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from .sources import Corpus
+from aogpt.data.catalogue import Dataset, Request
+from aogpt.data.sources import Corpus
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
 POLYA_WEIGHT = 0.1
@@ -22,26 +24,63 @@ LATIN_SIZE = 5
 SHUFFLED = 63  # characters of a chunk
 
 
-def generated(make: Callable, split: str, seed: list[int], documents: int) -> Corpus:
-    """What `make` makes of random numbers."""
-    rng = np.random.default_rng(seed)
-    facts = {"generated": make.__name__, "seed": seed, "documents": documents}
-    return Corpus((make(rng) for _ in range(documents)), [facts])
+@dataclass(frozen=True)
+class Generated(Dataset):
+    """A dataset of random numbers. make: (generator) -> document."""
 
+    make: Callable[[np.random.Generator], str] = lambda rng: ""
+    splits: tuple[str, ...] = ("train", "val")
+    tokenizer: str = "bytes"
 
-def shuffled(corpus: Corpus, seed: int) -> Corpus:
-    """The ASCII characters of each document, in chunks in random order; the rest is dropped."""
+    def corpora(self, request: Request) -> dict[str, Corpus]:
+        """Return the documents of each split, not made yet."""
+        corpora = {}
+        for number, (split, count) in enumerate(
+            zip(self.splits, self.numbers, strict=True)
+        ):
+            seed = [number, count]
+            facts = {
+                "generated": self.make.__name__,
+                "seed": seed,
+                "documents": count,
+            }
+            corpora[split] = Corpus(
+                self.documents(seed, count), [facts], reading=request.reading
+            )
+        return corpora
 
-    def documents() -> Iterator[str]:
+    def documents(self, seed: list[int], count: int) -> Iterator[str]:
+        """Yield `count` documents."""
         rng = np.random.default_rng(seed)
-        for text in corpus.documents:
-            text = "".join(character for character in text if character.isascii())
-            for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
-                yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
+        for _ in range(count):
+            yield self.make(rng)
 
-    return Corpus(
-        documents(), [{"shuffled": SHUFFLED, "seed": seed}, *corpus.description]
-    )
+
+@dataclass(frozen=True)
+class Shuffled(Dataset):
+    """Text of the user's in chunks whose characters are in random order."""
+
+    def corpora(self, request: Request) -> dict[str, Corpus]:
+        """Return the chunks of each split, not read yet."""
+        corpora = super().corpora(request)
+        for seed, (split, corpus) in enumerate(corpora.items()):
+            facts = {"shuffled": SHUFFLED, "seed": seed}
+            corpora[split] = Corpus(
+                shuffled_chunks(corpus, seed),
+                [facts, *corpus.description],
+                reading=corpus.reading,
+            )
+        return corpora
+
+
+def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
+    """Yield the ASCII characters of each document, in chunks in random order; the rest is
+    dropped."""
+    rng = np.random.default_rng(seed)
+    for text in corpus.documents:
+        text = "".join(character for character in text if character.isascii())
+        for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
+            yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
 
 
 def polya(rng: np.random.Generator) -> str:
@@ -89,10 +128,13 @@ def latin5(rng: np.random.Generator) -> str:
     return "".join(LETTERS[cell] for cell in square[rows].flatten())
 
 
+def latin5_nats(square: str) -> float:
+    """Return -log probability of a Latin square: all are equally probable."""
+    return math.log(56 * math.factorial(5) * math.factorial(4))
+
+
 # -log probability of a document, without its end-of-text: the least expected loss on it.
 NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
     "polya": polya_nats,
-    "latin5": lambda square: math.log(
-        56 * math.factorial(5) * math.factorial(4)
-    ),  # all are alike
+    "latin5": latin5_nats,
 }

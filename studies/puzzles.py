@@ -6,11 +6,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .prompts import as_prompt
-from .sources import Corpus
+from aogpt.data.catalogue import Dataset, Request
+from aogpt.data.prompts import as_prompt
+from aogpt.data.sources import Corpus
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -55,23 +57,38 @@ class Task:
         return answer == made
 
 
-def puzzle_corpus(task: Task, split: str, seed: list[int], documents: int) -> Corpus:
-    """The examples of one split."""
+@dataclass(frozen=True)
+class Puzzles(Dataset):
+    """The examples of a task, made of random numbers; each fills a block."""
 
-    def examples() -> Iterator[str]:
+    task: Task | None = None
+    tokenizer: str = "bytes"
+    protocol: str = "records"
+
+    def corpora(self, request: Request) -> dict[str, Corpus]:
+        """Return the examples of each split, not made yet."""
+        counts = [self.task.documents, *[self.task.keys or 1000] * 2]
+        corpora = {}
+        for number, (split, count) in enumerate(zip(self.splits, counts, strict=True)):
+            seed = [number, count]
+            facts = {"task": self.task.name, "seed": seed, "documents": count}
+            corpora[split] = Corpus(
+                self.examples(split, seed, count), [facts], reading=request.reading
+            )
+        return corpora
+
+    def examples(self, split: str, seed: list[int], count: int) -> Iterator[str]:
+        """Yield `count` examples whose keys belong to a split."""
+        task = self.task
         rng = np.random.default_rng(seed)
         drawn = set()
-        for _ in range(documents):
+        for _ in range(count):
             key = task.draw(rng)
             while task.split_of(key) != split or key in drawn:
                 key = task.draw(rng)
             if task.keys and split != "train":
                 drawn.add(key)
             yield task.example(key, rng)
-
-    return Corpus(
-        examples(), [{"task": task.name, "seed": seed, "documents": documents}]
-    )
 
 
 def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
