@@ -50,6 +50,7 @@ from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import Batch, PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
+from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import Log, in_units
 from aogpt.training.optimizers import learning_rates, optimizers
 from aogpt.training.parallel import compiled, gradient_exchange, replicate
@@ -149,7 +150,10 @@ def training_loop(
     data.shift = progress.sequences - progress.step * t.batch_size
     batches = micro_batches(data, config, procs, progress.step)
     due = False
-    graphs = compiled(state.model, procs) if t.compile else nullcontext()
+    use_gpu_options(state.model, t, procs.device)
+    graphs = nullcontext()
+    if t.compile:
+        graphs = compiled(state.model, procs, t.compile_mode)
     with closing(log), closing(saver), graphs, closing(batches):
         model = replicate(state.model, procs)
         losses = PendingLosses()

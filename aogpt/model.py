@@ -176,6 +176,12 @@ class Pass:
         )  # (block_size, parts D): once per position, not per token
         return tuple(self.lookup(part) for part in table.chunk(parts, dim=-1))
 
+    def modulated_norm(
+        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
+    ) -> Tensor:
+        """The norm of x (B, T, D), shifted and scaled by what `modulation` gives."""
+        return modulate(norm(x), shift, scale)
+
     def lookup(self, table: Tensor) -> Tensor:
         """Rows of a per-position table at the targets: (block_size, D) -> (B, T, D)."""
         return PermutationGather.apply(
@@ -350,9 +356,10 @@ class Block(nn.Module):
             x = x + self.drop(y)
             return x + self.drop(self.mlp(self.norm2(x))), values
         shift1, scale1, gate1, shift2, scale2, gate2 = p.modulation(self.adaln, parts=6)
-        y, values = self.attn(modulate(self.norm1(x), shift1, scale1), p, first_values)
+        normed = p.modulated_norm(self.norm1, x, shift1, scale1)
+        y, values = self.attn(normed, p, first_values)
         x = x + gate1 * self.drop(y)
-        y = self.mlp(modulate(self.norm2(x), shift2, scale2))
+        y = self.mlp(p.modulated_norm(self.norm2, x, shift2, scale2))
         return x + gate2 * self.drop(y), values
 
 
@@ -363,6 +370,7 @@ class AOGPT(nn.Module):
     """A decoder of log p(x | order) under any order of prediction (the paper, section 3)."""
 
     block_type = Block
+    pass_type = Pass  # of training
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -417,7 +425,7 @@ class AOGPT(nn.Module):
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Final hidden states (B, T, D); state i predicts position order[:, i]."""
         in_tokens, in_positions = self.inputs(tokens, order)
-        p = Pass(self.config, order, self.condition())
+        p = self.pass_type(self.config, order, self.condition())
         return self.trunk(self.embed(in_tokens, in_positions), in_positions, p)
 
     def condition(self) -> Tensor | None:
@@ -453,12 +461,10 @@ class AOGPT(nn.Module):
 
     def final_norm(self, x: Tensor, p: Pass) -> Tensor:
         p.enter(len(self.blocks))
-        x = self.norm_f(x)
-        return (
-            x
-            if self.adaln_f is None
-            else modulate(x, *p.modulation(self.adaln_f, parts=2))
-        )
+        if self.adaln_f is None:
+            return self.norm_f(x)
+        shift, scale = p.modulation(self.adaln_f, parts=2)
+        return p.modulated_norm(self.norm_f, x, shift, scale)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from aogpt.sampling import attention_kernel, kernels
+from aogpt.training import norm_kernel
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -137,9 +138,29 @@ def assemble_merge(gpu: int) -> None:
         )
 
 
+def assemble_norm(gpu: int) -> None:
+    for kernel, name in (
+        (norm_kernel._forward, "norm, forward"),
+        (norm_kernel._backward, "norm, backward"),
+    ):
+        for width in (768, 1024):
+            types = dict.fromkeys(("targets", "inverse"), "*i64")
+            types |= dict.fromkeys(("x", "weight", "rrms", "grad_x", "sums"), "*fp32")
+            types |= dict.fromkeys(("shift", "scale", "y", "grad"), "*bf16")
+            types |= dict.fromkeys(("shift_stride", "scale_stride", "B", "T"), "i32")
+            types |= {"products": "*fp32", "eps": "fp32"}
+            constants = {"D": width, "WIDTH": triton.next_power_of_2(width)}
+            warps = norm_kernel.warps_of(width)
+            known = {n: kind for n, kind in types.items() if n in kernel.arg_names}
+            assemble(
+                f"{name}, width {width}", kernel, known, constants, gpu, num_warps=warps
+            )
+
+
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     target = int(sys.argv[1])
     assemble_choice(target)
     assemble_attention(target)
     assemble_merge(target)
+    assemble_norm(target)

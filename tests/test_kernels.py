@@ -572,7 +572,7 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     print(*rows, sep="\n")
-    assert len(rows) == 15
+    assert len(rows) == 19
     for row in rows:
         assert row["bytes"] > 1000 and row["registers"] <= 255
         assert row["spilled_bytes"] == 0, row

@@ -102,6 +102,11 @@ class TrainConfig(Table):
     # seconds to wait for other processes; must exceed the time to write a checkpoint
     timeout: Annotated[float, Interval(gt=0, le=1e6)] = 1800.0
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
+    # max-autotune-no-cudagraphs: try more ways to multiply matrices; minutes at the start
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    # on a GPU: norm, shift and scale of adaLN as one kernel; not measured yet
+    fused_norm: bool = False
+    flash3: bool = False  # on a GPU: FlashAttention 3, where its wheel is installed
     deterministic: bool = False  # bit-identical runs on a GPU, too; slower
     log_interval: Count = 10  # steps between rows of metrics.jsonl
     max_skipped_steps: Count = 10  # stop after this many non-finite steps in a row

@@ -120,9 +120,10 @@ def checkpoint_activations(block: nn.Module, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def compiled(model: AOGPT, procs: Processes):
+def compiled(model: AOGPT, procs: Processes, mode: str):
     """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
-    whole and last batches in validation. Raises UserError without a compiler."""
+    whole and last batches in validation. mode: of torch.compile. Raises UserError without a
+    compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError(
             "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
@@ -130,10 +131,10 @@ def compiled(model: AOGPT, procs: Processes):
     if isinstance(model, FSDPModule):
         # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
-            block.compile(dynamic=False)
-        model.head_loss = torch.compile(model.head_loss, dynamic=False)
+            block.compile(dynamic=False, mode=mode)
+        model.head_loss = torch.compile(model.head_loss, dynamic=False, mode=mode)
     else:
-        model.compile(dynamic=False)
+        model.compile(dynamic=False, mode=mode)
     # Beyond torch.compile's default limit of 8 shapes the model would silently run uncompiled.
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield

@@ -1,0 +1,77 @@
+"""What a training run may choose on a GPU and nobody needs: kernels that are opt in."""
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from ..model import AOGPT, Pass, RMSNorm
+from ..runtime.errors import UserError
+from .config import TrainConfig
+
+
+def use_gpu_options(model: AOGPT, train: TrainConfig, device: torch.device) -> None:
+    """Let a model take the kernels that a config asks for. Raises UserError where there are
+    none of them, or none for this model."""
+    if train.fused_norm:
+        check_fused_norm(model, device)
+        model.pass_type = FusedPass
+    if train.flash3:
+        activate_flash3(device)
+
+
+class FusedPass(Pass):
+    """The training pass of adaLN in which a kernel gathers, shifts and scales."""
+
+    def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
+        """Shifts and scales by position, (block_size, D), and gates for each step, (B, T, D)."""
+        outputs = []
+        for number, part in enumerate(linear(self.condition).chunk(parts, dim=-1)):
+            is_gate = number % 3 == 2
+            outputs.append(self.lookup(part) if is_gate else part)
+        return tuple(outputs)
+
+    def modulated_norm(
+        self, norm: RMSNorm, x: Tensor, shift: Tensor, scale: Tensor
+    ) -> Tensor:
+        from .norm_kernel import modulated_norm  # which imports Triton
+
+        y, _ = modulated_norm(
+            x, norm.weight, shift, scale, self.targets, self.inverse, norm.eps
+        )
+        return y
+
+
+def can_run_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def check_fused_norm(model: AOGPT, device: torch.device) -> None:
+    if not can_run_triton(device):
+        raise UserError(
+            "train.fused_norm needs an NVIDIA GPU and Triton: pass --train.no-fused-norm"
+        )
+    c = model.config
+    if c.target != "adaln" or c.norm != "rmsnorm" or c.is_encoder:
+        raise UserError(
+            "train.fused_norm is for decoders with model.target = 'adaln' and "
+            "model.norm = 'rmsnorm': pass --train.no-fused-norm"
+        )
+
+
+def activate_flash3(device: torch.device) -> None:
+    """Let PyTorch take FlashAttention 3 in place of its own."""
+    attention = torch.nn.attention
+    known = getattr(attention, "list_flash_attention_impls", list)()
+    if device.type != "cuda" or "FA3" not in known:
+        raise UserError(
+            "train.flash3 needs an NVIDIA GPU and a PyTorch that knows FlashAttention 3: "
+            "pass --train.no-flash3"
+        )
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"train.flash3: FlashAttention 3 cannot be loaded ({error}); install its wheel "
+            "or pass --train.no-flash3"
+        ) from None
