@@ -777,6 +777,7 @@ DECODERS = {
     "AO-GPT, rotary": {"position": "rotary"},
     "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
     "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
+    "mask_query": {"target": "mask_query"},
 }
 ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
 ROTARY_BLOCKS = {
@@ -801,7 +802,6 @@ ROTATED = {
 }
 OTHERS = ROTATED | {
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
-    "mask_query": {"target": "mask_query"},
     "mask_query, rotary": {
         "target": "mask_query",
         "position": "rotary",

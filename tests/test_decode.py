@@ -70,7 +70,7 @@ ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3, margin 2") +
 SPECULATIVE = modes("speculative 3, speculative-random 2, pairs-random 3")
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 
-RELATIVE = ["target rotary", "two_stream, rotary"]
+RELATIVE = ["target rotary", "two_stream, rotary", "mask_query, rotary"]
 
 enumerated = functools.cache(enumerable_system)
 
@@ -102,6 +102,12 @@ ENUMERATED = [  # systems, seed, modes
         DECODER_MODES,
     ),
     (["two_stream"], 4, modes("random 2, random 3, l2r 2, even 2, exact 2")),
+    (["mask_query"], 3, [*DECODER_MODES, *PACES, *AOGPT_MODES]),
+    (
+        ["mask_query, rotary"],
+        3,
+        [*DECODER_MODES, *modes("random 2, l2r 2, exact 2, pairs 4")],
+    ),
     (modes("two_stream, encoder AO-GPT, sigma-GPT"), 4, PACED),
     ([ONE_BY_ONE], 3, modes("random 2, exact 3, confidence 2, blocks-sure")),
     # Before the first token all positions are alike to it; `PACES` are enumerated without equals.
@@ -161,6 +167,7 @@ ENDS = ({0: 1, 3: 0},)
 INFILLED = [  # systems, seed, prompts, modes
     (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
     ([*ENCODERS, "two_stream"], 2, ENDS, modes("exact 3, even 2, entropy 1")),
+    (["mask_query"], 3, ({1: 2}, *ENDS), PROMPTED_MODES),
     (
         RELATIVE,
         1,
@@ -225,7 +232,10 @@ def test_two_stages_and_one_stage_are_the_same_distribution(steps):
 
 
 RAGGED = [  # systems, modes
-    (["AO-GPT", "two_stream"], ["l2r", "random 2", "entropy 2", *SPECULATIVE]),
+    (
+        ["AO-GPT", "two_stream", "mask_query"],
+        ["l2r", "random 2", "entropy 2", *SPECULATIVE],
+    ),
     (["RADD", "SEDD"], modes("exact 2, even-cosine 2, confidence 1")),
     (RELATIVE, modes("random 2, confidence 1, speculative-random 2")),
 ]
@@ -269,7 +279,7 @@ RULES = modes(
     [("AO-GPT", 1, mode) for mode in RULES]
     + [
         (s, 2, mode)
-        for s in ("two_stream", *ENCODERS)
+        for s in ("two_stream", "mask_query", *ENCODERS)
         for mode in ("margin 1", "blocks-sure")
     ]
     + [("target rotary", 2, mode) for mode in ("l2r 1", "random 3")],
@@ -292,7 +302,7 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
 
 @pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
 @pytest.mark.parametrize(
-    "system", ["AO-GPT", "two_stream", "target rotary", "encoder AO-GPT"]
+    "system", ["AO-GPT", "two_stream", "mask_query", "target rotary", "encoder AO-GPT"]
 )
 @pytest.mark.parametrize(
     "group, pace, block",
@@ -463,7 +473,15 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(*DECODERS, *ENCODERS, ONE_BY_ONE, ROTARY_GPT, "per_block, both")
+@every_mode_of(
+    "mask_query",
+    *(name for name in DECODERS if name != "mask_query"),
+    *ENCODERS,
+    ONE_BY_ONE,
+    ROTARY_GPT,
+    "per_block, both",
+    "mask_query, rotary",
+)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step are those that
     the uncached model prefers."""
@@ -471,7 +489,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     given = some_given(7, LENGTH, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
-    if system in ("RADD", "SEDD", "target rotary", "Llama"):
+    if system in ("RADD", "SEDD", "target rotary", "Llama", "mask_query, rotary"):
         given[:, 0] = True
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=9)
@@ -526,7 +544,7 @@ def test_the_simple_sampler_is_the_engine(system, mode):
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5  # kept in float32
 
 
-@every_mode_of("AO-GPT", "two_stream", "GPT-2", "SEDD", "encoder AO-GPT")
+@every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone, cut. What
     stands at free positions is ignored; tokens that may not be drawn may be given."""
@@ -636,7 +654,9 @@ class FactoryFunctions(TorchDispatchMode):
 @pytest.mark.parametrize(
     "mode", ["exact 3", "entropy 2", "bound", "speculative 3", "pairs 2"]
 )
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "target rotary", "SEDD"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"]
+)
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
 ):
@@ -894,6 +914,8 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     + [
         ("AO-GPT", "pairs 4", 0.9),
         ("two_stream", "speculative 4", 0.9),
+        ("mask_query", "speculative 4", 0.9),
+        ("mask_query", "even 2", 1.0),
         ("SEDD", "even 2", 0.9),
     ]
     + [("encoder AO-GPT", "confidence 6", 1.0)],
@@ -961,7 +983,9 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
 
 
 @pytest.mark.parametrize("mode", ["l2r", "exact 4", "cosine 4", "entropy 2"])
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "SEDD", "target rotary"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "two_stream", "mask_query", "SEDD", "target rotary"]
+)
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
     made = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
@@ -1070,7 +1094,9 @@ def test_generation_under_autocast_runs_with_packed_layers():
 
 
 @pytest.mark.parametrize("mode", modes("l2r, l2r 3, random 2, exact 9, confidence 2"))
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "encoder AO-GPT"])
+@pytest.mark.parametrize(
+    "system", ["AO-GPT", "two_stream", "mask_query", "encoder AO-GPT"]
+)
 def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     """It is the same up to its end, and costs a pass for each step up to the next look."""
     model = text_model(system)

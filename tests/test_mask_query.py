@@ -312,10 +312,3 @@ def test_its_training_forward_compiles_to_one_graph_once():
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
-
-
-def test_it_does_not_generate_yet():
-    from aogpt.sampling import generate, l2r_plan
-
-    with pytest.raises(ValueError, match="mask_query' cannot generate yet"):
-        generate(make_variant("learned"), l2r_plan(2, LENGTH))

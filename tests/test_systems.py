@@ -565,15 +565,13 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
         "shared": LENGTH * D,
         "per_block": L * LENGTH * D,
         "two_stream": D,
+        "mask_query": D,
         "SEDD": 257 * 5 + 6 * 5 + adaln,
     }
     assert counts["conditioning"] == conditioning.get(system, 0)
-    positions = {"learned": LENGTH + (system in DECODERS), "rotary": 0}[
-        model.config.position
-    ]
-    assert counts["embeddings"] == D * (
-        TINY["vocab_size"] + positions + (system in DECODERS)
-    )
+    has_start = system in DECODERS and system != "mask_query"  # [None]
+    positions = {"learned": LENGTH + has_start, "rotary": 0}[model.config.position]
+    assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + has_start)
 
 
 ENCODER_TABLE = {

@@ -20,6 +20,20 @@ the last target (cached = 4, known = 5, count = 2):
     4            x0            1             2          0 1 2 3 4
     5            x2            3             3          0 1 2 3 4 5
 
+With queries that are a [MASK] (systems/mask_query.py), input i is the content of place i where its
+token is known, and else the query of that place, whose key the content's replaces later. It sees
+the same slots as above. The first of the two passes (cached = 0, known = 3, count = 5):
+
+    input, slot  token         at position   predicts   sees slots
+    0            x4            4             -          0
+    1            x1            1             -          0 1
+    2            x5            5             -          0 1 2
+    3            [MASK]        0             0          0 1 2 3     first target
+    4            [MASK]        2             2          0 1 2   4   second
+
+Slots 0 to 2 stay (cached = 3, known = 5, count = 3 in the next pass). Speculation verifies tokens
+whose contents are in the same pass: `Step.first`.
+
 Words: place i is an index in the order, step i of model.py; slot i is where the key of input i is
 cached; a sampling step (`Step`) is one pass, which may unmask many places.
 
@@ -29,10 +43,10 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model import AOGPT, MLP, ModelConfig, Pass, attention
-from ..runtime.errors import UserError
 from ..systems.scoring import without_start
 
 
@@ -57,6 +71,9 @@ class Step:
     all_size: int  # >= size.sum()
     unmask_by: str = "order"  # or a score, by which `size` of the candidates are chosen
     grouped: bool = True  # two streams: what is known but not cached is one group
+    # mask_query: the place of the first query of each row (B,), where that is not `known`. The last
+    # `candidates` inputs of a row are queries then, each of which sees the contents before it.
+    first: Tensor | None = None
 
     def __post_init__(self):
         self.cached, self.known, self.count, self.candidates, self.size = self.rows
@@ -73,21 +90,25 @@ def make_steps(cached, known, count, candidates, size, device, **more) -> list[S
 
 class KVCache:
     """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
-    that of input i; the last slot is written to and never read."""
+    that of input i; the last slot, `unused_slot`, is written to and never read."""
 
     def __init__(
         self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None
     ):
-        if config.target == "mask_query":
-            raise UserError(
-                "models with model.target = 'mask_query' cannot generate yet"
-            )
         self.unused_slot = length
         shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
         # A tensor for each layer: compiled code would copy all of one that it writes a part of.
         layers = range(config.n_layer)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+
+    def lengthen(self, length: int) -> None:
+        """Make room for `length` inputs. What the cache holds is kept."""
+        more = length - self.unused_slot
+        if more > 0:
+            self.keys = [F.pad(k, (0, 0, 0, 0, 0, more)) for k in self.keys]
+            self.values = [F.pad(v, (0, 0, 0, 0, 0, more)) for v in self.values]
+            self.unused_slot = length
 
 
 class CachedPass(Pass):
@@ -113,10 +134,14 @@ class CachedPass(Pass):
         self.slot = torch.where(
             valid, step.cached[self.row] + self.column, cache.unused_slot
         )
-        self.targets = order[self.row, self.slot.clamp(max=order.shape[1] - 1)]  # (N,)
+        self.place = self.places(self.slot, self.row)
+        # (N,) the position that each input predicts, or where it stands
+        self.targets = order[self.row, self.place.clamp(max=order.shape[1] - 1)]
         self.target_angles = None
         self.kernel = kernel
-        if kernel is None:
+        if step.first is not None:
+            self.kernel = None  # it takes the place of an input from its slot
+        if self.kernel is None:
             columns = torch.arange(step.width, device=order.device)
             # (B, W) where each row's inputs are; what is past a row's end is not read.
             starts = step.count.cumsum(0) - step.count
@@ -129,13 +154,25 @@ class CachedPass(Pass):
         if tables is None and (condition := model.condition()) is not None:
             self.condition = condition[self.targets] if self.per_input else condition
 
+    def places(self, slots: Tensor, row: Tensor) -> Tensor:
+        """The places of the inputs that are in slots, each of a row of the batch."""
+        first = self.step.first
+        if first is None:
+            return slots
+        step = self.step
+        # Contents end, and queries begin, at this slot.
+        end = (step.cached + step.count - step.candidates)[row]
+        return torch.where(slots < end, slots, first[row] + slots - end)
+
     def _masks(
         self, config: ModelConfig, columns: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """What inputs, and the queries of two streams, see of the first slots (B, 1, W, end)."""
         cached, known = (v.view(-1, 1, 1) for v in (self.step.cached, self.step.known))
         slots = cached + columns[:, None]  # (B, W, 1)
-        source = torch.minimum(slots, known)  # the input that each is, or is a copy of
+        rows = torch.arange(len(cached), device=cached.device).view(-1, 1, 1)
+        # The input that each is, or is a copy of; contents and queries see those before.
+        source = torch.minimum(self.places(slots, rows), known)
         keys = torch.arange(self.step.end, device=cached.device)
         visible = (keys < source) | (keys == slots)
         if config.target != "two_stream":
@@ -205,6 +242,13 @@ def cached_hidden(
     positions in prediction order; tokens from `known` on are ignored. tables: `modulation_tables`.
     kernel: of `CachedPass`. Nothing waits for the device."""
     p = CachedPass(model, order, step, cache, tables, kernel)
+    if model.config.target == "mask_query":
+        is_query = p.slot >= step.known[p.row]
+        if step.first is not None:
+            is_query = p.slot >= (step.cached + step.count - step.candidates)[p.row]
+        x = model.wte(ordered[p.row, p.place.clamp(max=order.shape[1] - 1)])
+        x = torch.where(is_query.unsqueeze(1), model.query.to(x.dtype), x)
+        return model.trunk(model.with_positions(x, p.targets), p.targets, p)
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
     in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)

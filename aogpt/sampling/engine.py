@@ -374,16 +374,20 @@ class Engine:
         """Inputs in the cache after a pass with `known` tokens. The key of the last
         known token depends on its target, so it stays only if that target was fixed in
         the pass: not where the model has yet to choose it. Inputs of two streams do not
-        depend on targets."""
+        depend on targets. With mask_query, the contents of all known tokens stay."""
+        target = self.model.config.target
         if self.cache is None:
             return torch.zeros_like(known)
-        return known + (not chosen or self.model.config.target == "two_stream")
+        if target == "mask_query":
+            return known
+        return known + (not chosen or target == "two_stream")
 
     def steps(self, *rows: Tensor, **more) -> list[Step]:
         """As `make_steps`, of (G, B) numbers; compiled, of few shapes."""
         steps = caching.make_steps(*rows, self.device, **more)
         if self.compiled and self.graphs is None:
-            return [few_shapes(step, self.T) for step in steps]
+            slots = self.T if self.cache is None else self.cache.unused_slot
+            return [few_shapes(step, slots) for step in steps]
         return steps
 
     def call(self, stage: Callable, step: Step, *tensors: Tensor):
@@ -391,6 +395,9 @@ class Engine:
         not read forced tokens, which each batch has at another address."""
         if self.graphs is None or self.forced is not None:
             return stage(step, *tensors)
+        if step.first is not None:  # no graph has such places
+            with torch.compiler.set_stance("force_eager"):
+                return stage(step, *tensors)
         sizes = {
             "predict": 1 if self.cache is None else step.inputs,
             "prefer": step.all_candidates,
@@ -450,7 +457,11 @@ class Engine:
         )
         slot = torch.arange(self.T + 1, device=self.device)
         start = step.count.cumsum(0) - step.count
-        index = start[:, None] + (slot - step.cached[:, None])
+        if step.first is None:
+            index = start[:, None] + (slot - step.cached[:, None])
+        else:  # queries come last
+            queries = start + step.count - step.candidates
+            index = queries[:, None] + (slot - step.first[:, None])
         return hidden, index.clamp(0, step.inputs - 1)
 
     def _encode(self, step: Step) -> tuple[Tensor, Tensor]:

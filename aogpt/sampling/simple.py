@@ -38,7 +38,8 @@ def simple_generate(
     known = T - sum(sizes)
     for size in sizes:
         # 1. One pass over inputs `cached` to `known + size - 1`. Those up to `known` hold their own
-        #    true token; later ones repeat the last known token, each with another target.
+        #    true token; later ones repeat the last known token, each with another target. With
+        #    mask_query, those before `known` hold their own token, all others are a [MASK].
         count = known + size - cached
         numbers = (
             cached,
@@ -61,8 +62,8 @@ def simple_generate(
             x[new] = draw((allowed / temperature).softmax(dim=-1), uniforms[order[new]])
         log_probs[new] = log_p.gather(1, x[new, None]).squeeze(1).float()
         # 3. Input `known`, that of the first target, was a true one, so inputs 0 to `known` are
-        #    cached now. The copies will be overwritten.
-        cached = known + 1
+        #    cached now. The copies will be overwritten, and so will be every [MASK].
+        cached = known if model.config.target == "mask_query" else known + 1
         known = known + size
     place = order.argsort()
     return x[place], log_probs[place]

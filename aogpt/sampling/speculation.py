@@ -16,6 +16,9 @@ from .token_choice import ACCEPTED, CORRECTED, probabilities
 def speculate(engine, plan: Plan, tally) -> None:
     """Draft and verify until every row is complete."""
     cached = torch.zeros_like(tally.known)
+    by_queries = engine.model.config.target == "mask_query"
+    if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
+        engine.cache.lengthen(engine.T + plan.draft + 1)
     while (left := plan.length - tally.known).any():
         # 1. Draft up to `draft` slots of each row: in parallel, or without the model.
         known = tally.known
@@ -24,6 +27,8 @@ def speculate(engine, plan: Plan, tally) -> None:
             draft_probs = draft(engine, tally, cached, known, size)
             # The first was drawn given all that it depends on, and its input is cached.
             first = cached = known + (size > 0)
+            if by_queries:  # it was a [MASK]
+                cached = known
         else:
             draft_probs = draft_from_pairs(engine, known, size)
             first = known
@@ -36,9 +41,10 @@ def speculate(engine, plan: Plan, tally) -> None:
                 engine, tally, cached, first, n_verify, known, size, draft_probs
             )
             settled = settled + new
-        # 3. The inputs of what is settled are in the cache.
+        # 3. The inputs of what is settled are in the cache: input i holds the token before slot i,
+        #    or the one in it.
         tally.unmask(settled)
-        cached = tally.known
+        cached = (tally.known - 1).clamp(min=0) if by_queries else tally.known
 
 
 def draft(engine, tally, cached: Tensor, known: Tensor, size: Tensor) -> Tensor:
@@ -157,8 +163,13 @@ def predict_slots(
     """Logits (N, V) of `size` slots of each row from `first` on, given `known` tokens, and their
     rows and slots (N,). Arguments (B,) on the host."""
     count = (size > 0) * (first + size - cached)
+    of_queries = None
+    if engine.model.config.target == "mask_query" and not torch.equal(first, known):
+        # The contents of all slots before the last one, then the queries.
+        count = (size > 0) * (first + size - 1 - cached + size)
+        of_queries = first.to(engine.device)
     rows = (v[None] for v in (cached, known, count, size, size))
-    (step,) = engine.steps(*rows, grouped=False)
+    (step,) = engine.steps(*rows, grouped=False, first=of_queries)
     hidden, index = engine.call(engine.predict, step)
     row, slot = engine.slots(first.to(engine.device), step.size, int(size.sum()))
     tally.called(count)

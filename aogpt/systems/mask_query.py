@@ -127,11 +127,10 @@ class MaskQueryBlock(Block):
 
     is_last = False
 
-    def forward(
-        self, x: Tensor, p: MaskQueryPass, first_values: Tensor | None
-    ) -> tuple:
-        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values."""
-        if not self.is_last:
+    def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
+        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass, which has
+        inputs of another number, is computed whole."""
+        if not (isinstance(p, MaskQueryPass) and self.is_last):
             return super().forward(x, p, first_values)
         q, k, v, values = self.attn.heads(self.norm1(x), p, first_values)
         queries = p.queries_of(x) + self.drop(self.attn.proj(p.attend_queries(q, k, v)))
@@ -174,9 +173,12 @@ class MaskQuery(ChunkedHead, Scoring, AOGPT):
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
         positions = order.repeat(1, 2)
-        if self.wpe is not None:
-            x = x + self.wpe(positions)
-        return self.trunk(x, positions, MaskQueryPass(self.config, group_start))
+        p = MaskQueryPass(self.config, group_start)
+        return self.trunk(self.with_positions(x, positions), positions, p)
+
+    def with_positions(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Inputs (..., D) plus their rows of the table of positions, if the model has one."""
+        return x if self.wpe is None else x + self.wpe(positions)
 
     def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
         """As `Scoring.parallel_hidden`: queries from `known` on see the contents before `known`."""
