@@ -2,17 +2,19 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors.torch
 import torch
 import tyro
+from torch import Tensor
 
-from aogpt.checkpoints import CheckpointError, load
-from aogpt.checkpoints.hub import push_folder, write_hub_files
-from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED
+from aogpt.checkpoints import CheckpointError, load, pretrained
+from aogpt.checkpoints.hub import push_folder, write_hub_files, write_tokenizer_settings
+from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
 from aogpt.data.tokenizers import FILES
 from aogpt.runtime.command_line import run_script, show
@@ -28,77 +30,123 @@ def convert(
     dtype: Literal["float32", "bfloat16"] = "float32",
     checkpoint: str = "last",
     hub: bool = False,
+    layout: Literal["aogpt", "transformers"] = "aogpt",
     push: Annotated[str | None, tyro.conf.arg(metavar="REPO")] = None,
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
 
     Args:
-        source: Run folder, checkpoint, released weights (file or folder), or Hugging Face repo id.
+        source: Run folder, checkpoint, released weights (file or folder), or Hugging
+            Face repo id.
         destination: New folder; written completely or not at all.
-        weights: ema: the averaged weights, if the source has them; raw: those of the last step.
-        dtype: Type of the weights. bfloat16 takes half the space and rounds to 8 significant bits;
-            this project loads both as float32.
-        checkpoint: Which one of a run: last, best (lowest validation loss) or the number of a step.
-        hub: Write a folder that transformers.AutoModel loads without this project: with code,
-            tokenizer and a model card.
-        push: With --hub: also upload the folder to this Hugging Face repository, OWNER/NAME; a new
-            repository is private."""
-    if push and not hub:
+        weights: ema: the averaged weights, if the source has them; raw: those of the
+            last step.
+        dtype: Type of the weights. bfloat16 takes half the space and rounds to 8
+            significant bits; this project loads both as float32.
+        checkpoint: Which one of a run: last, best (lowest validation loss) or the
+            number of a step.
+        hub: Write a folder that transformers.AutoModel loads without this project: with
+            code, tokenizer and a model card.
+        layout: transformers: write a Llama, Qwen2 or Qwen3 that needs no code and reads
+            from left to right, of a run that began from a pretrained decoder.
+        push: With --hub or --layout transformers: also upload the folder to this
+            Hugging Face repository, OWNER/NAME; a new repository is private."""
+    if hub and layout != "aogpt":
+        raise UserError("give --hub or --layout transformers, not both")
+    if push and not hub and layout == "aogpt":
         raise UserError("--push uploads the folder of --hub: add --hub")
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
         )
     loaded = load(source, weights, checkpoint=checkpoint)
-    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
-    settings |= {name: getattr(loaded, name) for name in EXPORTED} | {"source": source}
-    parameters = loaded.model.named_parameters()
-    prefix = "model." if hub else ""
-    tensors = {
-        prefix + name: p.detach().to(getattr(torch, dtype)) for name, p in parameters
-    }
-    if wrong := next(
-        (name for name, tensor in tensors.items() if not is_finite(tensor)), None
-    ):
-        raise CheckpointError(
-            f"{wrong} is not finite as {dtype}: choose another --dtype"
-        )
-    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    if layout == "transformers":
+        tensors = pretrained.tensors_of(loaded.model, loaded.get_tokenizer())
+
+        def write_settings(folder: Path, data: bytes) -> None:
+            write_transformers_files(folder, loaded, tensors, dtype)
+    else:
+        prefix = "model." if hub else ""
+        tensors = {
+            prefix + name: p.detach() for name, p in loaded.model.named_parameters()
+        }
+
+        def write_settings(folder: Path, data: bytes) -> None:
+            write_export(folder, loaded, source, data, dtype, hub)
+
+    data = file_of(tensors, getattr(torch, dtype))
+    write_folder(destination, data, write_settings)
+    show(f"read {loaded.describe()}")
+    count = sum(parameter_counts(loaded.model).values())
+    rest = "config.json" if not hub and layout == "aogpt" else "what transformers needs"
+    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and {rest}")
+    if push:
+        show(f"uploaded to {push_folder(destination, push)}")
+
+
+def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
+    """Return the bytes of a safetensors file. Raises CheckpointError for a number that
+    is not finite."""
+    cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    for name, tensor in cast.items():
+        if not is_finite(tensor):
+            raise CheckpointError(
+                f"{name} is not finite as {str(dtype)[6:]}: choose another --dtype"
+            )
+    return safetensors.torch.save(cast, metadata={"format": "pt"})
+
+
+def write_folder(
+    destination: Path, data: bytes, write_settings: Callable[[Path, bytes], Any]
+) -> None:
+    """Write a folder with model.safetensors, and what `write_settings` writes beside
+    it, completely or not at all. Raises CheckpointError."""
     try:
         with staging(destination, replace=False) as folder:
             (folder / "model.safetensors").write_bytes(data)
-            # no checksum: transformers may rewrite the weights and would keep it
-            sums = (
-                {} if hub else {"model.safetensors": hashlib.sha256(data).hexdigest()}
-            )
-            settings["files"] = sums
-            settings["sha256"] = digest(settings)
-            if hub:
-                from aogpt.training.metrics import (
-                    read_metrics,  # imports all of training
-                )
-
-                rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
-                write_hub_files(folder, loaded, settings, dtype, rows)
-            else:
-                if loaded.tokenizer in FILES:
-                    loaded.get_tokenizer().keep(folder)
-                write_json(folder / "config.json", settings)
+            write_settings(folder, data)
     except OSError as error:
-        made = (
-            os.path.lexists(destination)
-            and "another process has made it; remove it, or give a new folder"
-        )
-        raise CheckpointError(
-            f"could not write {destination}: {made or error}"
-        ) from error
-    show(f"read {loaded.describe()}")
-    count = sum(parameter_counts(loaded.model).values())
-    others = "what transformers needs" if hub else "config.json"
-    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and {others}")
-    if push:
-        show(f"uploaded to {push_folder(destination, push)}")
+        reason = error
+        if os.path.lexists(destination):
+            reason = "another process has made it; remove it, or give a new folder"
+        raise CheckpointError(f"could not write {destination}: {reason}") from error
+
+
+def write_export(
+    folder: Path, loaded: Loaded, source: str, data: bytes, dtype: str, hub: bool
+) -> None:
+    """Write everything but the weights of a folder of ours, or for the hub."""
+    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
+    for name in EXPORTED:
+        settings[name] = getattr(loaded, name)
+    settings["source"] = source
+    # For the hub no checksum: transformers may rewrite the weights and would keep it.
+    settings["files"] = {}
+    if not hub:
+        settings["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
+    settings["sha256"] = digest(settings)
+    if hub:
+        from aogpt.training.metrics import read_metrics  # imports all of training
+
+        rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
+        write_hub_files(folder, loaded, settings, dtype, rows)
+        return
+    if loaded.tokenizer in FILES:
+        loaded.get_tokenizer().keep(folder)
+    write_json(folder / "config.json", settings)
+
+
+def write_transformers_files(
+    folder: Path, loaded: Loaded, tensors: dict[str, Tensor], dtype: str
+) -> None:
+    """Write everything but the weights of a decoder of transformers."""
+    tokenizer = loaded.get_tokenizer()
+    tied_head = pretrained.HEAD not in tensors
+    settings = pretrained.settings_of(loaded.model.config, tokenizer, tied_head, dtype)
+    tokenizer.keep(folder)
+    write_tokenizer_settings(folder, tokenizer)
+    write_json(folder / "config.json", settings)
 
 
 if __name__ == "__main__":

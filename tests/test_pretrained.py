@@ -2,27 +2,35 @@
 
 import dataclasses
 import json
+import math
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
-from helpers import assert_user_error, run_main, run_script
+from helpers import ALONE, assert_user_error, run_main, run_script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
 
 import eval_ppl
 import sample
-from aogpt.checkpoints import CheckpointError, load
+import train
+from aogpt.checkpoints import CheckpointError, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.harness import HarnessModel
 from aogpt.model import rotary_angles
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import TokenChoice, generate, l2r_plan
 from aogpt.systems import build_model
+from aogpt.training import config as configuration
 from aogpt.training.warm_start import warm_start
+from convert import convert
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -229,11 +237,6 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (
-            {"sliding_window": 4096, "architectures": ["MistralForCausalLM"]},
-            "sliding window of 4096",
-        ),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding window of 4096"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
@@ -242,6 +245,18 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers"),
         ({"vocab_size": 200}, "wte.weight is"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"rope_theta": math.inf, "rope_parameters": None}, "rope_theta is inf"),
+        ({"rope_theta": "abc", "rope_parameters": None}, "rope_theta is 'abc'"),
+        ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
+        ({"rope_parameters": [1]}, "rope_parameters is"),
+        ({"rope_scaling": "linear"}, "rope_scaling is"),
+        ({"layer_types": 5}, "layer_types is 5"),
+        ({"layer_types": ["sliding_attention"]}, "sliding window"),
+        ({"head_dim": 1.5}, "head_dim is 1.5"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"architectures": [5]}, "architecture is 5"),
+        ({"model_type": "aogpt", "aogpt": 5}, "aogpt is 5"),
     ],
 )
 def test_what_the_model_has_no_part_for_is_refused_by_name(
@@ -254,6 +269,248 @@ def test_what_the_model_has_no_part_for_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
+
+
+def change_tensors(folder: Path, change) -> None:
+    """Let change(tensors) edit the weights of a folder."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    file.unlink()
+    safetensors.torch.save_file(tensors, file)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (torch.zeros(24, 23), "k_proj.weight is"),
+        (torch.tensor(1.0), "q_proj.weight is"),
+        (torch.zeros(20, 24), "qkv.weight is"),
+        (torch.zeros(24, 24, dtype=torch.float8_e4m3fn), "quantised"),
+    ],
+)
+def test_odd_tensors_are_refused_by_name(llama, tmp_path, value, words):
+    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
+    change_tensors(tmp_path, lambda tensors: tensors.update({Q_PROJ: value}))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index, words",
+    [
+        ({"weight_map": ["model.safetensors"]}, "weight_map is"),
+        ({"weight_map": {"x": 5}}, "is 5"),
+        ({"weight_map": {"x": "../model.safetensors"}}, "without a path"),
+        ({"weight_map": {"x": "fifo"}}, "fifo is not a regular file"),
+        ({"weight_map": {"x": "part.safetensors"}}, "disagree"),
+        ({"weight_map": {"x": "gone.safetensors"}}, "gone.safetensors"),
+        ([], "it is"),
+        ({}, "it lacks weight_map"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(llama, tmp_path, index, words):
+    folder = tmp_path / "model"
+    shutil.copytree(llama[1], folder)
+    shutil.copy(llama[1] / "model.safetensors", tmp_path)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    os.mkfifo(folder / "fifo")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((CheckpointError, OSError), match=words):
+        load(folder)
+
+
+def test_two_tensors_of_one_name_are_refused(llama, tmp_path):
+    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].replace(b"v_proj", b"k_proj")
+    file.write_bytes(data[:8] + header + data[8 + size :])
+    with pytest.raises(CheckpointError, match="two tensors of one name"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_that_begins_with_an_id_past_the_table_is_refused(llama, tmp_path):
+    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    special = made["post_processor"]["special_tokens"]["<|begin_of_text|>"]
+    special["ids"] = [100_000]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(CheckpointError, match="begins a text with id 100000"):
+        load(tmp_path)
+
+
+def test_a_sliding_window_bounds_the_block(tmp_path):
+    """Up to the window its attention sees all, as ours does."""
+    theirs = write_model(tmp_path, "Mistral")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    loaded = load(tmp_path)
+    assert loaded.model.config.block_size == 16
+    tokens = random_tokens(loaded.vocab_size, 1, 24, seed=3)
+    start = torch.full((1, 1), theirs.config.bos_token_id)
+    with torch.no_grad():
+        expected = theirs(torch.cat([start, tokens], dim=1)).logits[:, :-1]
+        order = torch.arange(16)[None]
+        logits = loaded.model.logits(tokens[:, :16], order)
+        wide = loaded.model
+        wide.config = dataclasses.replace(wide.config, block_size=24)
+        wide.make_angles(torch.device("cpu"))
+        without_window = wide.logits(tokens, torch.arange(24)[None])
+    assert (logits - expected[:, :16]).abs().max() < 1e-4
+    assert (without_window - expected)[:, 17:].abs().max() > 0.1
+    assert load(tmp_path, block_size=16).model.config.block_size == 16
+    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
+        load(tmp_path, block_size=17)
+
+
+PEAK = """
+import resource, sys, time
+from aogpt.checkpoints import load
+import transformers
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+load(sys.argv[1])
+before = resident()
+open("/proc/self/clear_refs", "w").write("5")
+model = load(sys.argv[2]).model
+weights = sum(4 * p.numel() for p in model.parameters())
+print((peak() - before) / weights)
+"""
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory"
+)
+def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
+    made = of_bytes()
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        vocab_size=made.get_vocab_size(),
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    done = run_script("-c", PEAK, llama[1], tmp_path)
+    assert 0.9 < float(done.stdout) < 1.3
+
+
+@pytest.mark.parametrize("target", ["none", "rotary"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_documented_warm_start_adds_no_weights_and_goes_back(
+    kind, target, tmp_path
+):
+    """The command line of docs/systems.md, at a rate of 0, then convert.py."""
+    theirs = write_model(tmp_path / "source", kind)
+    data = tmp_path / "data"
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"the quick brown fox {i} naïve" for i in range(200)))
+    prepare.prepare(
+        prepare.Prepare(
+            "text",
+            out=data,
+            source=(text,),
+            tokenizer=str(tmp_path / "source" / "tokenizer.json"),
+        )
+    )
+    words = [
+        "configs/aogpt_llama.toml",
+        f"--train.init-from={tmp_path / 'source'}",
+        f"--data.folder={data}",
+        f"--out={tmp_path}",
+        "--model.block-size=32",
+        "--train.batch-size=4",
+        "--optim.warmup-steps=0",
+        "--optim.lr=0",
+        "--train.steps=1",
+        "--train.parallel=ddp",
+        "--train.device=cpu",
+        "--train.no-compile",
+        "--eval.sequences=4",
+    ]
+    if target == "none":
+        words += [
+            "--model.target=none",
+            "--order.kind=l2r",
+            "--objective.kind=ar",
+        ]
+    config = configuration.from_command_line(words, "")
+    assert train.train(config, ALONE) == 0
+    source = dict(load(tmp_path / "source").model.named_parameters())
+    run = load(config.run_folder, weights="raw").model
+    assert run.config.target == target
+    weights = dict(run.named_parameters())
+    assert weights.keys() == source.keys()
+    assert all(torch.equal(p, source[name]) for name, p in weights.items())
+
+    convert(str(config.run_folder), tmp_path / "back", layout="transformers")
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="sdpa"
+    )
+    tokens = random_tokens(250, 2, 40, seed=3)
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, theirs(tokens).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    read = tokenizers.Tokenizer.from_file(str(tmp_path / "source" / "tokenizer.json"))
+    assert tokenizer("the quick").input_ids == read.encode("the quick").ids
+    again = dict(load(tmp_path / "back").model.named_parameters())
+    assert all(torch.equal(p, source[name]) for name, p in again.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_path):
+    write_model(tmp_path / "source", kind)
+    loaded = load(tmp_path / "source")
+    if loaded.scored_from:
+        pytest.skip("its tokenizer has no begin-of-text")
+    with torch.no_grad():
+        loaded.model.start.add_(
+            torch.randn(24, generator=torch.Generator().manual_seed(1))
+        )
+    tokenizer = loaded.get_tokenizer()
+    tensors = pretrained.tensors_of(loaded.model, tokenizer)
+    settings = pretrained.settings_of(
+        loaded.model.config, tokenizer, pretrained.HEAD not in tensors, "float32"
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="sdpa"
+    )
+    model.load_state_dict(tensors, strict=not settings["tie_word_embeddings"])
+    tokens = random_tokens(250, 2, 20, seed=3)
+    start = torch.full((2, 1), tokenizer.starts[0])
+    with torch.no_grad():
+        expected = model(torch.cat([start, tokens], dim=1)).logits[:, :-1]
+        logits = loaded.model.logits(tokens, torch.arange(20).expand(2, 20))
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_a_model_that_transformers_does_not_have_is_not_written(llama, tmp_path):
+    loaded = load(llama[1])
+    tokenizer = loaded.get_tokenizer()
+    config = loaded.model.config
+    for change, words in (
+        ({"target": "adaln"}, "for plain decoders"),
+        ({"target": "rotary"}, "query_at = 'before_target'"),
+        ({"value_residual": True}, "no model.value_residual = True"),
+        ({"head_bias": True}, "no model.head_bias = True"),
+        ({"start": "hidden"}, "needs the tokenizer.json"),
+    ):
+        changed = dataclasses.replace(config, **change)
+        with pytest.raises(UserError, match=words):
+            pretrained.settings_of(changed, tokenizer, False, "float32")
 
 
 @torch.no_grad()

@@ -114,13 +114,32 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         made = library_tokenizer(tokenizer)
         starts = []
         write_text(folder / HUB, made.to_str(pretty=True))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "mask_token": MASK}
-    settings["eos_token"] = made.id_to_token(tokenizer.eot)
-    settings["model_input_names"] = ["input_ids", "attention_mask"]
-    settings["clean_up_tokenization_spaces"] = False
-    write_json(folder / "tokenizer_config.json", settings)
+    write_tokenizer_settings(folder, tokenizer, MASK)
     ids = {"mask_token_id": made.token_to_id(MASK)}
     return ids | ({"start_token_id": starts[0]} if starts else {})
+
+
+def write_tokenizer_settings(
+    folder: Path, tokenizer: Tokenizer, mask: str | None = None
+) -> None:
+    """Write tokenizer_config.json beside the tokenizer.json of a folder. A text is padded
+    with its end, which the attention mask hides."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(folder / HUB))
+    end = library.id_to_token(tokenizer.eot)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": end,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    if mask is not None:
+        settings["mask_token"] = mask
+    if getattr(tokenizer, "starts", None):
+        settings["bos_token"] = library.id_to_token(tokenizer.starts[0])
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def library_tokenizer(tokenizer: Tokenizer):

@@ -1,181 +1,415 @@
-"""Pretrained decoders as `transformers` stores them: Llama, Mistral, Qwen2, Qwen3 and what shares
-their layout (SmolLM2, ...), under our names.
+"""Pretrained decoders as `transformers` stores them, read and written under our names:
+Llama, Mistral, Qwen2, Qwen3 and what shares their layout (SmolLM2, ...).
 
 From left to right our model computes what theirs does; with target "rotary" and query_at
-"before_target" the same weights predict in any order. A begin-of-text token is our [None]; where
-the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first token is not scored."""
+"before_target" the same weights predict in any order. A begin-of-text token is our
+[None]; where the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first
+token is not scored."""
 
-from typing import Any
+import math
+from collections.abc import MutableMapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Annotated, Any, NotRequired
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.tokenizers import HubTokenizer
-from ..model import ModelConfig
+from ..model import AOGPT, ModelConfig
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, check_value
+from ..runtime.validation import Count, from_values, schema
 from ..systems import check_config
+from .tensors import LazyTensors
 
-ARCHITECTURES = tuple(
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
 )
-NOT_THEIRS = (None, "aogpt")  # as model_type
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-LONGEST = 4096  # the block size of a model that takes longer sequences, if the user names no other
-BLOCK = {  # of model.layers.N
-    "input_layernorm": "norm1",
-    "self_attn.o_proj": "attn.proj",
-    "self_attn.q_norm": "attn.q_norm",
-    "self_attn.k_norm": "attn.k_norm",
-    "post_attention_layernorm": "norm2",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.fc",
-    "mlp.down_proj": "mlp.proj",
+LONGEST = 4096  # block size of a model that takes longer sequences, unless one is given
+MISTRAL_WINDOW = 4096  # where its config.json names none
+BLOCK = {  # modules of blocks.N: the modules of model.layers.N, whose rows are joined
+    "norm1": ["input_layernorm"],
+    "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.proj": ["self_attn.o_proj"],
+    "attn.q_norm": ["self_attn.q_norm"],
+    "attn.k_norm": ["self_attn.k_norm"],
+    "norm2": ["post_attention_layernorm"],
+    "mlp.gate": ["mlp.gate_proj"],
+    "mlp.fc": ["mlp.up_proj"],
+    "mlp.proj": ["mlp.down_proj"],
 }
+TABLE = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# Keys of our configuration that change nothing from left to right, or need no weights.
+UNREAD = (
+    "block_size",
+    "cond_dim",
+    "dropout",
+    "gelu",
+    "group_attention",
+    "position_init",
+    "query_at",
+    "target",
+)
+
+Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+Base = Annotated[float, Interval(gt=1, lt=math.inf)]
+
+
+@schema
+class RopeSettings(TypedDict):
+    """Rotary positions in a config.json."""
+
+    rope_type: NotRequired[str]
+    type: NotRequired[str]  # its older name
+    rope_theta: NotRequired[Base | None]
+    factor: NotRequired[Positive]
+    low_freq_factor: NotRequired[Positive]
+    high_freq_factor: NotRequired[Positive]
+    original_max_position_embeddings: NotRequired[Count]
+    partial_rotary_factor: NotRequired[Positive | None]
+
+
+@schema
+class Settings(TypedDict):
+    """The contents of a config.json of a pretrained decoder that are read here."""
+
+    architectures: list[str]
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: NotRequired[Count | None]
+    head_dim: NotRequired[Count | None]
+    vocab_size: Count
+    max_position_embeddings: Count
+    rms_norm_eps: NotRequired[Positive]
+    hidden_act: NotRequired[str]
+    attention_bias: NotRequired[bool | None]
+    mlp_bias: NotRequired[bool | None]
+    tie_word_embeddings: NotRequired[bool | None]
+    rope_theta: NotRequired[Base | None]
+    rope_parameters: NotRequired[RopeSettings | None]  # of transformers 5
+    rope_scaling: NotRequired[RopeSettings | None]  # of transformers 4
+    partial_rotary_factor: NotRequired[Positive | None]
+    sliding_window: NotRequired[Count | None]
+    use_sliding_window: NotRequired[bool | None]
+    layer_types: NotRequired[list[str] | None]
+    no_rope_layers: NotRequired[Any]
+    quantization_config: NotRequired[Any]
 
 
 def is_pretrained(settings: dict) -> bool:
-    """Whether a config.json is of a causal language model of `transformers`, other than GPT-2, and
-    not one that convert.py --hub wrote."""
+    """Say whether a config.json is of a causal language model of `transformers`, other
+    than GPT-2, and not one that convert.py --hub wrote."""
     names = settings.get("architectures")
-    kind = settings.get("model_type")
-    other = names == ["GPT2LMHeadModel"] or kind in NOT_THEIRS
+    other = names == ["GPT2LMHeadModel"] or settings.get("model_type") in (
+        None,
+        "aogpt",
+    )
     return isinstance(names, list) and len(names) > 0 and not other
 
 
 def read(
-    settings: dict, state: dict[str, Tensor], tokenizer: HubTokenizer
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Our configuration and tensors by our names; `state` is used up. Raises UserError for an
-    architecture that our model does not have."""
-    config = config_of(settings, bool(tokenizer.starts))
-    tensors = {}
-    if odd := [name for name, tensor in state.items() if tensor.dtype not in DTYPES]:
-        raise UserError(f"{odd[0]} is {state[odd[0]].dtype}: it has quantised weights")
-
-    def move(theirs: str, ours: str) -> None:
+    settings: dict, state: MutableMapping[str, Tensor], tokenizer: HubTokenizer
+) -> tuple[ModelConfig, LazyTensors]:
+    """Return our configuration and the tensors of `state` by our names. Raises
+    UserError for an architecture that our model does not have."""
+    config = config_of(settings, has_start=bool(tokenizer.starts))
+    tensors = LazyTensors()
+    unused = {name for name in state if not name.endswith("rotary_emb.inv_freq")}
+    for ours, theirs in module_names(config).items():
         for kind in ("weight", "bias"):
-            if f"{theirs}.{kind}" in state:
-                tensors[f"{ours}.{kind}"] = state.pop(f"{theirs}.{kind}")
-
-    for number in range(config.n_layer):
-        theirs = f"model.layers.{number}."
-        ours = f"blocks.{number}."
-        for name, our_name in BLOCK.items():
-            move(theirs + name, ours + our_name)
-        for kind in ("weight", "bias"):
-            names = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            if all(name in state for name in names):
-                tensors[f"{ours}attn.qkv.{kind}"] = torch.cat(
-                    [state.pop(name) for name in names]
-                )
-    move("model.norm", "norm_f")
-    move("lm_head", "head")
-    move("model.embed_tokens", "wte")
+            names = [f"{module}.{kind}" for module in theirs]
+            if unused.issuperset(names):
+                tensors.data[f"{ours}.{kind}"] = partial(joined, state, names)
+                unused.difference_update(names)
     if config.tied_head:
-        tensors.pop("head.weight", None)
-    table = tensors.get("wte.weight", torch.zeros(config.vocab_size, config.n_embd))
-    first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
-    if tokenizer.vocab_size > len(table):
+        unused.discard(HEAD)
+    if unused:
+        raise UserError(f"our model has no place for {', '.join(sorted(unused)[:4])}")
+    rows = len(state[TABLE]) if TABLE in state else config.vocab_size
+    if tokenizer.vocab_size > rows:
         raise UserError(
-            f"tokenizer.json has {tokenizer.vocab_size} ids, the table {len(table)}"
+            f"tokenizer.json has {tokenizer.vocab_size} ids, the table {rows}"
+        )
+    first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
+    if first >= rows:
+        raise UserError(
+            f"tokenizer.json begins a text with id {first}, the table has {rows} rows"
         )
     # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
-    tensors["start"] = table[first].clone()
-    left = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
-    if left:
-        raise UserError(f"our model has no place for {', '.join(sorted(left)[:4])}")
+    if TABLE in state:
+        tensors.data["start"] = lambda: joined(state, [TABLE])[first].clone()
     return config, tensors
 
 
-def config_of(settings: dict, has_bos: bool) -> ModelConfig:
-    """The plain GPT of a config.json."""
+def module_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Name the modules of `transformers` that make each of our modules."""
+    names = {"wte": ["model.embed_tokens"], "norm_f": ["model.norm"]}
+    for layer in range(config.n_layer):
+        for ours, theirs in BLOCK.items():
+            names[f"blocks.{layer}.{ours}"] = [
+                f"model.layers.{layer}.{module}" for module in theirs
+            ]
+    if not config.tied_head:
+        names["head"] = ["lm_head"]
+    return names
+
+
+def joined(state: MutableMapping[str, Tensor], names: list[str]) -> Tensor:
+    """Join the rows of tensors. Raises UserError for quantised or odd ones."""
+    parts = [state[name] for name in names]
+    for name, part in zip(names, parts, strict=True):
+        if not isinstance(part, Tensor):
+            raise UserError(f"{name} is {type(part).__name__}, not a tensor")
+        if part.dtype not in DTYPES:
+            raise UserError(f"{name} is {part.dtype}: it has quantised weights")
+        if part.dim() == 0 or part.shape[1:] != parts[0].shape[1:]:
+            raise UserError(
+                f"{name} is {tuple(part.shape)}, {names[0]} {tuple(parts[0].shape)}"
+            )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def config_of(settings: dict, has_start: bool) -> ModelConfig:
+    """Return the plain GPT of a config.json. has_start: its tokenizer writes a
+    begin-of-text. Raises UserError for what our model does not have."""
+    name = settings["architectures"][0]
+    if name not in ARCHITECTURES:
+        raise UserError(
+            f"its architecture is {name}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    settings = from_values(settings, Settings, "config.json")
     refuse_what_differs(settings)
-    of = settings.get
-    names = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    names |= {
-        "n_embd": "hidden_size",
-        "mlp_width": "intermediate_size",
-        "vocab_size": "vocab_size",
-    }
-    for theirs in (*names.values(), "max_position_embeddings"):
-        check_value(of(theirs), Count, theirs)
-    sizes = {ours: settings[theirs] for ours, theirs in names.items()}
-    qwen2, qwen3 = (
-        settings["architectures"][0].startswith(name) for name in ("Qwen2", "Qwen3")
-    )
-    biased = bool(of("attention_bias", False))
-    base, scaling = rope_of(settings)
+    is_qwen2 = name.startswith("Qwen2")
+    has_bias = bool(settings.get("attention_bias"))
+    n_head = settings["num_attention_heads"]
+    width = settings["hidden_size"]
+    lengths = [settings["max_position_embeddings"], LONGEST, window_of(settings)]
     config = ModelConfig(
-        **sizes,
-        block_size=min(settings["max_position_embeddings"], LONGEST),
-        n_kv_head=of("num_key_value_heads") or sizes["n_head"],
-        head_width=of("head_dim") or sizes["n_embd"] // sizes["n_head"],
+        vocab_size=settings["vocab_size"],
+        block_size=min(length for length in lengths if length),
+        n_layer=settings["num_hidden_layers"],
+        n_head=n_head,
+        n_embd=width,
+        n_kv_head=settings.get("num_key_value_heads") or n_head,
+        head_width=settings.get("head_dim") or width // n_head,
+        mlp_width=settings["intermediate_size"],
         target="none",
         position="rotary",
-        rope_base=base,
-        rope_scaling=scaling,
-        norm_eps=of("rms_norm_eps", 1e-6),
-        qk_norm=qwen3,
+        rope_base=rope_base(settings),
+        rope_scaling=rope_scaling(settings),
+        norm_eps=settings.get("rms_norm_eps", 1e-6),
+        qk_norm=name.startswith("Qwen3"),
         mlp="swiglu",
-        attn_bias=qwen2 or biased,
-        attn_proj_bias=biased and not qwen2,
-        mlp_bias=bool(of("mlp_bias", False)),
-        start="attended" if has_bos else "hidden",
-        tied_head=bool(of("tie_word_embeddings", False)),
+        attn_bias=is_qwen2 or has_bias,
+        attn_proj_bias=has_bias and not is_qwen2,
+        mlp_bias=bool(settings.get("mlp_bias")),
+        start="attended" if has_start else "hidden",
+        tied_head=bool(settings.get("tie_word_embeddings")),
         head_bias=False,
     )
     check_config(config)
     return config
 
 
-def refuse_what_differs(settings: dict) -> None:
-    name = settings["architectures"][0]
-    if name not in ARCHITECTURES:
+def window_of(settings: Settings) -> int | None:
+    """Return the tokens that attention looks back over; None: all of them. Sequences of
+    at most so many tokens do not see the difference."""
+    is_mistral = settings["architectures"][0].startswith("Mistral")
+    window = settings.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
+    layers = settings.get("layer_types") or []
+    used = settings.get("use_sliding_window", is_mistral)
+    return window if used or "sliding_attention" in layers else None
+
+
+def check_length(settings: dict, block_size: int) -> None:
+    """Raise UserError for sequences that are longer than a sliding window."""
+    window = window_of(settings)
+    if window is not None and block_size > window:
         raise UserError(
-            f"its architecture is {name}; supported are {', '.join(ARCHITECTURES)}"
+            f"it has a sliding window of {window} tokens, which our model does not: "
+            f"give at most that (block size {block_size})"
         )
-    of = settings.get
-    mistral = name.startswith("Mistral")  # whose default is a window
-    window = of("sliding_window", 4096 if mistral else None)
-    window = window if of("use_sliding_window", mistral) else None
-    rotated = of("partial_rotary_factor", 1.0)
+
+
+def refuse_what_differs(settings: Settings) -> None:
+    """Raise UserError for parts that our model does not have."""
+    rotated = settings.get("partial_rotary_factor")
     rotated = rope_settings(settings).get("partial_rotary_factor", rotated)
-    layers = of("layer_types") or []
-    found = {
-        "quantised weights (quantization_config)": of("quantization_config"),
-        f"a sliding window of {window} tokens": window or "sliding_attention" in layers,
-        f"the activation {of('hidden_act')}": of("hidden_act", "silu") != "silu",
-        "layers without positions (no_rope_layers)": of("no_rope_layers"),
-        "partly rotated heads (partial_rotary_factor)": rotated != 1.0,
+    activation = settings.get("hidden_act", "silu")
+    layers = settings.get("layer_types") or []
+    differs = {
+        "quantised weights (quantization_config)": settings.get("quantization_config"),
+        f"the activation {activation}": activation != "silu",
+        "a sliding window of no size": "sliding_attention" in layers
+        and window_of(settings) is None,
+        "layers without positions (no_rope_layers)": settings.get("no_rope_layers"),
+        "partly rotated heads (partial_rotary_factor)": rotated not in (None, 1.0),
     }
-    if odd := [what for what, is_there in found.items() if is_there]:
-        raise UserError(f"it has {odd[0]}, which our model does not")
+    for part, is_there in differs.items():
+        if is_there:
+            raise UserError(f"it has {part}, which our model does not")
 
 
-def rope_settings(settings: dict) -> dict[str, Any]:
-    """As transformers 5 writes them, or 4."""
+def rope_settings(settings: Settings) -> RopeSettings:
+    """Return the table of rotary positions: its name differs between releases."""
     return settings.get("rope_parameters") or settings.get("rope_scaling") or {}
 
 
-def rope_of(settings: dict) -> tuple[float, tuple[float, float, float, int] | None]:
-    """Base and scaling of the rotary frequencies."""
+def rope_base(settings: Settings) -> float:
+    """Return the base of the rotary frequencies."""
     rope = rope_settings(settings)
-    base = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
+    return float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
+
+
+def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
+    """Return ModelConfig.rope_scaling. Raises UserError for other kinds."""
+    rope = rope_settings(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return base, None
+        return None
     if kind != "llama3":
         raise UserError(
             f"rotary positions are scaled by {kind!r}; supported: none and llama3"
         )
-    names = [
+    for name in (
         "factor",
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
-    ]
-    if missing := [name for name in names if name not in rope]:
-        raise UserError(f"its rotary scaling lacks {missing[0]}")
-    factor, low, high, length = (rope[name] for name in names)
-    return base, (float(factor), float(low), float(high), int(length))
+    ):
+        if name not in rope:
+            raise UserError(f"its rotary scaling lacks {name}")
+    return (
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        rope["original_max_position_embeddings"],
+    )
+
+
+# ---- the way back ------------------------------------------------------------------------
+
+
+def settings_of(
+    config: ModelConfig, tokenizer: HubTokenizer, tied_head: bool, dtype: str
+) -> dict[str, Any]:
+    """Return the config.json of a model that `transformers` computes from left to right.
+    tied_head: whether the file has no head. Raises UserError for what its Llama, Qwen2
+    and Qwen3 do not have."""
+    if config.is_encoder or config.target not in ("none", "rotary"):
+        raise UserError(
+            "--layout transformers is for plain decoders and those with "
+            "model.target = 'rotary'; use --hub"
+        )
+    if config.target == "rotary" and config.query_at != "before_target":
+        raise UserError(
+            "--layout transformers needs model.query_at = 'before_target', with which "
+            "the model is a plain GPT from left to right; use --hub"
+        )
+    has_start = config.start == "attended"
+    if not isinstance(tokenizer, HubTokenizer) or bool(tokenizer.starts) != has_start:
+        raise UserError(
+            "--layout transformers needs the tokenizer.json of a pretrained model; use --hub"
+        )
+    proj_bias = (
+        config.attn_bias if config.attn_proj_bias is None else config.attn_proj_bias
+    )
+    name = "Llama"
+    if config.qk_norm:
+        name = "Qwen3"
+    elif config.attn_bias and not proj_bias:
+        name = "Qwen2"
+    rope = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rope_scaling is not None:
+        factor, low, high, length = config.rope_scaling
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": config.rope_base,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": length,
+        }
+    if config.mlp_bias and name != "Llama":
+        raise UserError(
+            f"--layout transformers: {name} of transformers has no biases in its MLP; "
+            "use --hub"
+        )
+    settings = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.kv_heads,
+        "hidden_size": config.n_embd,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_width or 4 * config.n_embd,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "attention_bias": proj_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": tied_head,
+        "bos_token_id": tokenizer.starts[0] if has_start else None,
+        "eos_token_id": tokenizer.eot,
+        "dtype": dtype,
+    }
+    written = asdict(config_of(settings, has_start))
+    ours = asdict(
+        replace(
+            config,
+            n_kv_head=config.kv_heads,
+            head_width=config.head_dim,
+            mlp_width=settings["intermediate_size"],
+            attn_proj_bias=proj_bias,
+            tied_head=tied_head,
+        )
+    )
+    for key, value in ours.items():
+        if key not in UNREAD and written[key] != value:
+            raise UserError(
+                f"--layout transformers: {name} of transformers has no "
+                f"model.{key} = {value!r}; use --hub"
+            )
+    return settings
+
+
+def tensors_of(model: AOGPT, tokenizer: HubTokenizer) -> dict[str, Tensor]:
+    """Return the weights of a model under the names of `transformers`.
+
+    Its begin-of-text has our [None] as its row of the token table. Where training has
+    moved that away from the head, with which it was one, the head is written, too."""
+    config = model.config
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {}
+    for ours, theirs in module_names(config).items():
+        for kind in ("weight", "bias"):
+            value = parameters.get(f"{ours}.{kind}")
+            if value is None:
+                continue
+            parts = [value]
+            if len(theirs) > 1:
+                heads = (config.n_head, config.kv_heads, config.kv_heads)
+                parts = value.split([count * config.head_dim for count in heads])
+            for module, part in zip(theirs, parts, strict=True):
+                tensors[f"{module}.{kind}"] = part.contiguous()
+    if config.start == "attended":
+        table = tensors[TABLE]
+        first = tokenizer.starts[0]
+        if not torch.equal(table[first], parameters["start"]):
+            if config.tied_head:
+                tensors[HEAD] = table
+            tensors[TABLE] = table.clone()
+            tensors[TABLE][first] = parameters["start"]
+    return tensors

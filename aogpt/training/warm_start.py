@@ -10,40 +10,56 @@ from ..checkpoints import CheckpointError
 from ..model import AOGPT, ModelConfig
 from ..systems import length_is_fixed
 
-# Keys that may differ from those of the source: in any way; from this value of the source.
+# Keys that may differ from those of the source in any way.
 FREE = ("dropout", "position_init", "block_size")
-GAINED = {"target": "none"} | dict.fromkeys(
-    ("noise", "attn_bias", "mlp_bias", "head_bias"), False
-)
+# Keys that a start may add, if the user sets them, and their values in the source.
+GAINED = {
+    "target": "none",
+    "noise": False,
+    "attn_bias": False,
+    "mlp_bias": False,
+    "head_bias": False,
+}
+# Keys that say what the user wants of the new model, set or not.
+CHOSEN = ("target", "noise")
 
 
 def with_shape_of(
     source: ModelConfig, config: ModelConfig, given: Collection[str]
 ) -> ModelConfig:
-    """`config`, with the source's value of every key that is not in `given` and that changes what
-    the weights mean."""
-    theirs = {
-        name: before
-        for name, before, _ in differences(source, config)
-        if name not in given
-    }
+    """Return `config` with the source's value of every key that is not in `given` and
+    that changes what the weights mean, or how many there are."""
+    theirs = {}
+    for name, before in asdict(source).items():
+        chosen = name in CHOSEN and GAINED[name] == before
+        kept = name in given or chosen
+        if not kept and not is_free(name, source, config):
+            theirs[name] = before
     return replace(config, **theirs)
+
+
+def is_free(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
+    """Say whether the key `name` may differ: because their weights do not depend on it,
+    or because ours do not."""
+    if name == "cond_dim":
+        return not theirs.has_adaln
+    if name == "group_attention":
+        return theirs.target != "two_stream"
+    if name == "query_at":
+        return theirs.target == "none"
+    if name == "start":
+        return ours.target == "mask_query"  # it has no [None]
+    return name in FREE
 
 
 def differences(
     theirs: ModelConfig, ours: ModelConfig
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, theirs, ours) of the keys that prevent a start from these weights."""
-    unread = {
-        "cond_dim": not theirs.has_adaln,
-        "group_attention": theirs.target != "two_stream",
-    }
-    unread["query_at"] = theirs.target == "none"
-    unread["start"] = ours.target == "mask_query"  # it has no [None]
+    """Yield (key, theirs, ours) of the keys that prevent a start from these weights."""
     for name, before in asdict(theirs).items():
         now = getattr(ours, name)
-        free = name in FREE or unread.get(name)
-        if before != now and not free and GAINED.get(name, now) != before:
+        gained = name in GAINED and GAINED[name] == before
+        if before != now and not gained and not is_free(name, theirs, ours):
             yield name, before, now
 
 

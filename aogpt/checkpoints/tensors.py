@@ -1,0 +1,131 @@
+"""Tensors of files of weights, read one at a time; no code in a file is run."""
+
+import json
+import pickle
+import zipfile
+from collections import UserDict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+
+from ..runtime.errors import UserError
+from ..runtime.validation import FileName, read_json, schema
+from .store import CheckpointError
+
+INDEX = "model.safetensors.index.json"  # of weights in several files
+SUPPORTED = (
+    "supported are run folders, checkpoints, folders of convert.py, and released "
+    "weights: AO-GPT, sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, "
+    "model.safetensors or pytorch_model.bin), Llama, Mistral, Qwen2, Qwen3 "
+    "(config.json, tokenizer.json, *.safetensors; or a .gguf)"
+)
+
+
+class LazyTensors(UserDict):
+    """Tensors by name, each read when it is looked up: it is in memory only while it is used.
+    `data` holds a function without arguments for each name."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read the tensor of this name."""
+        return super().__getitem__(name)()
+
+
+@schema
+class Index(TypedDict):
+    """The contents of an index of several files of weights."""
+
+    weight_map: dict[str, FileName]  # file by tensor name
+
+
+def read_weights(path: Path) -> LazyTensors | dict:
+    """The tensors of a safetensors file or of the files of an index, which are read when they are
+    looked up, or the contents of a PyTorch file. Raises CheckpointError for what cannot be read."""
+    if path.name != INDEX:
+        return read_file(path)
+    files = read_json(path, Index, "get it again")["weight_map"]
+    contents = {name: read_file(path.parent / name) for name in set(files.values())}
+    for file, tensors in contents.items():
+        mapped = {name for name, place in files.items() if place == file}
+        if odd := sorted(mapped ^ set(tensors)):
+            raise CheckpointError(
+                f"{path} and {file} disagree: {odd[0]} is in only one of them"
+            )
+    return LazyTensors(
+        {
+            name: partial(contents[file].__getitem__, name)
+            for name, file in files.items()
+        }
+    )
+
+
+def read_file(path: Path) -> LazyTensors | dict:
+    """`read_weights` of one file."""
+    if path.exists() and not path.is_file():  # opening a FIFO would wait
+        raise CheckpointError(f"{path} is not a regular file; get it again")
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(9)
+        # safetensors: the length of the header in 8 bytes, then its JSON.
+        if magic[8:] == b"{":
+            check_names(path)
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+            return LazyTensors(
+                {name: partial(read_tensor, path, name) for name in names}
+            )
+        is_zip = magic.startswith(b"PK")
+        if is_zip:  # of torch.save; torch.load checks no checksums
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged:
+                raise CheckpointError(
+                    f"{path} is damaged (checksum of {damaged}); get it again"
+                )
+        # weights_only: otherwise a pickle can call any function of Python
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:  # torch raises many kinds for damaged and foreign files
+        message = " ".join(str(error).split())[:100]
+        reason = f"truncated, or not a file of weights ({message})"
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is refused: a pickle of more than tensors and plain values can run code"
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: {reason}; {SUPPORTED}"
+        ) from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}"
+        )
+    return contents
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """A tensor of a safetensors file, mapped into memory until it is dropped."""
+    try:
+        # Opened for each tensor: a mapping stays as long as the file is open.
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} has changed ({error}); get it again") from error
+
+
+def check_names(path: Path) -> None:
+    """Raise CheckpointError for a safetensors file with two tensors of one name."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            raise CheckpointError(f"{path} has two tensors of one name; get it again")
+        return values
+
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise UserError("its header is longer than the file")
+        json.loads(file.read(size), object_pairs_hook=unique)
