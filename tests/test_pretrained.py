@@ -470,12 +470,10 @@ def test_the_documented_warm_start_adds_no_weights_and_goes_back(
     assert all(torch.equal(p, source[name]) for name, p in again.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "Qwen" not in kind])
 def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_path):
     write_model(tmp_path / "source", kind)
     loaded = load(tmp_path / "source")
-    if loaded.scored_from:
-        pytest.skip("its tokenizer has no begin-of-text")
     with torch.no_grad():
         loaded.model.start.add_(
             torch.randn(24, generator=torch.Generator().manual_seed(1))
@@ -489,7 +487,8 @@ def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_pat
         transformers.AutoConfig.for_model(**settings), attn_implementation="sdpa"
     )
     model.load_state_dict(tensors, strict=not settings["tie_word_embeddings"])
-    tokens = random_tokens(250, 2, 20, seed=3)
+    # In a text there is no begin-of-text.
+    tokens = random_tokens(250, 2, 20, seed=3).clamp(min=3)
     start = torch.full((2, 1), tokenizer.starts[0])
     with torch.no_grad():
         expected = model(torch.cat([start, tokens], dim=1)).logits[:, :-1]
