@@ -201,6 +201,7 @@ def fitted(
         raise UserError(
             f"{run}: --length is {a.length}; give at most its block size, {limit}"
         )
+    options = modes.with_words(options, loaded.get_tokenizer())
     return modes.with_default_steps(options, [[None] * (a.length or limit)])
 
 
@@ -277,9 +278,10 @@ def notes(rows: list[dict]) -> list[str]:
     for row in rows:
         s = row["sampler"]
         parts = [f"{row['samples']} samples a row"]
-        names = "checkpoint dtype noise seed top_k crossing repetition_penalty no_repeat_ngram"
-        names = f"{names} refine_by refine_share".split()
-        parts += [f"{key} {s[key]}" for key in names if s.get(key) is not None]
+        for key in ("checkpoint", "dtype", "seed"):
+            if s.get(key) is not None:
+                parts.append(f"{key} {s[key]}")
+        parts += changed_settings(s)
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
@@ -294,6 +296,25 @@ def notes(rows: list[dict]) -> list[str]:
             f"{given} tokens were given, not generated; they are scored like the rest."
         )
     return lines
+
+
+MODE_DEFAULTS = modes.REFINING | {
+    name: default for name, (default, _) in modes.MODE_OPTIONS.items()
+}
+
+
+def changed_settings(settings: dict) -> list[str]:
+    """The options of decoding that are not at their default, apart from those that have a
+    column of the table or are part of a sampler's name."""
+    shown = {key for _, key, _ in COLUMNS} | {"mode", "refine", "batch_size", "banned"}
+    shown |= {*SIZES, "threshold", "entropy_bound"}
+    changed = []
+    for field in fields(DecodingOptions):
+        value = settings.get(field.name, field.default)
+        default = MODE_DEFAULTS.get(field.name, field.default)
+        if field.name not in shown and value not in (default, field.default, []):
+            changed.append(f"{field.name} {value}")
+    return changed
 
 
 if __name__ == "__main__":

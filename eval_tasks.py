@@ -13,6 +13,7 @@ needs: pip install -r requirements-harness.txt.
 The YAML file of a task can run code (Python functions, Jinja templates): use only files that you
 trust."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,7 +32,12 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, NonNegative, check_values, flag
-from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from aogpt.sampling.modes import (
+    DecodingOptions,
+    check_mode,
+    end_note,
+    with_mode_defaults,
+)
 from aogpt.sampling.token_choice import Temperature
 
 # Columns of the table, and how numbers are written.
@@ -212,6 +218,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         cut = f"{requests['truncated']:,} contexts lost their beginning (the block size is"
         spanning = f"in {requests['spanning']:,} a token spans context and continuation"
         show(f"of {requests['all']:,} requests, {cut} {model.block_size}); {spanning}")
+    if requests["generated"] and (note := end_note(model.decoding)):
+        show(note, file=sys.stderr)
     if requests["windows"]:
         show(
             f"whole texts: {requests['windows']:,} windows of at most {model.block_size} "

@@ -71,7 +71,8 @@ class Arguments(ModelOptions, OutputOptions):
     stop: tuple[str, ...] = ()
     """Cut each sample before the first of these texts."""
     until_end: bool = False
-    """Cut each sample before its end-of-text; for models that were trained on prompts."""
+    """Cut each sample before its end-of-text; for models that were trained on prompts. The
+    default --mode is then l2r, as other modes fill in what follows the end as well."""
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the step and
     log-probability of each, the order in which they were generated, settings. Log-probabilities
@@ -147,8 +148,13 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError(
             f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}"
         )
-    options = modes.with_mode_defaults(a.decoding, loaded.model.config.l2r_only)
+    options = modes.with_mode_defaults(
+        a.decoding, loaded.model.config.l2r_only, a.until_end
+    )
+    if a.until_end and (note := modes.end_note(options)):
+        procs.print0(note, file=sys.stderr)
     modes.check_mode(options, loaded.model.config)
+    options = modes.with_words(options, tokenizer)
     if not a.interactive:
         return fill(a, requests, options, loaded, tokenizer, outputs, procs)
 
@@ -208,6 +214,8 @@ def fill(
     )  # options: with their defaults
     prompts = [(requests[number].kind, requests[number].text) for number in numbers]
     records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
+    if note := modes.banned_note(records, options):
+        show(note, file=sys.stderr)
     if ranks:
         rows = [tokens for tokens, *_ in samples.rows()]
         records = best_fillings(model, contexts, rows, records, numbers, a)

@@ -650,10 +650,12 @@ def paced_choice(
 
 
 def truncated(probs, choice):
-    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k,
+    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k, and of
+    it what min_p keeps,
     renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
     be dropped for passing top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
+    ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
     kept = []
     reached = 0.0

@@ -34,6 +34,8 @@ CHOICES = [
     *(TokenChoice(top_k=k) for k in (1, 3, 100)),
     *(TokenChoice(top_p=p, crossing="drop") for p in (0.1, 0.5, 0.9)),
     TokenChoice(top_k=3, top_p=0.6),
+    *(TokenChoice(min_p=p) for p in (0.1, 0.5, 1.0)),
+    TokenChoice(0.8, 0.9, min_p=0.2),
     *(TokenChoice(0.7, 0.85, 5, crossing=crossing) for crossing in ("keep", "drop")),
 ]
 

@@ -516,3 +516,15 @@ def test_empty_samples_and_those_of_one_token_are_counted_and_said(
         status, out, err = script(eval_gen, *words)
         unscored = 1 if judge == "own" or name == "empty" else 2
         assert status == 0 and f"{unscored} of them too short to be scored" in out, err
+
+
+def test_notes_name_every_setting_that_is_not_at_its_default(script, run):
+    words = ["--judge", run, "--num-samples", 2, "--length", 9, "--mode", "l2r"]
+    status, out, err = script(eval_gen, run, *words)
+    assert status == 0, err
+    assert "min_p" not in out and "noise" not in out and "schedule" not in out
+    changed = ["--min-p", 0.25, "--repetition-penalty", 1.5, "--ban", "e"]
+    status, out, err = script(eval_gen, run, *words, *changed, "--refine", 1)
+    assert status == 0, err
+    assert "min_p 0.25" in out and "repetition_penalty 1.5" in out
+    assert "ban ('e',)" in out and "refine_by" not in out

@@ -315,13 +315,37 @@ def plain_logits(logits, text, position, choice):
             result = [
                 -float("inf") if b else x for b, x in zip(banned, result, strict=True)
             ]
+    if choice.banned:
+        banned = []
+        for v in range(len(result)):
+            after = [*text[:position], v, *text[position + 1 :]]
+            words = (list(word) for word in choice.banned)
+            banned.append(any(holds_through(after, word, position) for word in words))
+        if any(
+            x > -float("inf") and not b for x, b in zip(result, banned, strict=True)
+        ):
+            for v, is_banned in enumerate(banned):
+                if is_banned:
+                    result[v] = -float("inf")
     return torch.tensor(result, dtype=logits.dtype)
 
 
+def holds_through(text, word, position):
+    """Whether a word stands in the text at a place that the position is part of."""
+    n = len(word)
+    return any(
+        text[start : start + n] == word
+        for start in range(len(text) - n + 1)
+        if start <= position < start + n
+    )
+
+
+WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3)
 choices = st.builds(
     TokenChoice,
     repetition_penalty=st.sampled_from([1.0, 1.2, 5.0]),
     no_repeat_ngram=st.sampled_from([None, 1, 2, 3, 4, 99]),
+    banned=WORDS.map(lambda words: tuple(map(tuple, words))),
 )
 
 
@@ -329,6 +353,8 @@ choices = st.builds(
 @settings(max_examples=300)
 def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choice):
     vocab = data.draw(st.integers(1, 4))
+    if any(max(word) >= vocab for word in choice.banned):
+        vocab = 4
     T = data.draw(st.integers(1, 9))
     tokens = st.one_of(st.none(), st.integers(0, vocab - 1))
     text = data.draw(st.lists(tokens, min_size=T, max_size=T))

@@ -619,3 +619,56 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts, monke
     )
     assert ended["text"] == whole["text"][: whole["text"].index(whole["text"][9], 4)]
     assert ended["tokens"] == whole["tokens"][: ended["length"]]
+
+
+def test_no_sample_holds_a_banned_word(draw):
+    """The bytes model writes words of its few; one token a step sees all before it."""
+    settings = ["--mode", "l2r", "--num-samples", 8, "--temperature", 0.5]
+    plain = column(draw(*settings), "text")
+    assert any("e" in text for text in plain)
+    free = column(draw(*settings, "--ban", "e"), "text")
+    assert not any("e" in text for text in free)
+    assert any("o" in text for text in free)
+    pairs = {text[i : i + 2] for text in plain for i in range(len(text) - 1)}
+    pair = next(p for p in sorted(pairs) if p.isascii() and p.isalpha())
+    for mode in ("l2r", "random"):
+        settings = ["--mode", mode, "--num-samples", 8, "--temperature", 0.5]
+        free = column(draw(*settings, "--ban", pair), "text")
+        assert not any(pair in text for text in free)
+
+
+def test_a_banned_word_that_is_there_all_the_same_is_told(script, run):
+    words = ["--prompt", "the step", "--num-samples", 2, "--device", "cpu"]
+    _, _, err = script(sample, run, *words, "--ban", "zq")
+    assert "of --ban" not in err
+    status, _, err = script(sample, run, *words, "--ban", "")
+    assert status == 2 and "--ban is empty" in err
+
+
+@pytest.mark.parametrize(
+    "mode, told",
+    [
+        ([], ""),
+        (["--mode", "l2r"], ""),
+        (["--mode", "confidence", "--block", 4], ""),
+        (["--mode", "speculative", "--order", "l2r"], ""),
+        (["--mode", "mdm"], "--mode mdm can fill in what follows the end"),
+        (["--mode", "confidence"], "--mode confidence can fill in"),
+        (["--mode", "speculative"], "--mode speculative can fill in"),
+        (["--order", "random"], "--mode order can fill in"),
+    ],
+)
+def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, told):
+    status, _, err = script(sample, run, "--num-samples", 1, "--until-end", *mode)
+    assert status == 0
+    if told:
+        assert told in err and "--block" in err
+    else:
+        assert "note:" not in err
+    _, _, err = script(sample, run, "--num-samples", 1, *mode)
+    assert "note:" not in err
+
+
+def test_until_end_without_a_mode_draws_what_l2r_draws(draw):
+    wanted = column(draw("--mode", "l2r", "--until-end"), "tokens")
+    assert column(draw("--until-end"), "tokens") == wanted

@@ -64,6 +64,9 @@ class Settings(ModelOptions):
     """Random orders, or an encoder's masks, sampled per request."""
 
 
+REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
+
+
 class ScoringPass(NamedTuple):
     """One pass over a request. A decoder predicts along the order; an encoder sees what comes
     before step `first` and predicts the rest."""
@@ -187,12 +190,9 @@ class HarnessModel(TemplateLM):
 
     def request_counts(self) -> dict[str, int]:
         """Requests of all processes; `spanning`: with a token across context and continuation,
-        `truncated`: whose context lost its beginning; `windows`: of whole texts."""
+        `truncated`: whose context lost its beginning; `windows`: of whole texts; `generated`: answers."""
         found = self.procs.gather(self.counts)
-        return {
-            name: sum(c[name] for c in found)
-            for name in ("all", "spanning", "truncated", "windows")
-        }
+        return {name: sum(c[name] for c in found) for name in REQUESTS_COUNTED}
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.procs.gather(tensor.item()))
@@ -273,6 +273,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text after each context; gen_kwargs: see `generation_settings`."""
+        self.counts["generated"] += len(requests)
         groups = defaultdict(list)
         copies = Counter()
         for number, request in enumerate(requests):

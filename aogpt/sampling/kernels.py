@@ -33,7 +33,11 @@ CANDIDATES = (
     4096  # tokens that may be copied; among more a limit is found without a copy
 )
 KNOWN_FIELDS = {"temperature", "top_p", "top_k", "min_p", "noise", "crossing"}
-REPEATS = {"repetition_penalty", "no_repeat_ngram"}  # change the logits before
+REPEATS = {
+    "repetition_penalty",
+    "no_repeat_ngram",
+    "banned",
+}  # change the logits before
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
 from ..orders import inverse_permutation, orders_at, parse_order
-from ..runtime.command_line import visible
+from ..runtime.command_line import counted, visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
@@ -109,6 +109,9 @@ class DecodingOptions(TokenChoice):
     draft_by: Literal["model", "ngram"] | None = None
     """speculative: drafted by the model in parallel (default), or without it, as what most often
     follows the token on the left in the sample so far."""
+    ban: tuple[str, ...] = ()
+    """Words that no sample holds, with or without a space before them. Tokens of one step
+    do not see each other: for words of several tokens take one token a step."""
     refine: NonNegative = 0
     """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
     refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
@@ -135,12 +138,17 @@ class DecodingOptions(TokenChoice):
 
 
 def with_mode_defaults(
-    options: DecodingOptions, l2r_only: bool = False
+    options: DecodingOptions, l2r_only: bool = False, until_end: bool = False
 ) -> DecodingOptions:
-    """The options with the defaults of their mode; l2r_only: of the model. Raises UserError for
-    options without meaning in it, and for values that exclude each other."""
+    """The options with the defaults of their mode. l2r_only: of the model; until_end: samples
+    are cut at their end-of-text. Raises UserError for options without meaning in the mode,
+    and for values that exclude each other."""
     if options.mode is None:
-        mode = "order" if options.order is not None else "l2r" if l2r_only else "mdm"
+        mode = "mdm"
+        if options.order is not None:
+            mode = "order"
+        elif l2r_only or until_end:
+            mode = "l2r"
         options = replace(options, mode=mode)
     if options.mode in get_args(Score):
         if options.unmask_by not in (None, options.mode):
@@ -180,9 +188,11 @@ def with_mode_defaults(
             raise UserError(
                 f"--mode speculative draws exactly: leave out --noise {o.noise}"
             )
-        if o.choice.avoids_repeats:
-            refused = "leave out --repetition-penalty and --no-repeat-ngram"
-            raise UserError(f"--mode speculative draws exactly: {refused}")
+        if o.choice.avoids_repeats or o.ban:
+            raise UserError(
+                "--mode speculative draws exactly: leave out --repetition-penalty and "
+                "--no-repeat-ngram and --ban"
+            )
         check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
     elif o.mode == "order":
         parse_order(o.order, "--order")
@@ -195,6 +205,52 @@ def with_mode_defaults(
     elif o.threshold is not None:
         plans.check_threshold(o.unmask_by, o.threshold)
     return o
+
+
+def end_note(options: DecodingOptions) -> str:
+    """A line on samples that are cut at their end-of-text, where positions after it can be
+    filled in before those in front of it; "" where they come last. options: with the mode's
+    defaults."""
+    from_left = options.mode == "l2r" or options.block is not None
+    if options.mode in ("order", "speculative"):
+        from_left = parse_order(options.order, "--order").kind == "l2r"
+    if from_left:
+        return ""
+    name = options.mode if options.mode != "adaptive" else options.unmask_by
+    return (
+        f"note: --mode {name} can fill in what follows the end of a text before the text, "
+        "which costs right answers: take --mode l2r, or --mode confidence --block 4"
+    )
+
+
+def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOptions:
+    """The options with the ids of the words of --ban, as the tokenizer writes them at the
+    beginning of a text, within it, and after a space. Raises UserError for an empty one."""
+    banned = []
+    for word in options.ban:
+        if not word.strip():
+            raise UserError("--ban is empty; give words")
+        encode = tokenizer.encode_after
+        for ids in (tokenizer.encode(word), encode(word), encode(f" {word}")):
+            if tuple(ids) not in banned:
+                banned.append(tuple(ids))
+    return replace(options, banned=tuple(banned))
+
+
+def banned_note(records: list[dict], options: DecodingOptions) -> str:
+    """A line that says how many samples hold a banned word all the same; "" if none do."""
+    count = 0
+    for record in records:
+        generated = record["text"]
+        if record.get("prompt"):
+            generated = generated.removeprefix(record["prompt"])
+        count += any(word in generated for word in options.ban)
+    if not count:
+        return ""
+    return (
+        f"note: {counted(count, 'samples have')} a word of --ban, given, as part of "
+        "another word, in other tokens, or drawn in one step; one token a step helps"
+    )
 
 
 def with_default_steps(
@@ -339,6 +395,8 @@ def generate_distributed(
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
     before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
+    if options.ban and not options.banned:
+        raise UserError("--ban is for sample.py and eval_gen.py: leave it out")
     share = procs.share(len(planned.plan))
     part = None
     plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+import tyro
 from annotated_types import Ge, Interval
 from torch import Tensor
 
@@ -33,9 +34,10 @@ REFINED = -1  # and two for each round below it: of `refine`
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a token is drawn from the model's distribution: against repetition, at a temperature,
-    then of the top k, then of top-p. The fields are options of every script that decodes. Another
-    truncation, such as min-p, is a field here, the last one, and lines in `_truncated`."""
+    """How a token is drawn from the model's distribution: against repetition and without
+    banned words, at a temperature, then of the top k, of min-p, then of top-p. The fields
+    are options of every script that decodes. Another truncation is a field here, and lines
+    in `_truncated`."""
 
     temperature: Temperature = 1.0  # 0 takes the most probable token.
     top_p: Probability = 1.0
@@ -53,6 +55,12 @@ class TokenChoice:
     no_repeat_ngram: Count | None = None
     """Draw no token that would complete an n-gram of this size that is in the sample already,
     unless that leaves no token."""
+    min_p: Probability = 0.0
+    """Draw from the tokens with at least this share of the probability of the most probable
+    one (arXiv 2407.01082); 0 changes nothing."""
+    banned: Annotated[tuple[tuple[int, ...], ...], tyro.conf.Suppress] = ()
+    """Sequences of ids, as of banned words. No token is drawn that completes one of them,
+    unless that leaves no token. Tokens of one step do not see each other."""
 
     def __post_init__(self):
         check_values(self, name=str)
@@ -63,7 +71,12 @@ class TokenChoice:
 
     @property
     def avoids_repeats(self) -> bool:
-        return self.repetition_penalty > 1 or self.no_repeat_ngram is not None
+        """Whether logits depend on the tokens that are in the sample already."""
+        return (
+            self.repetition_penalty > 1
+            or self.no_repeat_ngram is not None
+            or len(self.banned) > 0
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -127,6 +140,9 @@ def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
         least = probs.topk(choice.top_k, dim=-1).values[:, -1:]
         ties = choice.top_k - (probs > least).sum(dim=-1, keepdim=True)
         probs = _from(probs, least, ties)
+    if choice.min_p > 0:
+        least = choice.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = probs.where(probs >= least, 0)
     return probs
 
 
@@ -255,7 +271,7 @@ def without_repeats(
     logits: Tensor, text: Tensor, position: Tensor, choice: TokenChoice
 ) -> Tensor:
     """The logits (N, V) of `position` (N,), which is not known, in `text` (N, T), -1 where not
-    known, with the choice's repetition penalty and ban of n-grams."""
+    known, with the choice's repetition penalty and bans of n-grams and words."""
     text = text.to(logits.device)
     V = logits.shape[1]
     if choice.repetition_penalty > 1:
@@ -267,9 +283,37 @@ def without_repeats(
         banned = _completing(
             text, position.to(logits.device), choice.no_repeat_ngram, V
         )
-        free = (~banned & (logits > -torch.inf)).any(dim=1, keepdim=True)
-        logits = logits.masked_fill(banned & free, -torch.inf)
+        logits = _without(logits, banned)
+    if choice.banned:
+        banned = _completing_words(text, position.to(logits.device), choice.banned, V)
+        logits = _without(logits, banned)
     return logits
+
+
+def _without(logits: Tensor, banned: Tensor) -> Tensor:
+    """Logits (N, V) without the banned ids, BoolTensor (N, V), where others are left."""
+    free = (~banned & (logits > -torch.inf)).any(dim=1, keepdim=True)
+    return logits.masked_fill(banned & free, -torch.inf)
+
+
+def _completing_words(
+    text: Tensor, position: Tensor, words: tuple[tuple[int, ...], ...], V: int
+) -> Tensor:
+    """BoolTensor (N, V): the tokens that complete, at `position` (N,), one of the words in
+    the text (N, T)."""
+    longest = max(len(word) for word in words)
+    padded = F.pad(text, (longest, longest), value=-1)
+    row = torch.arange(len(text), device=text.device)
+    banned = torch.zeros(len(text), V, dtype=torch.bool, device=text.device)
+    for word in words:
+        for place, token in enumerate(word):  # that the position has in the word
+            match = torch.ones_like(row, dtype=torch.bool)
+            for other, wanted in enumerate(word):
+                if other != place:
+                    column = position + longest + other - place
+                    match &= padded[row, column] == wanted
+            banned[:, token] |= match
+    return banned
 
 
 def _completing(text: Tensor, position: Tensor, n: int, V: int) -> Tensor:
