@@ -582,3 +582,26 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     write_dataset(tmp_path / "d", np.arange(40))
     with pytest.raises(UserError, match="d has another tokenizer than"):
         open_training_data(tmp_path / "a", 4, False, 0, (f"{tmp_path / 'd'}=0.5",))
+
+
+def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
+    for name in "ab":
+        write_dataset(tmp_path / name, np.arange(600), vocab_size=60_000)
+
+    def mixed(share):
+        mix = (f"{tmp_path / 'b'}={share}",)
+        return open_training_data(tmp_path / "a", 4, False, 0, mix)
+
+    for share in ("0.0004", "0.0015", "0.12345"):
+        with pytest.raises(UserError, match="the share must be a multiple of 0.001"):
+            mixed(share)
+    for share in ("nan", "inf", "-inf", "0", "1", "-0.5"):
+        with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
+            mixed(share)
+    data = mixed("0.002")
+    first = data.indices(0, 0, range(5000), 5000)
+    assert (first >= 150).sum() == 10
+    assert data.describe(5000) == [
+        f"{tmp_path / 'a'}: 99.8% of the sequences, 150 blocks, 33.3 epochs",
+        f"{tmp_path / 'b'}: 0.2% of the sequences, 150 blocks, 0.0667 epochs",
+    ]

@@ -50,7 +50,7 @@ LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-
 CONVERTED = "files in UTF-16 or UTF-32 are converted"
 WINDOWS = "Windows line ends are converted"
 EMPTY = "empty files are skipped"
-COPIES = "files are copies of another one"
+COPIES = "files have the same bytes as another one"
 
 
 @dataclass

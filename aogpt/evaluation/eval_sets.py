@@ -95,15 +95,29 @@ class EvalSet:
         except ValueError:
             return math.nan
         tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
-        lengths = tokenizer.byte_lengths()
         rows = range(self.count)
-        if roles := self.roles(rows):
-            tokens = self.tokens(rows)[roles.predicted].numpy()
-        elif self.count < self.dataset.num_blocks:
+        roles = self.roles(rows)
+        if roles or self.count < self.dataset.num_blocks:
+            starts = self._begin_documents(tokenizer.eot)
             tokens = self.tokens(rows).numpy()
+            counts = np.stack(list(map(tokenizer.count_bytes, tokens, starts)))
+            if roles:
+                counts = counts[roles.predicted.numpy()]
         else:
             tokens = self.dataset.tokens[: int(self.lengths.sum())]
-        return float(lengths[tokens].mean())
+            counts = tokenizer.count_bytes(tokens)
+        entry = self.dataset.meta["splits"][self.split]
+        lost = 1.0  # bytes of the text for each byte of its tokens
+        if entry.get("token_bytes"):
+            lost = entry["text_bytes"] / entry["token_bytes"]
+        return float(counts.mean()) * lost
+
+    def _begin_documents(self, eot: int) -> np.ndarray:
+        """Whether the first token of each chosen block begins a document, bool (N,)."""
+        if self.dataset.meta.get("protocol") == "records":
+            return np.ones(self.count, bool)
+        places = self._chosen * self.dataset.block_size
+        return (places == 0) | (self.dataset.tokens[places - 1] == eot)
 
     def description(self) -> dict:
         """What a result names so that it can be reproduced: above all the file's checksum."""

@@ -1,0 +1,287 @@
+"""What users bring: files of every kind, bad rows, odd text, splits that overlap."""
+
+import csv
+import gzip
+import json
+import os
+
+import numpy as np
+import pytest
+from helpers import documents, needs_gpt2, prepared, write_jsonl
+
+from aogpt.data import prepare as prepare_module
+from aogpt.data.catalogue import DATASETS, OF_STUDIES, command_for
+from aogpt.data.loader import find_dataset, load_meta, read_tokens
+from aogpt.data.tokenizers import get_tokenizer
+from aogpt.runtime.errors import UserError
+from studies.prepare import DATASETS as STUDIES
+
+TEXTS = ["plain", "NA", "2020-01-01", 'a "quoted", cell\nof two lines', "null", ""]
+
+
+def test_rows_are_text_in_every_kind_of_file(tmp_path):
+    """A date stays a date's text, and NA no missing value."""
+    rows = [{"n": i, "text": text} for i, text in enumerate(TEXTS)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": rows}))
+    (tmp_path / "c.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, delimiter in (("d.csv", ","), ("e.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="") as file:
+            table = csv.DictWriter(file, ["n", "text"], delimiter=delimiter)
+            table.writeheader()
+            table.writerows(rows)
+    for number, path in enumerate(sorted(tmp_path.iterdir())):
+        out = prepared("text", tmp_path / f"o{number}", path, split="test")
+        assert documents(out) == TEXTS, path
+
+
+def test_zst_files_are_read_and_damage_is_noticed(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    content = (json.dumps({"text": "text " * 50}) + "\n").encode() * 50
+    path = tmp_path / "a.jsonl.zst"
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(content)
+    assert len(documents(prepared("text", tmp_path / "o", path, split="test"))) == 50
+    path.write_bytes(b"no zst at all")
+    with pytest.raises(UserError, match="a.jsonl.zst: damaged, cut short, or not a"):
+        prepared("text", tmp_path / "p", path)
+
+
+BAD = {
+    "a.jsonl": ('{"text": "ok"}\n{"text": null}\n{"text": 3}\n{\n[1]\n{"a": "b"}\n', 2),
+    "b.csv": ("text,n\nok,1\nmore,2,3\n", 2),
+    "c.json": ('[{"text": "ok"}, {"text": ["list"]}, 5]', 2),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, capsys, name):
+    content, first = BAD[name]
+    path = tmp_path / name
+    path.write_text(content)
+    place = "line" if name == "a.jsonl" else "row"
+    with pytest.raises(UserError, match=f"{name} {place} {first}: .*--skip-bad-rows"):
+        prepared("text", tmp_path / "o", path, split="test")
+    options = {"split": "test", "skip_bad_rows": True}
+    assert documents(prepared("text", tmp_path / "o", path, **options)) == ["ok"]
+    said = capsys.readouterr().out
+    count = {"a.jsonl": 5, "b.csv": 1, "c.json": 2}[name]
+    assert f"note: {count} bad row" in said
+    assert f"the first bad rows: {path} {place} {first}: " in said
+    assert said.count(str(path)) == min(3, count)
+
+
+def test_nulls_in_a_table_are_bad_rows(tmp_path, capsys):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": ["one", None, "two"]}), path)
+    with pytest.raises(UserError, match="a.parquet row 2: .*holds NoneType"):
+        prepared("text", tmp_path / "o", path, split="test")
+    options = {"split": "test", "skip_bad_rows": True}
+    assert documents(prepared("text", tmp_path / "o", path, **options)) == [
+        "one",
+        "two",
+    ]
+    assert "1 bad row is skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_text_with_the_mark_of_another_encoding_is_converted(
+    tmp_path, capsys, encoding
+):
+    text = "naïve 🤖\nтекст"
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode(encoding)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows))
+    out = prepared("text", tmp_path / "o", tmp_path / "a.txt", split="test")
+    assert documents(out) == [text]
+    out = prepared("text", tmp_path / "p", tmp_path / "b.jsonl.gz", split="test")
+    assert documents(out) == [text]
+    assert "note: 1 file in UTF-16 or UTF-32 is converted" in capsys.readouterr().out
+    (tmp_path / "c.txt").write_bytes(("plain text " * 9).encode("utf-16-le"))
+    with pytest.raises(UserError, match="c.txt: every other character is NUL.*iconv"):
+        prepared("text", tmp_path / "q", tmp_path / "c.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("# Heading\n" + "word " * 40_000, " "),  # one long line after a heading
+        ("# Heading\n" + "x" * 200_000, "x"),  # no place to divide at
+        ("a line of words\n" * 10_000, "s"),  # at the end of a line, as ever
+    ],
+)
+def test_one_document_is_divided_near_the_place_of_its_share(tmp_path, text, end):
+    (tmp_path / "a.txt").write_text(text)
+    out = prepared("text", tmp_path / "o", tmp_path / "a.txt", val_fraction=0.05)
+    [train], [val] = documents(out, "train"), documents(out, "val")
+    assert train + val == text
+    assert len(val) == pytest.approx(0.05 * len(text), rel=0.11)
+    if end == "x":
+        return
+    assert train[-1] in "ds" and val[0] in " \n"  # after a whole word or line
+
+
+def test_a_validation_split_far_from_its_share_is_noted(tmp_path, capsys):
+    # Of the first 20 documents the one at place 11 goes to val.
+    texts = ["short"] * 20
+    out = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", texts))
+    assert "of the tokens, where" not in capsys.readouterr().out
+    chosen = [text for text in documents(out, "val")]
+    assert chosen == ["short"]
+    prepared(
+        "text",
+        tmp_path / "p",
+        write_jsonl(tmp_path / "b.jsonl", [f"{i}" * 500 for i in range(2)]),
+        val_fraction=0.05,
+    )
+    said = capsys.readouterr().out
+    assert "note: val has 50.0% of the tokens, where --val-fraction is 5.0%" in said
+
+
+def test_a_file_or_a_copy_of_it_belongs_to_one_split(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"row {i}" for i in range(30)])
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(source.read_bytes())
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    dotted = tmp_path / ".." / tmp_path.name / "a.jsonl"
+    for other in (copy, link, dotted, source):
+        with pytest.raises(UserError, match="the same bytes as .*one split"):
+            prepared("text", tmp_path / "o", source, val=(other,))
+        with pytest.raises(UserError, match="the same bytes as .*one split"):
+            prepared("text", tmp_path / "o", source, test=(other,))
+    for other in (link, dotted, source):
+        with pytest.raises(UserError, match="this file is given twice"):
+            prepared("text", tmp_path / "o", source, other)
+    capsys.readouterr()
+    prepared("text", tmp_path / "o", source, copy)
+    said = capsys.readouterr().out
+    assert "note: 1 file has the same bytes as another one" in said
+
+
+def test_rows_of_two_splits_are_counted(tmp_path, capsys):
+    rows = [f"text number {i % 20}" for i in range(200)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    prepared("text", tmp_path / "o", source)
+    said = capsys.readouterr().out
+    assert "note: 10 of 10 documents of val are in train, too" in said
+    held_out = write_jsonl(tmp_path / "b.jsonl", ["text number 3", "another", ""])
+    prepared("text", tmp_path / "p", source, val=(held_out,))
+    said = capsys.readouterr().out
+    assert "note: 1 of 3 documents of val are in train, too" in said
+    other = write_jsonl(tmp_path / "c.jsonl", [f"row {i}" for i in range(200)])
+    prepared("text", tmp_path / "q", other)
+    assert "in train, too" not in capsys.readouterr().out
+
+
+def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    with pytest.raises(UserError, match=r"--split-at '\\\\n\\\\n' occurs nowhere in"):
+        prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at=r"\n\n")
+    options = {"split_at": "\n\n", "split": "test"}
+    out = prepared("text", tmp_path / "o", tmp_path / "a.txt", **options)
+    assert documents(out) == ["one", "two", "three"]
+
+
+@needs_gpt2
+@pytest.mark.parametrize("character", [" ", "\n", "\t", "\u3000"])
+def test_a_million_of_one_white_space_character_is_encoded(tmp_path, character):
+    text = "before" + character * 1_000_000 + "after"
+    for name in ("gpt2", "english"):
+        tokenizer = get_tokenizer(name)
+        ids = tokenizer.encode_array(text)
+        assert tokenizer.decode(ids) == text
+    # Shorter runs have tiktoken's own tokens.
+    short = "a" + character * 65_535 + "b"
+    gpt2 = get_tokenizer("gpt2")
+    assert gpt2.encode(short) == gpt2.encoding.encode_ordinary(short)
+
+
+def test_a_folder_to_write_that_cannot_be_one_is_a_message(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    (tmp_path / "x").symlink_to(tmp_path / "y")
+    (tmp_path / "y").symlink_to(tmp_path / "x")
+    for out in (tmp_path / "x", tmp_path / "x" / "deeper"):
+        with pytest.raises(UserError, match="a link in it leads to itself"):
+            prepared("text", out, source)
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    with pytest.raises(UserError, match="give a name in UTF-8"):
+        prepared("text", prepare_module.Path(strange), source)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("data/openwebtext", "python data/prepare.py openwebtext"),
+        ("ptb", "python data/prepare.py ptb"),
+        (
+            "data/stories_bytes",
+            "python data/prepare.py stories --tokenizer bytes --out data/stories_bytes",
+        ),
+        (
+            "data/books_english",
+            "python data/prepare.py books --tokenizer english --out data/books_english",
+        ),
+        ("data/own", "python data/prepare.py text --source FILE ... --out data/own"),
+        ("data/sudoku6", "python -m studies.prepare sudoku6"),
+        ("/d/openwebtext", "python data/prepare.py openwebtext --out /d/openwebtext"),
+    ],
+)
+def test_the_hint_for_missing_data_is_a_command_that_makes_it(
+    tmp_path, monkeypatch, name, command
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("aogpt.data.loader.DATA", tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        find_dataset(name)
+    assert str(error.value).endswith(f"make it with: {command}")
+    assert command_for(name) == command
+
+
+def test_data_of_the_studies_is_made_by_their_command(tmp_path):
+    assert set(OF_STUDIES) == STUDIES.keys() and not set(OF_STUDIES) & DATASETS.keys()
+    with pytest.raises(UserError, match="is made by: python -m studies.prepare star"):
+        prepare_module.prepare(prepare_module.Prepare("star", out=tmp_path / "o"))
+
+
+def test_the_next_command_fits_the_folder_and_its_data(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["some text " * 200] * 40)
+    spaced = tmp_path / "my data"
+    for _ in range(2):  # also where there is nothing to do
+        prepared("text", spaced, source)
+        said = capsys.readouterr().out
+        assert f"--name 'my data' --data.folder '{spaced}'\n" in said
+    prepared("text", tmp_path / "train", source, split="train")
+    assert capsys.readouterr().out.endswith(" --eval.interval 0\n")
+    prepared("text", tmp_path / "test", source, split="test")
+    said = capsys.readouterr().out
+    assert f"next: python eval_ppl.py RUN --datasets {tmp_path / 'test'}\n" in said
+
+
+def write_ids(folder, ids, dtype):
+    folder.mkdir()
+    for split in ("train", "val"):
+        np.asarray(ids, dtype).tofile(folder / f"{split}.bin")
+    return folder
+
+
+@needs_gpt2
+def test_token_files_of_another_width_or_vocabulary_are_refused(tmp_path):
+    ids = get_tokenizer("gpt2").encode(
+        "The old horse was tired, and so they left. " * 40
+    )
+    folder = write_ids(tmp_path / "good", ids, np.uint16)
+    assert read_tokens(folder, "train").tolist() == ids
+    for dtype in (np.uint32, np.int64):
+        folder = write_ids(tmp_path / np.dtype(dtype).name, ids, dtype)
+        with pytest.raises(UserError, match="of its ids are 0 if they have 16 bits"):
+            load_meta(folder)
+    letters = np.random.default_rng(0).integers(0, 65, 5000)
+    folder = write_ids(tmp_path / "letters", letters, np.uint16)
+    with pytest.raises(UserError, match="its largest id is 64: these are not"):
+        load_meta(folder)
+    folder = write_ids(tmp_path / "bytes", letters[:4999], np.uint8)
+    with pytest.raises(UserError, match="an odd number of bytes"):
+        load_meta(folder)

@@ -1,0 +1,283 @@
+"""tokenizer.json files: what begins and ends a text, text that is lost, and bytes."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import needs_gpt2, prepared, write_jsonl
+
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens
+from aogpt.data.tokenizers import (
+    END_OF_TEXT,
+    byte_letters,
+    get_tokenizer,
+    is_gpt2s,
+    text_bytes,
+)
+from aogpt.evaluation.eval_sets import EvalSet
+from aogpt.runtime.errors import UserError
+
+tokenizers = pytest.importorskip("tokenizers")
+SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
+
+
+def of_bytes():
+    """A tokenizer of single bytes, and the SPECIAL tokens after them."""
+    vocabulary = {letter: i for i, letter in enumerate(byte_letters())}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    return made
+
+
+def of_words(**options):
+    """A tokenizer of pieces in which "▁" is a space, as Llama's."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz."]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    model = tokenizers.models.BPE(
+        vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"
+    )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Prepend("▁"),
+            tokenizers.normalizers.Replace(" ", "▁"),
+        ]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+def lossy():
+    """Lower case, no decoder, and the alphabet of an English text alone."""
+    vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz.")}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+def saved(made, folder, **files):
+    """Write a tokenizer and files of JSON beside it; returns its path."""
+    folder.mkdir(exist_ok=True)
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def around(made, template):
+    """The same tokenizer, which writes tokens around a text."""
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template,
+        special_tokens=[(token, made.token_to_id(token)) for token in SPECIAL],
+    )
+    return made
+
+
+END = {"<|endoftext|>": 256, "<|im_end|>": 257, "<s>": 258}
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({}, "<|endoftext|>"),  # by its name
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, "<|im_end|>"),
+        ({"config": {"eos_token_id": 257}}, "<|im_end|>"),
+        ({"config": {"eos_token_id": [257, 256]}}, "<|im_end|>"),
+        ({"generation_config": {"eos_token_id": [257]}}, "<|im_end|>"),
+        ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
+        ({"config": {"eos_token_id": 99_999}}, "<|endoftext|>"),  # no such id
+        (
+            {
+                "tokenizer_config": {"eos_token": "<|im_end|>"},
+                "config": {"eos_token_id": 256},
+            },
+            "<|im_end|>",
+        ),
+    ],
+)
+def test_the_end_of_a_text_is_read_from_the_files_beside_it(tmp_path, files, end):
+    path = saved(of_bytes(), tmp_path / "model", **files)
+    tokenizer = get_tokenizer(str(path))
+    assert (tokenizer.end_token, tokenizer.eot) == (end, END[end])
+    assert tokenizer.decode([97, tokenizer.eot]) == "a" + END_OF_TEXT
+    # Copies of it say the same, without the files beside the first.
+    (tmp_path / "copy").mkdir()
+    tokenizer.keep(tmp_path / "copy")
+    copy = get_tokenizer("tokenizer.json", folder=tmp_path / "copy")
+    assert (copy.eot, copy.starts, copy.sha256) == (
+        tokenizer.eot,
+        tokenizer.starts,
+        tokenizer.sha256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "starts", "end"),
+    [
+        ("$A", [], 256),
+        ("<s> $A", [258], 256),
+        ("$A <|im_end|>", [], 257),  # an end that is appended is no beginning
+        ("<s> $A <|im_end|>", [258], 257),
+    ],
+)
+def test_what_a_tokenizer_writes_around_a_text_begins_and_ends_it(
+    tmp_path, template, starts, end
+):
+    path = saved(around(of_bytes(), template), tmp_path)
+    tokenizer = get_tokenizer(str(path))
+    assert (tokenizer.starts, tokenizer.eot) == (starts, end)
+    assert tokenizer.encode("ab") == [ord("a") - 33, ord("b") - 33] or (
+        tokenizer.decode(tokenizer.encode("ab")) == "ab"
+    )
+
+
+def test_a_begin_that_only_the_settings_ask_for(tmp_path):
+    settings = {"bos_token": "<s>", "add_bos_token": True}
+    path = saved(of_bytes(), tmp_path, tokenizer_config=settings)
+    assert get_tokenizer(str(path)).starts == [258]
+    settings["add_bos_token"] = False
+    path = saved(of_bytes(), tmp_path, tokenizer_config=settings)
+    assert get_tokenizer(str(path)).starts == []
+
+
+def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
+    path = saved(around(of_bytes(), "<s> $A"), tmp_path / "model")
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    options = {"tokenizer": str(path), "split": "train"}
+    out = prepared("text", tmp_path / "o", source, **options)
+    said = capsys.readouterr().out
+    assert "<|endoftext|> (id 256) ends a document, that the model reads after <s>" in (
+        said
+    )
+    options["end_token"] = "<|im_end|>"
+    with pytest.raises(UserError, match="made with another end token"):
+        prepared("text", out, source, **options)
+    out = prepared("text", tmp_path / "p", source, **options)
+    assert "<|im_end|> (id 257) ends a document" in capsys.readouterr().out
+    assert load_meta(out)["eot"] == 257 and read_tokens(out, "train")[-1] == 257
+    assert get_tokenizer("tokenizer.json", folder=out).eot == 257
+    prepared("text", out, source, **options)
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--end-token '<eos>' is not a token of"):
+        prepared("text", tmp_path / "q", source, **options | {"end_token": "<eos>"})
+    with pytest.raises(UserError, match="--end-token is for a tokenizer.json"):
+        prepared("text", tmp_path / "q", source, end_token="x")
+
+
+TEXTS = ["", "a", "the cat. ", "  two spaces", "naïve 🤖", "\n\nlines\n", "a\ud800b"]
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_the_bytes_of_ids_are_those_of_the_text(tmp_path, make):
+    """Also where a space is added before every document."""
+    tokenizer = get_tokenizer(str(saved(make(), tmp_path)))
+    assert tokenizer.adds_space == (make is of_words)
+    for text in TEXTS:
+        ids = tokenizer.encode_array(text)
+        assert tokenizer.count_bytes(ids).sum() == text_bytes(text), repr(text)
+    ids = []
+    for text in TEXTS:
+        ids += [*tokenizer.encode(text), tokenizer.eot]
+    total = sum(map(text_bytes, TEXTS))
+    assert tokenizer.count_bytes(np.array(ids)).sum() == total
+    # The end of a document that began before: its own spaces count.
+    rest = tokenizer.encode_array("a b")[1:]
+    if make is of_words:
+        assert tokenizer.count_bytes(rest[1:], starts=False).sum() == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
+)
+def test_the_bytes_of_ids_of_our_own_tokenizers(name):
+    tokenizer = get_tokenizer(name)
+    for text in TEXTS:
+        ids = tokenizer.encode_array(text)
+        assert tokenizer.count_bytes(ids).sum() == text_bytes(text), repr(text)
+    assert text_bytes("a\ud800b") == len("a\ufffdb".encode())
+
+
+def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
+    tmp_path, capsys
+):
+    path = saved(lossy(), tmp_path / "model")
+    texts = ["the cat.", "The Cat.", "cat", "a café", "no"] * 4
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    options = {"tokenizer": str(path), "split": "train"}
+    out = prepared("text", tmp_path / "o", source, **options)
+    said = capsys.readouterr().out
+    assert "note: 12 of 20 documents do not come back from their tokens" in said
+    assert "'the cat.' -> 'thecat.'" in said
+    entry = load_meta(out)["splits"]["train"]
+    assert entry["text_bytes"] == sum(map(text_bytes, texts)) == 112
+    # Without spaces and without "é".
+    assert entry["token_bytes"] == 4 * (7 + 7 + 3 + 4 + 2)
+    # A tokenizer that keeps all of it has nothing to tell.
+    path = saved(of_words(), tmp_path / "good")
+    out = prepared("text", tmp_path / "p", source, **options | {"tokenizer": str(path)})
+    assert "come back" not in capsys.readouterr().out
+    entry = load_meta(out)["splits"]["train"]
+    assert entry["text_bytes"] == entry["token_bytes"] == 112
+
+
+def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
+    made = of_bytes()
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    path = saved(made, tmp_path / "model")
+    source = write_jsonl(tmp_path / "a.jsonl", ["THE cat", "the cat"])
+    prepared("text", tmp_path / "o", source, tokenizer=str(path), split="train")
+    said = capsys.readouterr().out
+    assert "1 of 2 documents do not come back" in said
+    assert "'THE cat' -> 'the cat'" in said
+
+
+@needs_gpt2
+def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
+    gpt2 = get_tokenizer("gpt2")
+    letters = byte_letters()
+    tokens = {}
+    for token, i in gpt2.ranks.items():
+        tokens["".join(letters[byte] for byte in token)] = i
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    assert is_gpt2s(get_tokenizer(str(saved(made, tmp_path / "same"))))
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    assert not is_gpt2s(get_tokenizer(str(saved(made, tmp_path / "lower"))))
+    assert not is_gpt2s(get_tokenizer(str(saved(of_bytes(), tmp_path / "bytes"))))
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words, lossy])
+def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
+    """Of the whole split exactly, whatever the tokenizer adds or loses."""
+    path = saved(make(), tmp_path / "model")
+    texts = ["the cat.", "a café", "No", " x"] * 9
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    out = prepared("text", tmp_path / "o", source, tokenizer=str(path), split="val")
+    data = TokenDataset(out, "val", 4)
+    rows = data.num_blocks + int(data.tail().numel() > 0)
+    whole = EvalSet("o", out, "val", data, rows)
+    total = whole.bytes_per_token * data.tokens.size
+    assert total == pytest.approx(sum(map(text_bytes, texts)))
+    part = EvalSet("o", out, "val", data, data.num_blocks - 1)
+    assert part.bytes_per_token == pytest.approx(whole.bytes_per_token, rel=0.05)
+
+
+def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):
+    path = saved(of_words(), tmp_path / "model")
+    rows = ['{"prompt": "one", "text": " and two"}\n', '{"text": "three"}\n'] * 6
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    options = {"tokenizer": str(path), "split": "val", "block_size": 16}
+    out = prepared("records", tmp_path / "o", tmp_path / "a.jsonl", **options)
+    data = TokenDataset(out, "val", 16)
+    questions = EvalSet("o", out, "val", data, data.num_blocks)
+    predicted = int((data.roles(range(data.num_blocks)) == 0).sum())
+    total = questions.bytes_per_token * predicted
+    assert total == pytest.approx(6 * (len(" and two") + len("three")))
