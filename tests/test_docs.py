@@ -25,7 +25,7 @@ from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
 from aogpt.training import plan, plot
-from studies import bench, findings, music, puzzle_answers, speedrun, tasks
+from studies import bench, findings, gpu_day, music, puzzle_answers, speedrun, tasks
 from studies import prepare as study_data
 
 PAGES = [
@@ -51,6 +51,7 @@ SCRIPTS = {
     "aogpt.training.plot": plot,
     "studies.bench": bench,
     "studies.findings": findings,
+    "studies.gpu_day": gpu_day,
     "studies.music": music,
     "studies.prepare": study_data,
     "studies.puzzle_answers": puzzle_answers,

@@ -48,7 +48,7 @@ def can_attend(head_width: int, dtype: torch.dtype) -> bool:
 
 
 def make_tiles(step: Step, heads: int, key_heads: int, dtype: torch.dtype) -> Tiles:
-    """The tiles of a step of a model with so many heads and a cache of this type."""
+    """The tiles of a step of a model with these heads and a cache of this type."""
     group = heads // key_heads
     queries = queries_of_tile(step.inputs, step.rows.shape[1], group, dtype)
     inputs = queries // group
