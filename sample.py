@@ -13,9 +13,10 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -29,6 +30,7 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import gaps, live, modes
+from aogpt.sampling.engine import Generation
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
@@ -76,8 +78,9 @@ class Arguments(ModelOptions, OutputOptions):
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the step and
     log-probability of each, the order in which they were generated, settings. Log-probabilities
-    (nats) are those before temperature, top-k and top-p, also on the --html page. Model calls,
-    token-forwards and seconds are totals over all samples."""
+    (nats) are those before temperature, top-k and top-p, also on the --html page; after --refine
+    those of the final text, each token given all before it in that order. Model calls,
+    token-forwards and seconds are totals over all samples up to then."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
     live: bool = False
@@ -177,75 +180,161 @@ def sample(a: Arguments, procs: Processes) -> None:
     live.interact(fill_line, a.seed)
 
 
+MOST_AT_ONCE = 1024  # samples that are generated before they are written
+MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
+
+
+class Part(NamedTuple):
+    """Samples that are generated and written together."""
+
+    contexts: range  # places in the list of contexts
+    samples: range  # numbers of the samples of each context
+
+
+def parts_of(contexts: int, samples: int) -> Iterator[Part]:
+    """All samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
+    together = max(1, MOST_AT_ONCE // samples)
+    for first in range(0, contexts, together):
+        chosen = range(first, min(first + together, contexts))
+        for start in range(0, samples, MOST_AT_ONCE):
+            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
+
+
 def fill(
     a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs
 ) -> None:
-    """Generate the samples of some requests; write and print them."""
-    model = loaded.model
-    dtype = loaded.model.wte.weight.dtype
+    """Generate the samples of some requests; write and print them as they come."""
     numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
     lengths = Counter(numbers)  # how many each request has
-    known = any(
+    fixed_infill = any(
         requests[n].kind == "infill" and count == 1 for n, count in lengths.items()
     )
-    count = max(a.num_samples, a.candidates if known and a.candidates else 1)
-    ranks = a.candidates or len(lengths) < len(
-        numbers
-    )  # by whole texts, also after their end
-    options = modes.with_default_steps(options, contexts)
-    started = time.perf_counter()
-    planned = modes.plan_samples(options, contexts, a.seed, count, numbers)
-    end = {"end_token": tokenizer.eot if a.until_end and not ranks else None}
-    samples = modes.generate_distributed(
-        model, planned, options, loaded.vocab_size, procs, **end
-    )
-    if not procs.main:
-        return
-    cost = {
-        "model_calls": samples.model_calls,
-        "token_forwards": samples.token_forwards,
-    }
-    cost["seconds"] = round(time.perf_counter() - started, 3)
-    origin = provenance(
-        a, dtype, procs.device, procs.world_size, checkpoint=loaded.describe()
-    )
-    settings = (
-        origin.pop("settings") | vars(options) | origin
-    )  # options: with their defaults
-    prompts = [(requests[number].kind, requests[number].text) for number in numbers]
-    records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
-    if note := modes.banned_note(records, options):
-        show(note, file=sys.stderr)
+    count = a.num_samples
+    if fixed_infill and a.candidates:
+        count = max(count, a.candidates)
+    # Ranked are whole texts, also after their end, all fillings of a request together.
+    ranks = bool(a.candidates) or len(lengths) < len(numbers)
+    parts = parts_of(len(contexts), count)
     if ranks:
-        rows = [tokens for tokens, *_ in samples.rows()]
-        records = best_fillings(model, contexts, rows, records, numbers, a)
-    for record in records:
-        record["prompt_index"] = numbers[record["prompt_index"]]
-    with outputs:
-        if a.jsonl:
-            outputs.write_jsonl(
-                a.jsonl, [r | cost | {"settings": settings} for r in records]
+        parts = [Part(range(len(contexts)), range(count))]
+        if len(contexts) * count > MOST_RANKED:
+            raise UserError(
+                f"{len(contexts) * count:,} fillings to rank, more than {MOST_RANKED:,}: "
+                "lower --num-samples or --candidates, or give fewer lengths"
             )
-        if a.html:
-            parts = [
-                (tokenizer.pieces(r["tokens"]), r["step"], r["log_probs"])
-                for r in records
-            ]
-            told = map(caption, records)
-            shown = zip(parts, told, strict=True)
-            pages = [PageSample(*p, caption=c) for p, c in shown]
-            known = {k: v for k, v in (settings | cost).items() if v is not None}
-            outputs.write(a.html, render(pages, known))
-        if not a.jsonl or (a.live and live.can_style()):
-            print_samples(records, tokenizer, a.live)
-    lengths = [record["length"] for record in records]
-    tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-    calls = (
-        f"{samples.model_calls} model calls, {samples.token_forwards} token-forwards"
-    )
-    source = f"with seed {a.seed}" if a.interactive else f"from {loaded.describe()}"
-    made = f"{counted(len(records), 'samples')} of {tokens} tokens {source}"
-    show(f"{made}: {calls}, {cost['seconds']:.2f} s", file=sys.stderr)
+    options = modes.with_default_steps(options, contexts)
+    end_token = tokenizer.eot if a.until_end and not ranks else None
+    report = Report(a, options, loaded, tokenizer, outputs, procs)
+    report.several = numbers[-1] > 0
+    with outputs:
+        for part in parts:
+            chosen = contexts[part.contexts.start : part.contexts.stop]
+            of_part = numbers[part.contexts.start : part.contexts.stop]
+            planned = modes.plan_samples(
+                options, chosen, a.seed, len(part.samples), of_part, part.samples.start
+            )
+            samples = modes.generate_distributed(
+                loaded.model,
+                planned,
+                options,
+                loaded.vocab_size,
+                procs,
+                end_token=end_token,
+            )
+            if not procs.main:
+                continue
+            prompts = [(requests[n].kind, requests[n].text) for n in of_part]
+            records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
+            if ranks:
+                rows = [tokens for tokens, *_ in samples.rows()]
+                records = best_fillings(loaded.model, chosen, rows, records, of_part, a)
+            for record in records:
+                record["prompt_index"] = of_part[record["prompt_index"]]
+            report.add(records, samples)
+        if procs.main:
+            report.finish()
+
+
+class Report:
+    """Writes and prints samples as they come, and what all of them cost."""
+
+    def __init__(
+        self, a: Arguments, options, loaded: Loaded, tokenizer, outputs, procs
+    ):
+        self.a = a
+        self.options = options
+        self.loaded = loaded
+        self.tokenizer = tokenizer
+        self.outputs = outputs
+        self.several = False  # whether there are several prompts
+        self.count = 0
+        self.with_banned = 0
+        self.lengths = set()
+        self.kept = []  # records for --html and --midi, which are written at the end
+        self.cost = {"model_calls": 0, "token_forwards": 0, "seconds": 0.0}
+        self.started = time.perf_counter()
+        origin = provenance(
+            a,
+            loaded.model.wte.weight.dtype,
+            procs.device,
+            procs.world_size,
+            checkpoint=loaded.describe(),
+        )
+        # vars(options): with their defaults
+        self.settings = origin.pop("settings") | vars(options) | origin
+
+    def add(self, records: list[dict], samples: Generation) -> None:
+        """Write and print the records of a part, which `samples` are."""
+        self.cost["model_calls"] += samples.model_calls
+        self.cost["token_forwards"] += samples.token_forwards
+        self.cost["seconds"] = round(time.perf_counter() - self.started, 3)
+        if self.a.jsonl:
+            rows = [{**r, **self.cost, "settings": self.settings} for r in records]
+            if self.count == 0:
+                self.outputs.write_jsonl(self.a.jsonl, rows)
+            else:
+                self.outputs.append_jsonl(self.a.jsonl, rows)
+        if self.a.html:
+            self.kept += records
+        if not self.a.jsonl or (self.a.live and live.can_style()):
+            print_samples(
+                records, self.tokenizer, self.a.live, self.several, 1 + self.count
+            )
+        self.count += len(records)
+        self.with_banned += modes.banned_count(records, self.options.ban)
+        self.lengths |= {record["length"] for record in records}
+
+    def finish(self) -> None:
+        """Write the page, and print what there is and what it cost."""
+        if self.a.html:
+            pages = []
+            for record in self.kept:
+                pieces = self.tokenizer.pieces(record["tokens"])
+                page = PageSample(
+                    pieces, record["step"], record["log_probs"], caption=caption(record)
+                )
+                pages.append(page)
+            values = (self.settings | self.cost).items()
+            known = {key: value for key, value in values if value is not None}
+            self.outputs.write(self.a.html, render(pages, known))
+        if self.with_banned:
+            show(
+                f"note: {counted(self.with_banned, 'samples have')} a word of --ban, given, "
+                "as part of another word, in other tokens, or drawn in one step; one "
+                "token a step helps",
+                file=sys.stderr,
+            )
+        tokens = " to ".join(map(str, sorted({min(self.lengths), max(self.lengths)})))
+        source = f"from {self.loaded.describe()}"
+        if self.a.interactive:
+            source = f"with seed {self.a.seed}"
+        show(
+            f"{counted(self.count, 'samples')} of {tokens} tokens {source}: "
+            f"{self.cost['model_calls']} model calls, "
+            f"{self.cost['token_forwards']} token-forwards, "
+            f"{self.cost['seconds']:.2f} s",
+            file=sys.stderr,
+        )
 
 
 def best_fillings(
@@ -420,24 +509,29 @@ def encode(
 
 
 def print_samples(
-    records: list[dict], tokenizer: Tokenizer, replay: bool = False
+    records: list[dict], tokenizer: Tokenizer, replay: bool, several: bool, first: int
 ) -> None:
-    """Print the samples; on a terminal generated tokens are bold beside given ones, or replayed."""
+    """Print the samples; on a terminal generated tokens are bold beside given ones, or
+    replayed. several: name the prompt of each; first: the number of the first one."""
     replay = replay and live.can_style()
-    several = records[-1]["prompt_index"] > 0
-    for number, record in enumerate(records, 1):
-        text = visible(record["text"])
-        source = f" of prompt {record['prompt_index'] + 1}" * several
-        tokens = tokenizer.pieces(record["tokens"]), record["step"], record["log_probs"]
-        if live.can_style() and -1 in record["step"]:
-            text = live.paint(live.cells(*tokens))
-        chosen = f" ({caption(record)})" if "scores" in record else ""
-        sys.stdout.write(f"=== sample {number}{source}{chosen} ===\n")
-        text += "\n"
+    for number, record in enumerate(records, first):
+        pieces = tokenizer.pieces(record["tokens"])
+        step = record["step"]
+        log_probs = record["log_probs"]
+        title = f"sample {number}"
+        if several:
+            title += f" of prompt {record['prompt_index'] + 1}"
+        if "scores" in record:
+            title += f" ({caption(record)})"
+        sys.stdout.write(f"=== {title} ===\n")
         if replay:
-            replay = live.play(*tokens)
-            text = ""
-        sys.stdout.write(f"{text}\n")  # not show(), which would escape the bold type
+            replay = live.play(pieces, step, log_probs)
+            sys.stdout.write("\n")
+            continue
+        text = visible(record["text"])
+        if live.can_style() and -1 in step:
+            text = live.paint(live.cells(pieces, step, log_probs))
+        sys.stdout.write(f"{text}\n\n")  # not show(), which would escape the bold type
 
 
 if __name__ == "__main__":

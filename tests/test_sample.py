@@ -5,13 +5,25 @@ arguments."""
 import dataclasses
 import itertools
 import json
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import tyro
-from helpers import LENGTH, MODES, column, data_of, read_lines, torchrun
+from helpers import (
+    LENGTH,
+    MODES,
+    ROOT,
+    column,
+    data_of,
+    read_lines,
+    torchrun,
+    wait_for,
+)
 
 import sample
 from aogpt import checkpoints as checkpoint
@@ -672,3 +684,58 @@ def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, tol
 def test_until_end_without_a_mode_draws_what_l2r_draws(draw):
     wanted = column(draw("--mode", "l2r", "--until-end"), "tokens")
     assert column(draw("--until-end"), "tokens") == wanted
+
+
+@pytest.mark.parametrize("prompts", [[], ["--prompts", "prompts.txt"]])
+def test_samples_in_parts_are_those_at_once_and_are_written_as_they_come(
+    script, run, tmp_path, monkeypatch, prompts
+):
+    """Each part is on the disk before the next one begins."""
+    (tmp_path / "prompts.txt").write_text("the\nof a\nstep\n")
+    monkeypatch.chdir(tmp_path)
+    words = [run, "--num-samples", 5, "--device", "cpu", *prompts, "--mode", "random"]
+    assert script(sample, *words, "--jsonl", "whole.jsonl")[0] == 0
+    monkeypatch.setattr(sample, "MOST_AT_ONCE", 2)
+    seen = []
+    generate = sample.modes.generate_distributed
+
+    def spy(*arguments, **options):
+        path = tmp_path / "parts.jsonl"
+        seen.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(sample.modes, "generate_distributed", spy)
+    status, _, err = script(sample, *words, "--jsonl", "parts.jsonl")
+    assert status == 0, err
+    whole = read_lines(tmp_path / "whole.jsonl")
+    parts = read_lines(tmp_path / "parts.jsonl")
+    for key in ("tokens", "prompt_index", "order", "text", "step"):
+        assert column(parts, key) == column(whole, key)
+    assert seen[:3] == [0, 2, 4] and len(seen) == 3 * max(1, len(prompts) // 2 * 3)
+    assert parts[-1]["token_forwards"] == whole[-1]["token_forwards"]
+    status, out, _ = script(sample, *words)
+    assert [line for line in out.splitlines() if line.startswith("===")][-1].startswith(
+        f"=== sample {len(whole)}"
+    )
+
+
+def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path):
+    """The first rows are there long before the last."""
+    path = tmp_path / "many.jsonl"
+    words = ["--num-samples", "100000000", "--jsonl", str(path), "--device", "cpu"]
+    command = [sys.executable, "sample.py", str(run), *words, "--steps", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(path.exists, process)
+    peak = Path(f"/proc/{process.pid}/status")
+    if peak.exists():
+        (line,) = [x for x in peak.read_text().splitlines() if x.startswith("VmHWM")]
+        assert int(line.split()[1]) < 2 * 2**20  # kB
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert len(read_lines(path)) >= sample.MOST_AT_ONCE
+
+
+def test_rankings_of_too_many_fillings_are_refused(script, run):
+    words = ["--infill", "the[MASK:2] step", "--candidates", 10**9]
+    status, _, err = script(sample, run, *words)
+    assert status == 2 and "fillings to rank, more than" in err

@@ -63,7 +63,8 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
     for samples in groups.values():
         settings = samples[0].get("settings", {}) | {"file": str(path)}
         name = str(settings.get("run", path))
-        seconds = samples[0].get("seconds")
+        # Each sample has the seconds up to then.
+        seconds = max((s.get("seconds") or 0.0 for s in samples), default=0.0) or None
         sets.append(SampleSet(name, samples, settings, seconds, _tokenizer_of(samples)))
     return sets
 

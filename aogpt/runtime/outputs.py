@@ -115,6 +115,18 @@ class Outputs:
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
+    def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
+        """Add rows to a result that `write_jsonl` began. Prints what cannot be written."""
+        text = "".join(to_json(row) + "\n" for row in rows)
+        try:
+            if path in self.failed:
+                raise OSError(self.failed[path])
+            with open(path, "ab") as file:
+                file.write(text.encode())
+        except OSError as error:
+            self.failed.setdefault(path, f"could not write {path}: {error}")
+            show(text, end="", flush=True)
+
     def __enter__(self) -> "Outputs":
         return self
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
 from ..orders import inverse_permutation, orders_at, parse_order
-from ..runtime.command_line import counted, visible
+from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
@@ -237,20 +237,13 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
     return replace(options, banned=tuple(banned))
 
 
-def banned_note(records: list[dict], options: DecodingOptions) -> str:
-    """A line that says how many samples hold a banned word all the same; "" if none do."""
+def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
+    """How many samples hold one of the words after their prompt."""
     count = 0
     for record in records:
-        generated = record["text"]
-        if record.get("prompt"):
-            generated = generated.removeprefix(record["prompt"])
-        count += any(word in generated for word in options.ban)
-    if not count:
-        return ""
-    return (
-        f"note: {counted(count, 'samples have')} a word of --ban, given, as part of "
-        "another word, in other tokens, or drawn in one step; one token a step helps"
-    )
+        text = record["text"].removeprefix(record.get("prompt", ""))
+        count += any(word in text for word in words)
+    return count
 
 
 def with_default_steps(
@@ -318,31 +311,36 @@ def plan_samples(
     contexts: list[Context],
     seed: int,
     num_samples: int = 1,
-    keys=None,
+    keys: Sequence[int] | None = None,
+    first: int = 0,
 ) -> PlannedSamples:
-    """The plan of all samples, `num_samples` in a row for each context: functions of (seed, key of
-    the context, number, length) alone. options: with the mode's defaults. keys: integers below
-    2**64, by default the place of each context."""
+    """The plan of all samples, `num_samples` in a row for each context, with numbers from
+    `first` on: functions of (seed, key of the context, number, length) alone. options: with
+    the mode's defaults. keys: integers below 2**64, by default the place of each context."""
     tokens = []
     given = []
     steps = []
     sort_keys = []
     uniforms = []
+    numbers = range(first, first + num_samples)
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
-        which = seed, key, range(num_samples), len(context)
+        T = len(context)
+        known = torch.tensor([token is not None for token in context])
         tokens += [torch.tensor([token or 0 for token in context])] * num_samples
-        given += [torch.tensor([token is not None for token in context])] * num_samples
+        given += [known] * num_samples
         steps += [options.steps or max(1, context.count(None))] * num_samples
-        sort_keys += _sort_keys(options, *which)
-        uniforms += torch.from_numpy(to_uniform(philox_bits(*which, TOKENS)))
+        sort_keys += _sort_keys(options, seed, key, numbers, T)
+        bits = philox_bits(seed, key, numbers, T, TOKENS)
+        uniforms += torch.from_numpy(to_uniform(bits))
     length = torch.tensor([len(row) for row in tokens])
-    rows = (
-        pad_sequence(list(v), batch_first=True)
-        for v in (tokens, given, sort_keys, uniforms)
-    )
-    tokens, given, sort_keys, uniforms = rows
+    given = pad_sequence(given, batch_first=True)
+    sort_keys = pad_sequence(sort_keys, batch_first=True)
     plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
-    return PlannedSamples(plan, tokens, uniforms)
+    return PlannedSamples(
+        plan=plan,
+        tokens=pad_sequence(tokens, batch_first=True),
+        uniforms=pad_sequence(uniforms, batch_first=True),
+    )
 
 
 def _sort_keys(
@@ -398,29 +396,53 @@ def generate_distributed(
     if options.ban and not options.banned:
         raise UserError("--ban is for sample.py and eval_gen.py: leave it out")
     share = procs.share(len(planned.plan))
-    part = None
-    plan, tokens, uniforms = (v[share.start : share.stop] for v in planned)
-    settings = {"choice": options.choice, "vocab_size": vocab_size}
-    settings |= {"batch_size": options.batch_size or BATCH_SIZE}
-    settings |= {"compile": options.compile, "kernels": options.kernels}
+    rows = slice(share.start, share.stop)
+    plan = planned.plan[rows]
+    settings = {
+        "choice": options.choice,
+        "vocab_size": vocab_size,
+        "batch_size": options.batch_size or BATCH_SIZE,
+        "compile": options.compile,
+        "kernels": options.kernels,
+    }
     total = int(plan.generated().sum())
-    quiet = None if procs.main else True
     if options.refine:
         end_token = None  # what follows it may change
-        total += options.refine * int(
-            redrawn(plan.generated(), options.refine_share).sum()
-        )
-    shown = {"unit": "token", "desc": visible(label), "disable": quiet, "leave": False}
-    with tqdm(total=total, **shown) as bar:
+        of_round = redrawn(plan.generated(), options.refine_share)
+        total += options.refine * int(of_round.sum())
+    bar = tqdm(
+        total=total,
+        unit="token",
+        desc=visible(label),
+        disable=None if procs.main else True,  # None: without a terminal
+        leave=False,
+    )
+    samples = None
+    with bar:
         if share:  # with more processes than samples, some have none
-            random = {"uniforms": uniforms, "progress": bar.update}
-            part = generate(
-                model, plan, tokens, **random, **settings, end_token=end_token
+            uniforms = planned.uniforms[rows]
+            samples = generate(
+                model,
+                plan,
+                planned.tokens[rows],
+                uniforms=uniforms,
+                progress=bar.update,
+                end_token=end_token,
+                **settings,
             )
             if options.refine:
-                how = options.refine, options.refine_share, options.refine_by
-                part = refine(model, part, uniforms, *how, bar.update, **settings)
-    return Generation.joined([part for part in procs.gather(part) if part is not None])
+                samples = refine(
+                    model,
+                    samples,
+                    uniforms,
+                    rounds=options.refine,
+                    share=options.refine_share,
+                    by=options.refine_by,
+                    progress=bar.update,
+                    **settings,
+                )
+    parts = procs.gather(samples)
+    return Generation.joined([part for part in parts if part is not None])
 
 
 def generate_rows(
