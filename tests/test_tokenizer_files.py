@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import needs_gpt2, prepared, write_jsonl
 
+from aogpt.checkpoints import load
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
 from aogpt.data.tokenizers import (
     END_OF_TEXT,
@@ -14,8 +15,9 @@ from aogpt.data.tokenizers import (
     is_gpt2s,
     text_bytes,
 )
-from aogpt.evaluation.eval_sets import EvalSet
+from aogpt.evaluation.eval_sets import EvalSet, open_eval_set
 from aogpt.runtime.errors import UserError
+from convert import convert
 
 tokenizers = pytest.importorskip("tokenizers")
 SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
@@ -281,3 +283,29 @@ def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):
     predicted = int((data.roles(range(data.num_blocks)) == 0).sum())
     total = questions.bytes_per_token * predicted
     assert total == pytest.approx(6 * (len(" and two") + len("three")))
+
+
+def test_a_gpt2_with_a_tokenizer_of_its_own_is_read_and_exported_with_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=300, **sizes)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "model")
+    with_ids = load(tmp_path / "model")
+    assert (with_ids.tokenizer, with_ids.vocab_size) == ("gpt2", 300)
+    path = saved(of_bytes(), tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert (loaded.tokenizer, loaded.vocab_size) == ("tokenizer.json", 259)
+    tokenizer = loaded.get_tokenizer()
+    assert tokenizer.sha256 == get_tokenizer(str(path)).sha256
+    assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+    convert(str(tmp_path / "model"), tmp_path / "export")
+    exported = load(tmp_path / "export")
+    assert exported.get_tokenizer().encode("The cat") == tokenizer.encode("The cat")
+    source = write_jsonl(tmp_path / "a.jsonl", ["The cat sat on the mat."] * 9)
+    for name in ("bytes", str(path)):
+        out = tmp_path / f"data_{name.endswith('json')}"
+        prepared("text", out, source, tokenizer=name, split="test")
+    with pytest.raises(UserError, match="tokenizer|vocabulary"):
+        open_eval_set(tmp_path / "data_False", None, loaded)
+    assert open_eval_set(tmp_path / "data_True", None, loaded).bytes_per_token < 1

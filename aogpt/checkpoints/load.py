@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from ..data.tokenizers import HUB, OWN, RECORDED, Tokenizer, get_tokenizer
+from ..data.tokenizers import (
+    HUB,
+    HUB_SETTINGS,
+    OWN,
+    RECORDED,
+    HubTokenizer,
+    Tokenizer,
+    get_tokenizer,
+    is_gpt2s,
+)
 from ..model import AOGPT, ModelConfig
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
@@ -176,7 +185,8 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
         import huggingface_hub
 
         for name in weights or ("config.json",):
-            patterns = ["config.json", HUB, OWN, name]
+            patterns = ["config.json", HUB, OWN, HUB_SETTINGS, name]
+            patterns.append("generation_config.json")  # it may name the end of a text
             if name == INDEX:
                 patterns.append("model-*-of-*.safetensors")
             local = Path(
@@ -215,7 +225,7 @@ def from_file(
     if place.exists() and "model" not in contents:
         settings = read_json(place, dict[str, Any], ADVICE)
     if settings is None:
-        return from_release(contents, None, weights)
+        return from_release(contents, None, weights, file.parent)
     if pretrained.is_pretrained(settings):
         return from_pretrained(settings, contents, file, block_size)
     if settings.get("model_type") == "aogpt":  # of convert.py --hub
@@ -230,14 +240,21 @@ def from_file(
         return from_export(export, tensors, file, weights, checked=False)
     if str(settings.get("format")).startswith("aogpt-export-"):
         return from_export(settings, contents, file, weights, checked=True)
-    return from_release(contents, settings, weights)
+    return from_release(contents, settings, weights, file.parent)
 
 
 def from_release(
-    contents: dict, settings: dict | None, weights: str
+    contents: dict, settings: dict | None, weights: str, folder: Path
 ) -> tuple[AOGPT, dict]:
-    """Make the model of released weights; see `released.read`."""
+    """Make the model of released weights; see `released.read`. A GPT-2 whose folder has
+    another tokenizer.json than OpenAI's is read with that one."""
     config, tensors, origin = released.read(contents, settings, weights)
+    if origin["system"] == "GPT-2" and (folder / HUB).is_file():
+        tokenizer = HubTokenizer(folder / HUB)
+        if not is_gpt2s(tokenizer):
+            origin["tokenizer"] = HUB
+            origin["tokenizer_sha256"] = tokenizer.sha256
+            origin["vocab_size"] = tokenizer.vocab_size
     return make_model(config, tensors), origin
 
 
