@@ -1,9 +1,11 @@
-"""Bach's chorales in four voices, with the splits of Boulanger-Lewandowski et al. (2012), as crops
-of 32 sixteenths. A crop is a block of 128 notes: soprano, alto, tenor and bass of one sixteenth,
-then of the next. The source does not distinguish held from repeated notes.
+"""Bach's chorales in four voices, with the splits of Boulanger-Lewandowski et al.
+(2012), as crops of 32 sixteenths. A crop is a block of 128 notes: soprano, alto, tenor
+and bass of one sixteenth, then of the next. The source does not distinguish held from
+repeated notes.
 
-notes.json is their tokenizer.json: "r" for a rest, then the pitches C2 to A5, 47 ids and one for
-end-of-text. It reads notes with white space between them, and knows no flats."""
+notes.json is their tokenizer.json: "r" for a rest, then the pitches C2 to A5, 47 ids
+and one for end-of-text. It reads notes with white space between them, and knows no
+flats."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -39,10 +41,10 @@ Chorales = dict[Literal["train", "valid", "test"], list[Chorale]]
 
 @dataclass(frozen=True)
 class ChoralesDataset(Dataset):
-    """The crops of each split as examples (prompts.py). Those of training overlap by half
-    and are there in every transposition within the range of pitches; others are as written
-    and do not overlap. Its option `predict` names voices, of which the others are the
-    prompt; none: all are predicted."""
+    """The crops of each split as examples (prompts.py). Those of training overlap by
+    half and are there in every transposition within the range of pitches; others are as
+    written and do not overlap. Its option `predict` names voices, of which the others
+    are the prompt; none: all are predicted."""
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the crops of each split, not read yet."""
@@ -81,8 +83,8 @@ class ChoralesDataset(Dataset):
 def crops_of(
     chorale: np.ndarray, hop: int, shifts: Collection[int]
 ) -> Iterator[np.ndarray]:
-    """Yield the crops (CROP * 4,) of a chorale (sixteenths, 4) in each transposition within
-    the range of pitches. hop: sixteenths from one crop to the next."""
+    """Yield the crops (CROP * 4,) of a chorale (sixteenths, 4) in each transposition
+    within the range of pitches. hop: sixteenths from one crop to the next."""
     for start, shift in product(range(0, len(chorale) - CROP + 1, hop), shifts):
         crop = chorale[start : start + CROP].flatten()
         sung = crop[crop != REST] + shift

@@ -1,5 +1,5 @@
-"""Texts with a known entropy. A document and its end-of-text fill a block if model.block_size is
-its length plus 1.
+"""Texts with a known entropy. A document and its end-of-text fill a block if
+model.block_size is its length plus 1.
 
 polya       63 draws from an urn of 16 letters, each put back with another one like it: the
             probability does not depend on the order of the draws, so no order is better
@@ -74,8 +74,8 @@ class Shuffled(Dataset):
 
 
 def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
-    """Yield the ASCII characters of each document, in chunks in random order; the rest is
-    dropped."""
+    """Yield the ASCII characters of each document, in chunks in random order; the rest
+    is dropped."""
     rng = np.random.default_rng(seed)
     for text in corpus.documents:
         text = "".join(character for character in text if character.isascii())
@@ -98,8 +98,9 @@ def polya(rng: np.random.Generator) -> str:
 
 
 def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
-    """-log probability of a sequence of draws. With n_v draws of letter v of V and weight a, the
-    probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma = log G."""
+    """-log probability of a sequence of draws. With n_v draws of letter v of V and
+    weight a, the probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma =
+    log G."""
     G = math.lgamma
     total = len(LETTERS) * weight
     of_letters = sum(G(text.count(v) + weight) - G(weight) for v in LETTERS)
@@ -121,7 +122,8 @@ def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
 
 
 def latin5(rng: np.random.Generator) -> str:
-    """A random Latin square: a reduced one, columns and then rows but the first shuffled."""
+    """A random Latin square: a reduced one, columns and then rows but the first
+    shuffled."""
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
     rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]

@@ -1,6 +1,7 @@
-"""Puzzles on which the order of prediction matters, or does not. All examples of a puzzle have one
-length, a block, and no end-of-text. An example is made from a *key*, such as a solved Sudoku.
-Splits are assigned by a hash of its canonical form: no puzzle or trivial variant is in two."""
+"""Puzzles on which the order of prediction matters, or does not. All examples of a
+puzzle have one length, a block, and no end-of-text. An example is made from a *key*,
+such as a solved Sudoku. Splits are assigned by a hash of its canonical form: no puzzle
+or trivial variant is in two."""
 
 import functools
 import hashlib
@@ -18,8 +19,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Task:
-    """A puzzle: how its examples are made, and which answers are right. Subclasses have draw(rng),
-    which returns a random key, and answer(key, rng), for the key as prompt."""
+    """A puzzle: how its examples are made, and which answers are right. Subclasses have
+    draw(rng), which returns a random key, and answer(key, rng), for the key as
+    prompt."""
 
     name: str
     length: int  # characters (bytes) of an example
@@ -48,7 +50,8 @@ class Task:
         return {0: "test", 1: "val"}.get(sixteenth, "train")
 
     def is_right(self, filled: str, made: str) -> bool:
-        """Whether `filled`, an example completed by a model, is right; made: the original."""
+        """Whether `filled`, an example completed by a model, is right; made: the
+        original."""
         key = made[: self.start]
         answer = made[self.start :]
         return filled.startswith(key) and self.fits(filled[self.start :], key, answer)
@@ -112,7 +115,8 @@ PEERS = [
 
 
 def solutions(cells: str) -> Iterator[str]:
-    """All ways to fill the empty cells (0) of a board of 36 whose digits do not clash."""
+    """All ways to fill the empty cells (0) of a board of 36 whose digits do not
+    clash."""
     empty = []  # (number of digits that fit, cell, these digits)
     for cell, digit in enumerate(cells):
         if digit == "0":
@@ -128,13 +132,14 @@ def solutions(cells: str) -> Iterator[str]:
 
 @functools.cache
 def first_row_in_order() -> list[str]:
-    """All 39,168 boards whose first row is 1 to 6; every board is one of them, digits renamed."""
+    """All 39,168 boards whose first row is 1 to 6; every board is one of them, digits
+    renamed."""
     return list(solutions("123456" + "0" * 30))
 
 
-class Sudoku(
-    Task
-):  # a 6x6 Sudoku with boxes of 2 rows and 3 columns, and its only solution
+class Sudoku(Task):
+    """A 6x6 Sudoku with boxes of 2 rows and 3 columns, and its only solution."""
+
     name = "sudoku6"
     length = 2 * SIDE**2
     documents = 200_000
@@ -174,15 +179,17 @@ COLOURS = "RGB"
 
 
 class Star(Task):
-    """A path in a star of 3 arms, from its centre to the end of one: left to right the first step
-    is a guess, from the end all steps are forced (Bachmann & Nagarajan, arXiv 2403.06963)."""
+    """A path in a star of 3 arms, from its centre to the end of one: left to right the
+    first step is a guess, from the end all steps are forced (Bachmann & Nagarajan,
+    arXiv 2403.06963)."""
 
     name = "star"
     length = 2 * EDGES + 4 + ARM + 1
     documents = 200_000
 
     def draw(self, rng):
-        """The edges, two letters each, in random order; the centre and the end of an arm."""
+        """The edges, two letters each, in random order; the centre and the end of an
+        arm."""
         names = letters(
             rng, EDGES + 1, of=EDGES + 1
         )  # with more, edges are looked up late
@@ -211,7 +218,8 @@ class Colouring(Task):
     start = 2 * BORDERS + 1
 
     def draw(self, rng):
-        """The borders of a map that has a colouring, two letters each, in random order."""
+        """The borders of a map that has a colouring, two letters each, in random
+        order."""
         edges = []
         while len(edges) < BORDERS:
             colour = rng.integers(len(COLOURS), size=COUNTRIES)
@@ -222,19 +230,20 @@ class Colouring(Task):
                 if colour[i] != colour[j]
             ]
         chosen = [edges[k] for k in rng.permutation(len(edges))[:BORDERS]]
-        turned = zip(chosen, rng.integers(2, size=BORDERS), strict=True)
-        return (
-            "".join(
-                LETTERS[edge[turn]] + LETTERS[edge[1 - turn]] for edge, turn in turned
-            )
-            + "="
-        )
+        key = ""
+        turns = rng.integers(2, size=BORDERS)
+        for edge, turn in zip(chosen, turns, strict=True):
+            key += LETTERS[edge[turn]]
+            key += LETTERS[edge[1 - turn]]
+        return key + "="
 
     def canonical(self, key):
-        return "".join(sorted("".join(sorted(pair)) for pair in pairs(key, BORDERS)))
+        edges = ["".join(sorted(pair)) for pair in pairs(key, BORDERS)]
+        return "".join(sorted(edges))
 
     def answer(self, key, rng):
-        """The first colouring that fits, tried in random order: not all are equally likely."""
+        """Return the first colouring that fits, tried in random order: not all are
+        equally likely."""
         order = letters(rng, COUNTRIES, of=COUNTRIES)
 
         def search(colours: dict[str, str]) -> dict[str, str] | None:
@@ -250,17 +259,17 @@ class Colouring(Task):
         return "".join(colours[country] for country in LETTERS[:COUNTRIES])
 
     def fits(self, answer, key, made):
-        is_whole = len(answer) == COUNTRIES and set(answer) <= set(COLOURS)
-        return is_whole and not self.clashes(
-            key, dict(zip(LETTERS, answer, strict=False))
-        )
+        if len(answer) != COUNTRIES or not set(answer) <= set(COLOURS):
+            return False
+        colours = dict(zip(LETTERS, answer, strict=False))
+        return not self.clashes(key, colours)
 
     def clashes(self, key: str, colours: dict[str, str]) -> bool:
-        """Whether two neighbours have one colour; some countries may have none yet."""
-        return any(
-            a in colours and colours[a] == colours.get(b)
-            for a, b in pairs(key, BORDERS)
-        )
+        """Return whether two neighbours have one colour; some may have none yet."""
+        for a, b in pairs(key, BORDERS):
+            if a in colours and colours[a] == colours.get(b):
+                return True
+        return False
 
 
 DIGITS = 5
@@ -270,7 +279,8 @@ NAME = 4
 
 
 class Addition(Task):
-    """Two numbers and their sum, most significant digit first: carries come from the other end."""
+    """Two numbers and their sum, most significant digit first: carries come from the
+    other end."""
 
     name = "addition"
     length = 3 * DIGITS + 3
@@ -284,23 +294,26 @@ class Addition(Task):
         return "+".join(sorted(key[:-1].split("+")))
 
     def answer(self, key, rng):
-        return f"{sum(map(int, key[:-1].split('+'))):0{DIGITS + 1}}"
+        a, b = key[:-1].split("+")
+        return f"{int(a) + int(b):0{DIGITS + 1}}"
 
 
 @functools.cache
 def facts() -> list[tuple[str, str]]:
-    """(A, B) of all facts: different names, the same for every seed."""
+    """Return (A, B) of all facts: different names, the same for every seed."""
     rng = np.random.default_rng(20230921)
-    names = {}
+    names: list[str] = []
     while len(names) < 2 * FACTS:
-        names["".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=NAME))] = None
-    names = list(names)
+        drawn = rng.integers(len(LETTERS), size=NAME)
+        name = "".join(LETTERS[i] for i in drawn)
+        if name not in names:
+            names.append(name)
     return list(zip(names[:FACTS], names[FACTS:], strict=True))
 
 
 class Reversal(Task):
-    """Facts A:B, asked for A given B (Berglund et al., arXiv 2309.12288). Even facts are trained on
-    in both directions, odd ones, which are asked, forward only."""
+    """Facts A:B, asked for A given B (Berglund et al., arXiv 2309.12288). Even facts
+    are trained on in both directions, odd ones, which are asked, forward only."""
 
     name = "reversal"
     length = 2 * NAME + 1
@@ -317,22 +330,22 @@ class Reversal(Task):
         return "val" if int(number) % 4 == 1 else "test"
 
     def example(self, key, rng):
-        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right models."""
+        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right
+        models."""
         number, direction = key.split()
         name, other = facts()[int(number)]
         if direction == "forward":
             return f"{name}:{other}"
-        return (
-            f":{other}{name}"
-            if self.split_of(key) == "train"
-            else name + as_prompt(f":{other}")
-        )
+        if self.split_of(key) == "train":
+            return f":{other}{name}"
+        return name + as_prompt(f":{other}")
 
 
 class Exchanged(Reversal):
-    """The same facts, of which the odd ones are asked in a record of the other form, B:A. In the
-    backward records above A and B keep the places that they have in training, so that any-order
-    training answers the question itself (arXiv 2602.02133)."""
+    """The same facts, of which the odd ones are asked in a record of the other form,
+    B:A. In the backward records above A and B keep the places that they have in
+    training, so that any-order training answers the question itself (arXiv
+    2602.02133)."""
 
     name = "exchanged"
 
@@ -342,12 +355,14 @@ class Exchanged(Reversal):
         if direction == "forward":
             return f"{name}:{other}"
         start = f"{other}:"
-        return (start if self.split_of(key) == "train" else as_prompt(start)) + name
+        if self.split_of(key) != "train":
+            start = as_prompt(start)
+        return start + name
 
 
-class Parity(
-    Task
-):  # bits, and the parity of each and all before it: left to right, a step a bit
+class Parity(Task):
+    """Bits, and the parity of each and all before it: left to right, a step a bit."""
+
     name = "parity"
     length = 2 * 20 + 1
 
@@ -358,7 +373,9 @@ class Parity(
         return "".join(str(key[: i + 1].count("1") % 2) for i in range(20))
 
 
-class Letters(Task):  # and what is made of them
+class Letters(Task):
+    """Letters, and what is made of them."""
+
     def __init__(self, name, size, change, fits=None, limit=None):
         self.name = name
         self.size = size
@@ -386,8 +403,8 @@ def is_one_replaced(answer: str, key: str, made: str) -> bool:
 
 
 def replace_limit(groups: Sequence[int]) -> float:
-    """With r positions left and none replaced yet, each is replaced with probability 1 / r,
-    independently within a group; once one is, the others are certain."""
+    """With r positions left and none replaced yet, each is replaced with probability 1
+    / r, independently within a group; once one is, the others are certain."""
     left = sum(groups)
     none_yet = 1.0
     right = 0.0
@@ -399,7 +416,8 @@ def replace_limit(groups: Sequence[int]) -> float:
 
 
 def shuffle_limit(groups: Sequence[int]) -> float:
-    """With r letters left each position of a group draws one of them; all must differ."""
+    """With r letters left each position of a group draws one of them; all must
+    differ."""
     left = sum(groups)
     right = 1.0
     for size in groups:

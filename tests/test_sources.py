@@ -183,6 +183,11 @@ def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
     options = {"split_at": "\n\n", "split": "test"}
     out = prepared("text", tmp_path / "o", tmp_path / "a.txt", **options)
     assert documents(out) == ["one", "two", "three"]
+    # A validation file may hold a single document.
+    (tmp_path / "b.txt").write_text("four")
+    options = {"split_at": "\n\n", "val": (tmp_path / "b.txt",)}
+    out = prepared("text", tmp_path / "p", tmp_path / "a.txt", **options)
+    assert documents(out, "val") == ["four"]
 
 
 @needs_gpt2

@@ -1,5 +1,6 @@
-"""The English books behind the results, published up to 1927, in the splits of books.tsv. They
-come from a public repository with a Markdown file for each book, as a .zip."""
+"""The English books behind the results, published up to 1927, in the splits of
+books.tsv. They come from a public repository with a Markdown file for each book, as a
+.zip."""
 
 import csv
 import unicodedata
@@ -25,7 +26,8 @@ def books() -> list[dict[str, str]]:
 
 
 def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the books of books.tsv, in its order. Raises UserError if one is missing."""
+    """Yield the books of books.tsv, in its order. Raises UserError if one is
+    missing."""
     try:
         archive = zipfile.ZipFile(stream)
     except zipfile.BadZipFile as error:
@@ -52,7 +54,8 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 
 
 def book_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
-    """Divide the books into the splits of books.tsv. corpus: all books, in its order."""
+    """Divide the books into the splits of books.tsv. corpus: all books, in its
+    order."""
 
     texts = cache(lambda: list(zip(books(), corpus.documents, strict=True)))
 

@@ -1,5 +1,6 @@
-"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The evaluation
-sets are those of the published zero-shot perplexities (the SEDD protocol), with their splits."""
+"""The datasets that prepare.py makes, by name. To add one, add a line to DATASETS. The
+evaluation sets are those of the published zero-shot perplexities (the SEDD protocol),
+with their splits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -65,8 +66,8 @@ Divide = Callable[[Corpus, tuple[str, ...]], dict[str, Corpus]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset: of files, or of what it downloads. A subclass with
-    another `corpora` can make documents."""
+    """How prepare.py makes a dataset: of files, or of what it downloads. A subclass
+    with another `corpora` can make documents."""
 
     numbers: tuple[int, ...] = ()  # published documents of each of `splits`
     splits: tuple[str, ...] = SPLITS
@@ -249,8 +250,8 @@ DATASETS: dict[str, Dataset] = {
 
 
 def command_for(name: str) -> str:
-    """Return the command that makes the dataset of this name or folder, by its last part:
-    NAME, or NAME_TOKENIZER, as stories_bytes."""
+    """Return the command that makes the dataset of this name or folder, by its last
+    part: NAME, or NAME_TOKENIZER, as stories_bytes."""
     last = Path(name).name
     is_usual = name in (last, f"data/{last}")
     out = "" if is_usual else f" --out {name}"

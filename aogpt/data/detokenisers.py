@@ -1,8 +1,10 @@
-"""Detokenisers: published test sets come as words with spaces between them; these undo that.
+"""Detokenisers: published test sets come as words with spaces between them; these undo
+that.
 
-The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities of the SEDD
-protocol use them, applied in order. A rule is (pattern, replacement): a string is replaced
-literally, everywhere and without overlaps, a compiled pattern as a regular expression."""
+The rules are the standard ones of Megatron-LM's lineage, as the zero-shot perplexities
+of the SEDD protocol use them, applied in order. A rule is (pattern, replacement): a
+string is replaced literally, everywhere and without overlaps, a compiled pattern as a
+regular expression."""
 
 import re
 

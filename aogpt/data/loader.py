@@ -1,8 +1,9 @@
-"""Prepared token files, memory-mapped, and the batches that training and evaluation read from them.
-A dataset is a folder with `meta.json` and a flat file of token ids for each split (prepare.py). A
-split is divided into blocks of `block_size` tokens; the rest after the last one is in no batch.
-Each epoch visits every block once, in an order that depends on (seed, epoch) alone: resuming needs
-no loader state, and any number of processes reads the same. Shapes: B sequences, T block_size."""
+"""Prepared token files, memory-mapped, and the batches that training and evaluation
+read from them. A dataset is a folder with `meta.json` and a flat file of token ids for
+each split (prepare.py). A split is divided into blocks of `block_size` tokens; the rest
+after the last one is in no batch. Each epoch visits every block once, in an order that
+depends on (seed, epoch) alone: resuming needs no loader state, and any number of
+processes reads the same. Shapes: B sequences, T block_size."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ class Meta(TypedDict):
 
 
 def find_dataset(name: str | Path) -> Path:
-    """Return the prepared folder that `name` means: a path, or a name under the project's
-    data/. Raises FileNotFoundError, which names the command that makes it."""
+    """Return the prepared folder that `name` means: a path, or a name under the
+    project's data/. Raises FileNotFoundError, which names the command that makes it."""
     for folder in (expand_home(name), DATA / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
@@ -91,7 +92,8 @@ def find_dataset(name: str | Path) -> Path:
 
 
 def evaluation_split(meta: dict) -> str:
-    """The split to evaluate on by default: the only one, that of an evaluation set, or "val"."""
+    """The split to evaluate on by default: the only one, that of an evaluation set, or
+    "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
     return meta["split"] if meta.get("split") in meta["splits"] else "val"
@@ -117,8 +119,8 @@ def load_meta(folder: str | Path) -> Meta:
 
 
 def nanogpt_meta(folder: Path) -> Meta:
-    """Return the meta.json of nanoGPT's train.bin and val.bin. Raises UserError for files
-    that are not GPT-2's ids in 16 bits."""
+    """Return the meta.json of nanoGPT's train.bin and val.bin. Raises UserError for
+    files that are not GPT-2's ids in 16 bits."""
     if (folder / "meta.pkl").exists():
         raise UserError(
             f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again"
@@ -166,8 +168,9 @@ def check_nanogpt(path: Path) -> None:
 
 
 def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndarray:
-    """Return all ids of a split (n,), memory-mapped, after a check of sizes and the first
-    ids, or with `verify` of all ids and checksums. Raises FileNotFoundError or UserError."""
+    """Return all ids of a split (n,), memory-mapped, after a check of sizes and the
+    first ids, or with `verify` of all ids and checksums. Raises FileNotFoundError or
+    UserError."""
     meta = load_meta(folder)
     if split not in meta["splits"]:
         raise UserError(
@@ -211,10 +214,11 @@ def spread(count: int, total: int) -> np.ndarray:
 
 
 class TokenDataset:
-    """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer where its
-    examples with prompts are shorter. Attributes: meta, tokens (all ids, memory-mapped),
-    num_blocks, of_records. verify: see `read_tokens`. max_tokens: take only blocks of this many
-    tokens, spread over the split; 0: all. Raises FileNotFoundError or UserError."""
+    """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer
+    where its examples with prompts are shorter. Attributes: meta, tokens (all ids,
+    memory-mapped), num_blocks, of_records. verify: see `read_tokens`. max_tokens: take
+    only blocks of this many tokens, spread over the split; 0: all. Raises
+    FileNotFoundError or UserError."""
 
     def __init__(
         self,
@@ -274,7 +278,8 @@ class TokenDataset:
             self._sha256.append(entry["roles"]["sha256"])
 
     def files(self) -> dict[str, dict]:
-        """What a run records of the files, by path, for `changed_files` when it resumes."""
+        """What a run records of the files, by path, for `changed_files` when it
+        resumes."""
         recorded = {}
         for path, sha256 in zip(self._opened, self._sha256, strict=True):
             stat = path.stat()
@@ -286,14 +291,16 @@ class TokenDataset:
         return recorded
 
     def check_unchanged(self) -> None:
-        """Raise UserError or OSError if a file has another size or time than when it was opened."""
+        """Raise UserError or OSError if a file has another size or time than when it
+        was opened."""
         for path, stamp in self._opened.items():
             if _stamp(path) != stamp:  # reading beyond a shorter one raises SIGBUS
                 advice = "see that it is whole (--data.verify) and start again"
                 raise UserError(f"{path} has changed since it was opened: {advice}")
 
     def roles(self, indices) -> torch.Tensor:
-        """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B, T)."""
+        """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B,
+        T)."""
         import torch
 
         return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
@@ -304,7 +311,8 @@ class TokenDataset:
         return int((self._roles[indices] == 0).sum())
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B, T)."""
+        """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B,
+        T)."""
         import torch
 
         self.check_unchanged()
@@ -330,8 +338,8 @@ class TokenDataset:
     def indices(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> np.ndarray:
-        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch + row + shift
-        is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
+        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch +
+        row + shift is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
         assert step >= 0 and (
             not len(rows) or 0 <= min(rows) <= max(rows) < global_batch
         ), rows
@@ -340,11 +348,12 @@ class TokenDataset:
 
 
 class Mixture(TokenDataset):
-    """Text data sets with one tokenizer, each with a share of the sequences: a fixed number
-    of every PATTERN consecutive ones, in random order. Each has its own epochs, as if it
-    were read alone; an epoch of the mixture is one of the first data set.
+    """Text data sets with one tokenizer, each with a share of the sequences: a fixed
+    number of every PATTERN consecutive ones, in random order. Each has its own epochs,
+    as if it were read alone; an epoch of the mixture is one of the first data set.
 
-    counts: sequences of each part in every PATTERN. names: of the parts, for messages."""
+    counts: sequences of each part in every PATTERN. names: of the parts, for
+    messages."""
 
     def __init__(self, parts: list[TokenDataset], counts: list[int], names: list[str]):
         self.parts = parts
@@ -360,8 +369,8 @@ class Mixture(TokenDataset):
         self.num_blocks = max(1, round(sizes[0] * PATTERN / counts[0]))
 
     def describe(self, sequences: int) -> list[str]:
-        """Return a line for each part: its share, its blocks, and how often a run of this
-        many sequences reads them."""
+        """Return a line for each part: its share, its blocks, and how often a run of
+        this many sequences reads them."""
         lines = []
         for part, count, name in zip(self.parts, self.counts, self.names, strict=True):
             share = count / PATTERN
@@ -416,8 +425,9 @@ class Mixture(TokenDataset):
 
 
 def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
-    """The blocks that consecutive sequences read: number n is block shuffle_e[n % count] of epoch
-    e = n // count. first: added to the epoch's number for the shuffle."""
+    """The blocks that consecutive sequences read: number n is block shuffle_e[n %
+    count] of epoch e = n // count. first: added to the epoch's number for the
+    shuffle."""
     epochs, places = np.divmod(numbers, count)
     indices = np.empty_like(places)
     # Two epochs where a batch straddles them, more if it is larger than the dataset.
@@ -430,8 +440,8 @@ def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.
 def open_training_data(
     folder: Path, block_size: int, verify: bool, max_tokens: int, mix: tuple[str, ...]
 ) -> TokenDataset:
-    """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a Mixture
-    of it with others. Raises FileNotFoundError or UserError."""
+    """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a
+    Mixture of it with others. Raises FileNotFoundError or UserError."""
     data = TokenDataset(folder, "train", block_size, verify, max_tokens)
     if not mix:
         return data
@@ -480,9 +490,9 @@ def _name_and_share(text: str) -> tuple[str, int]:
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Notes on files that have another size or time than `before` (`TokenDataset.files`),
-    and no checksum that would show whether they changed. Raises UserError for a file
-    that does not match its checksum."""
+    """Notes on files that have another size or time than `before`
+    (`TokenDataset.files`), and no checksum that would show whether they changed. Raises
+    UserError for a file that does not match its checksum."""
     notes = []
     for path, recorded in now.items():
         if recorded == before.get(path):
@@ -517,9 +527,9 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
 def batch_lengths(
     seed: int, steps: range, block_size: int, random_prob: float
 ) -> np.ndarray:
-    """Length of the sequences in the global batch of each step, int64 (len(steps),): block_size, or
-    with probability `random_prob` uniform in 1 .. block_size and rounded up to an eighth of it. A
-    shortened batch keeps the first tokens of its blocks."""
+    """Length of the sequences in the global batch of each step, int64 (len(steps),):
+    block_size, or with probability `random_prob` uniform in 1 .. block_size and rounded
+    up to an eighth of it. A shortened batch keeps the first tokens of its blocks."""
     lengths = np.full(len(steps), block_size, dtype=np.int64)
     if random_prob == 0 or not len(steps):
         return lengths

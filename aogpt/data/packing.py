@@ -1,4 +1,5 @@
-"""From documents to token files: which split they go into, their tokens, and how these are packed.
+"""From documents to token files: which split they go into, their tokens, and how these
+are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
 sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
@@ -44,9 +45,9 @@ def route(
     limit: int | None,
     whole: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (split, document) of every document, in reading order. fraction: share of the
-    "train" documents that becomes "val". limit: of documents of the first split. whole:
-    never split one."""
+    """Yield (split, document) of every document, in reading order. fraction: share of
+    the "train" documents that becomes "val". limit: of documents of the first split.
+    whole: never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
         documents = islice(corpus.documents, None if number else limit)
         if split == "train" and fraction is not None:
@@ -59,8 +60,8 @@ def _train_and_val(
     documents: Iterator[str], fraction: float, whole: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield one validation document in every group of 1 / fraction in a row, or of all
-    where they are fewer. Its place is drawn from the group's number: no split depends on
-    later documents."""
+    where they are fewer. Its place is drawn from the group's number: no split depends
+    on later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
@@ -253,7 +254,8 @@ def shared_rows(train: SplitFile, other: SplitFile) -> int:
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
-    """Token ranges that sedd keeps of rows laid end to end; ends (rows,): the place after each."""
+    """Token ranges that sedd keeps of rows laid end to end; ends (rows,): the place
+    after each."""
     for shard in np.array_split(np.arange(len(ends)), SHARDS):  # larger ones first
         for first in shard[::GROUP_ROWS]:
             start = ends[first - 1] if first else 0

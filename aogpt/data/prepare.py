@@ -1,9 +1,9 @@
 """Turn text into token files for training and evaluation.
 
 Writes a folder with train.bin, val.bin or test.bin (token ids, little-endian uint16, or
-uint32 for vocabularies above 65,536 ids; end-of-text after every document), train.roles.bin, ...
-for prompts, and meta.json. An interrupted run leaves nothing behind; a finished dataset is not made
-twice.
+uint32 for vocabularies above 65,536 ids; end-of-text after every document),
+train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves nothing
+behind; a finished dataset is not made twice.
 
 examples:
   python data/prepare.py stories
@@ -367,8 +367,8 @@ def metadata(
 
 
 class Writer:
-    """Writes the token files of all splits into a folder. After `close`, `notes` holds what
-    the user should know."""
+    """Writes the token files of all splits into a folder. After `close`, `notes` holds
+    what the user should know."""
 
     def __init__(
         self, folder: Path, args: Prepare, tokenizer: Tokenizer, dataset: Dataset
@@ -413,6 +413,11 @@ class Writer:
             raise UserError(
                 f"{what} ({places}; the longest has {max(self.long)[0]} tokens): "
                 "give a larger --block-size, or --skip-long"
+            )
+        if args.split_at and not next(iter(corpora.values())).reading.separators:
+            raise UserError(
+                f"--split-at {args.split_at!r} occurs nowhere in the files; a line end is "
+                "typed as --split-at $'\\n'"
             )
         if not self.files:
             raise UserError(f"no document of {args.name} is left: give more text")
@@ -470,7 +475,8 @@ class Writer:
     def notes_on_splits(
         self, files: dict[str, SplitFile], entries: dict[str, dict]
     ) -> list[str]:
-        """Return what is odd about the splits: their sizes, and rows that two of them have."""
+        """Return what is odd about the splits: their sizes, and rows that two of them
+        have."""
         notes = []
         fraction = self.args.val_fraction
         if fraction and {"train", "val"} <= entries.keys():
@@ -511,8 +517,8 @@ class Writer:
 
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
-    """Return whether `target` holds the dataset that `meta` describes. Raises UserError for
-    other files and, without `overwrite`, for another or a damaged dataset."""
+    """Return whether `target` holds the dataset that `meta` describes. Raises UserError
+    for other files and, without `overwrite`, for another or a damaged dataset."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
@@ -573,7 +579,8 @@ def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> 
 
 
 def next_command(folder: Path, meta: Mapping[str, Any], dataset: Dataset) -> str:
-    """Return the line that says which command comes next. folder: as the user typed it."""
+    """Return the line that says which command comes next. folder: as the user typed
+    it."""
     place = shlex.quote(str(folder))
     if meta["protocol"] == "sedd" or "train" not in meta["splits"]:
         return f"next: python eval_ppl.py RUN --datasets {place}"

@@ -1,5 +1,5 @@
-"""Examples: short texts of which a part, the prompt, is given, each in a block of its own. The
-prompt stands between marks, anywhere in the text, in one part or several:
+"""Examples: short texts of which a part, the prompt, is given, each in a block of its
+own. The prompt stands between marks, anywhere in the text, in one part or several:
 
     [GIVEN]12+34=[/GIVEN]046
     The [GIVEN]old horse[/GIVEN] was tired
@@ -35,8 +35,8 @@ def without_marks(example: str) -> str:
 
 
 def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
-    """Return the parts of an example and their roles. Raises UserError, which begins with
-    `place`."""
+    """Return the parts of an example and their roles. Raises UserError, which begins
+    with `place`."""
     parts = MARKS.split(example)  # every other one is a mark
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
         raise UserError(
@@ -51,8 +51,8 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
 def encode_example(
     tokenizer: Tokenizer, block_size: int, end: bool, example: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and roles, padded with end-of-text to (block_size,) each; longer examples
-    stay longer. end: whether a predicted end-of-text follows."""
+    """Return ids and roles, padded with end-of-text to (block_size,) each; longer
+    examples stay longer. end: whether a predicted end-of-text follows."""
     ids = []
     roles = []
     for text, role in spans(example):
@@ -76,8 +76,8 @@ class Example(str):
 
 
 class Examples(Reading):
-    """Reads examples from rows: {"prompt": ..., "text": what follows it}, or {"text": with
-    marks}."""
+    """Reads examples from rows: {"prompt": ..., "text": what follows it}, or {"text":
+    with marks}."""
 
     @property
     def fields(self) -> set[str]:

@@ -1,8 +1,10 @@
-"""Where documents come from: files of the user's, published files, the Hugging Face hub.
+"""Where documents come from: files of the user's, published files, the Hugging Face
+hub.
 
-Rows of .jsonl, .csv, .tsv and .parquet files are read one at a time; text files and .json
-files are held whole. The package `datasets` reads the hub. Its readers of local files are not
-used: they turn "NA" into a missing value and a date into a time, and one bad row ends a file."""
+Rows of .jsonl, .csv, .tsv and .parquet files are read one at a time; text files and
+.json files are held whole. The package `datasets` reads the hub. Its readers of local
+files are not used: they turn "NA" into a missing value and a date into a time, and one
+bad row ends a file."""
 
 import contextlib
 import csv
@@ -62,9 +64,8 @@ class Reading:
     split_at: str | None = None  # the separator of documents in a text
     skip_bad_rows: bool = False  # whether a row without a text is left out
     counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
-    bad_rows: list[str] = field(
-        default_factory=list
-    )  # what is wrong with the first ones
+    bad_rows: list[str] = field(default_factory=list)  # errors of the first ones
+    separators: int = 0  # how often `split_at` occurred
 
     @property
     def fields(self) -> set[str]:
@@ -90,7 +91,9 @@ class Reading:
             self.counts[MARKED] += text.count(END_OF_TEXT)
             yield text
             return
-        for part in text.split(self.split_at):
+        parts = text.split(self.split_at)
+        self.separators += len(parts) - 1
+        for part in parts:
             if document := part.strip("\n"):
                 yield document
 
@@ -110,8 +113,8 @@ class Corpus:
 
 
 def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """Return files of known kinds: the paths themselves, or those in a folder or matching
-    a pattern. Raises UserError where there is none, or one is given twice."""
+    """Return files of known kinds: the paths themselves, or those in a folder or
+    matching a pattern. Raises UserError where there is none, or one is given twice."""
     files: list[Path] = []
     for path in paths:
         if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
@@ -137,7 +140,8 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path
 def local_files(
     paths: Iterable[Path], readers: dict[str, Reader], reading: Reading
 ) -> Corpus:
-    """Return the documents of some files. readers: how files of each suffix are read."""
+    """Return the documents of some files. readers: how files of each suffix are
+    read."""
     description = []
     files = {}
     for path in paths:
@@ -155,24 +159,16 @@ def local_files(
 
     def documents() -> Iterator[str]:
         empty = 0
-        separators = 0
         for path, read in files.items():
             is_empty = True
             with unpacked(path, reading) as stream:
                 for text in read(stream, str(path), reading):
-                    if reading.split_at:
-                        separators += text.count(reading.split_at)
                     yield from reading.documents(text)
                     is_empty = False
             empty += is_empty
-        names = ", ".join(str(path) for path in list(files)[:3])
         if empty == len(files):
+            names = ", ".join(str(path) for path in list(files)[:3])
             raise UserError(f"{names} holds no document; leave it out")
-        if reading.split_at and not separators:
-            raise UserError(
-                f"--split-at {reading.split_at!r} occurs nowhere in {names}; a line end "
-                "is typed as --split-at $'\\n'"
-            )
         reading.counts[EMPTY] += empty
 
     return Corpus(documents(), description, reading=reading)
@@ -181,13 +177,17 @@ def local_files(
 def check_splits_differ(files: dict[str, tuple[Path, ...]]) -> None:
     """Raise UserError if two splits have a file in common: the same bytes, also under
     another name. files: those of each split."""
-    known: dict[str, tuple[str, Path]] = {}
+    by_size: dict[int, list[tuple[str, Path]]] = {}
     for split, paths in files.items():
         for path in paths:
-            if not path.is_file() or path.stat().st_size == 0:
-                continue
-            sha256 = sha256_file(path)
-            other, first = known.setdefault(sha256, (split, path))
+            if path.is_file() and path.stat().st_size:
+                by_size.setdefault(path.stat().st_size, []).append((split, path))
+    for same_size in by_size.values():
+        if len({split for split, _ in same_size}) == 1:
+            continue
+        known: dict[str, tuple[str, Path]] = {}
+        for split, path in same_size:
+            other, first = known.setdefault(sha256_file(path), (split, path))
             if other != split:
                 raise UserError(
                     f"{path} ({split}) has the same bytes as {first} ({other}): "
@@ -251,7 +251,8 @@ def unpacked(path: Path, reading: Reading) -> Iterator[BinaryIO]:
 def _as_utf8(
     stream: io.BufferedReader, name: str, reading: Reading
 ) -> io.BufferedReader | io.BytesIO:
-    """Return a stream of UTF-8: itself, unless it begins with the mark of another encoding."""
+    """Return a stream of UTF-8: itself, unless it begins with the mark of another
+    encoding."""
     start = stream.peek(4)[:4]
     for mark, encoding in MARKS_OF_ENCODINGS.items():
         if start.startswith(mark):
@@ -267,7 +268,8 @@ def _as_utf8(
 
 
 def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the file as one document, with line ends of Unix; nothing if it is empty."""
+    """Yield the file as one document, with line ends of Unix; nothing if it is
+    empty."""
     try:
         text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -361,7 +363,8 @@ def read_csv(
 
 
 def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
-    """Return the text in a field of a row. Raises UserError, which begins with `place`."""
+    """Return the text in a field of a row. Raises UserError, which begins with
+    `place`."""
     if field not in row:
         fields = ", ".join(map(repr, row)) or "(none)"
         raise UserError(
@@ -429,8 +432,8 @@ def texts_of(
 def hub_rows(
     name: str, repository: str, config: str | None, split: str, reading: Reading
 ) -> Corpus:
-    """Return a split of a dataset on the Hugging Face hub, streamed. name: of the dataset
-    here."""
+    """Return a split of a dataset on the Hugging Face hub, streamed. name: of the
+    dataset here."""
 
     def rows() -> Iterator[dict]:
         from datasets import load_dataset

@@ -6,7 +6,8 @@ bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 alphabet:ACDE... the characters of a string, in its order, and end-of-text
 
 A vocabulary of the user's (tokenizer.tiktoken) and that of a pretrained model of
-`transformers` (tokenizer.json) are files, which are copied into data, runs and exports."""
+`transformers` (tokenizer.json) are files, which are copied into data, runs and
+exports."""
 
 import base64
 import codecs
@@ -51,9 +52,10 @@ LONG_RUN = re.compile(r"\s{65536}")
 
 
 class Tokenizer:
-    """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name, vocab_size,
-    eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is plain text, to_bytes(ids)
-    with that text for end-of-text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
+    """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name,
+    vocab_size, eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is
+    plain text, to_bytes(ids) with that text for end-of-text, and, except HubTokenizer,
+    ranks (ids by a token's bytes)."""
 
     adds_space = False  # before a text
     starts: list[int] = []  # ids that a pretrained model reads before a text
@@ -74,12 +76,14 @@ class Tokenizer:
         return hashlib.sha256(self.file).hexdigest()
 
     def keep(self, folder: Path) -> None:
-        """Write a vocabulary that is a file into a folder, where `get_tokenizer` finds it."""
+        """Write a vocabulary that is a file into a folder, where `get_tokenizer` finds
+        it."""
         if self.name in FILES:
             write_atomically(folder / self.name, lambda file: file.write(self.file))
 
     def check(self, sha256: str | None) -> None:
-        """Raise UserError if metadata record another vocabulary; None: they record none."""
+        """Raise UserError if metadata record another vocabulary; None: they record
+        none."""
         if sha256 not in (None, self.sha256):
             what = f"the vocabulary of {self.name} has changed since the data or model"
             sums = f"sha256 {self.sha256[:12]}, was {sha256[:12]}"
@@ -93,7 +97,8 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids) -> str:
-        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes U+FFFD."""
+        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
+        U+FFFD."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             known = f"the vocabulary of the {self.name!r} tokenizer (0 to {self.vocab_size - 1})"
@@ -103,8 +108,9 @@ class Tokenizer:
         return self.to_bytes(ids).decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
-        """Text of each of `ids`; joined, they are `decode(ids)`. A character of several tokens
-        belongs to the one that completes it, U+FFFD to the one that shows that it is invalid."""
+        """Text of each of `ids`; joined, they are `decode(ids)`. A character of several
+        tokens belongs to the one that completes it, U+FFFD to the one that shows that
+        it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
         for token in ids.tolist() if hasattr(ids, "tolist") else ids:
@@ -128,9 +134,10 @@ class Tokenizer:
         return self._byte_lengths
 
     def count_bytes(self, ids: np.ndarray, starts: bool = True) -> np.ndarray:
-        """Return the UTF-8 bytes of text that each of `ids` (n,) stands for, int64 (n,):
-        0 for end-of-text, and without a space that the tokenizer adds before a document.
-        starts: whether the first id begins a document, as every id after end-of-text.
+        """Return the UTF-8 bytes of text that each of `ids` (n,) stands for, int64
+        (n,): 0 for end-of-text, and without a space that the tokenizer adds before a
+        document. starts: whether the first id begins a document, as every id after
+        end-of-text.
 
         The sum over the ids of a text is `text_bytes` of the text, unless the tokenizer
         loses text."""
@@ -208,8 +215,9 @@ class BytePairTokenizer(Tokenizer):
 
 
 class HubTokenizer(Tokenizer):
-    """The tokenizer.json of a pretrained model, read by the library `tokenizers`: of bytes
-    (GPT-2, Llama 3, Qwen), or of words in which "▁" is a space (Llama 2, Mistral).
+    """The tokenizer.json of a pretrained model, read by the library `tokenizers`: of
+    bytes (GPT-2, Llama 3, Qwen), or of words in which "▁" is a space (Llama 2,
+    Mistral).
 
     end_token: the token that ends a text; by default what the files beside it say."""
 
@@ -341,7 +349,8 @@ def _begin_and_end(
 
 
 def _json_beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the object in a file of JSON in the same folder; {} where there is none."""
+    """Return the object in a file of JSON in the same folder; {} where there is
+    none."""
     file = path.with_name(name)
     if not file.is_file():
         return {}
@@ -353,8 +362,8 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _token_id(value: Any, ids: dict[str, int]) -> int | None:
-    """Return the id that a config file means: by an id, a token, {"content": token}, or a
-    list, of which the first one counts. None if the vocabulary does not have it."""
+    """Return the id that a config file means: by an id, a token, {"content": token}, or
+    a list, of which the first one counts. None if the vocabulary does not have it."""
     if isinstance(value, list):
         value = value[0] if value else None
     if isinstance(value, dict):
@@ -386,8 +395,8 @@ def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
 
 
 def is_gpt2s(tokenizer: HubTokenizer) -> bool:
-    """Whether a tokenizer.json is GPT-2's own: its vocabulary and its rules. A folder of
-    GPT-2's architecture with another one must not be read with GPT-2's ids."""
+    """Whether a tokenizer.json is GPT-2's own: its vocabulary and its rules. A folder
+    of GPT-2's architecture with another one must not be read with GPT-2's ids."""
     rules = json.loads(tokenizer.file)
     words = rules.get("pre_tokenizer") or {}
     is_plain = rules.get("normalizer") is None and words.get("type") == "ByteLevel"
@@ -426,7 +435,8 @@ def byte_letters() -> list[str]:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in tiktoken."""
+    """JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in
+    tiktoken."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -435,7 +445,8 @@ def without_lone_surrogates(text: str) -> str:
 def other_tokenizer(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions have them."""
+    """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions
+    have them."""
     pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
     if pairs["tokenizer_sha256"][0] == pairs["tokenizer_sha256"][1] is not None:
         del pairs["tokenizer"]  # one vocabulary under two names
@@ -453,8 +464,8 @@ def get_tokenizer(
     end_token: str | None = None,
 ) -> Tokenizer:
     """Return the tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path
-    FILE.tiktoken or tokenizer.json, or OWN or HUB in `folder` or up to two folders above
-    it. end_token: see HubTokenizer. Raises UserError for another sha256."""
+    FILE.tiktoken or tokenizer.json, or OWN or HUB in `folder` or up to two folders
+    above it. end_token: see HubTokenizer. Raises UserError for another sha256."""
     if name in FILES and folder:
         places = [place / name for place in (folder, *folder.absolute().parents[:2])]
         name = str(next((file for file in places if file.is_file()), places[0]))
@@ -471,7 +482,8 @@ def get_tokenizer(
 
 
 def _read_file(path: Path) -> BytePairTokenizer:
-    """The tokenizer of a .tiktoken file: the base64 of a token and its id a line, ids from 0."""
+    """The tokenizer of a .tiktoken file: the base64 of a token and its id a line, ids
+    from 0."""
     import tiktoken
 
     if not path.exists() or path.is_file() and not path.stat().st_size:
