@@ -89,7 +89,7 @@ def assemble_choice(gpu: int) -> None:
             "temperature": number,
             "top_p": "i64",
             "top_k": "i32",
-            "min_p": number,
+            "min_p": "i32",
         }
         constants = {"DROP": drop, "TILE": kernels.TILE, "MOST": most}
         name = f"token choice, {most} candidates, drop {drop}, {number}"

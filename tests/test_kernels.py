@@ -49,6 +49,11 @@ CHOICES = {
     "three": {"top_k": 3},
     "nucleus of forty": {"top_k": 40, "top_p": 0.8},
     "nucleus of two": {"top_k": 2, "top_p": 0.5},
+    "near the likeliest": {"min_p": 0.1},
+    "only the likeliest": {"min_p": 1.0, "temperature": 1.3},
+    "nucleus near the likeliest": {"min_p": 0.03, "top_p": 0.8, "temperature": 1.2},
+    "near the likeliest of three": {"min_p": 0.02, "top_k": 3},
+    "dropped near the likeliest": {"min_p": 0.05, "top_p": 0.9, "crossing": "drop"},
     "dropped": {"top_p": 0.6, "crossing": "drop"},
     "dropped of fifty": {
         "top_k": 50,
@@ -117,6 +122,7 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
         "More", [("typical", float, 0.0)], bases=(TokenChoice,), frozen=True
     )
     drawn = [TokenChoice(**settings) for settings in CHOICES.values()]
+    drawn += [TokenChoice(banned=((1, 2),))]
     drawn += [
         more(),
         TokenChoice(repetition_penalty=1.1),

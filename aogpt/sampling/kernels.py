@@ -29,15 +29,11 @@ from .token_choice import REDRAWN, TokenChoice
 LARGEST_VOCABULARY = 2**18  # of which a sum of weights fits into 62 bits
 TILE = 4096  # logits that a program holds at once
 WARPS = 8  # with four, registers would not suffice
-CANDIDATES = (
-    4096  # tokens that may be copied; among more a limit is found without a copy
-)
+# Tokens that may be copied; among more of them a limit is found without a copy.
+CANDIDATES = 4096
 KNOWN_FIELDS = {"temperature", "top_p", "top_k", "min_p", "noise", "crossing"}
-REPEATS = {
-    "repetition_penalty",
-    "no_repeat_ngram",
-    "banned",
-}  # change the logits before
+# Fields that change the logits before the kernel reads them.
+CHANGED_BEFORE = {"repetition_penalty", "no_repeat_ngram", "banned"}
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)
@@ -62,7 +58,7 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     if choice.noise != "float64" or logits.dtype == torch.float64:
         return False
     for field in dataclasses.fields(choice):
-        known = field.name in KNOWN_FIELDS or field.name in REPEATS
+        known = field.name in KNOWN_FIELDS or field.name in CHANGED_BEFORE
         if not known and getattr(choice, field.name) != field.default:
             return False
     return logits.shape[1] <= LARGEST_VOCABULARY
@@ -81,7 +77,6 @@ def choose(
     if N == 0:
         return tokens, log_probs
     # Of every row: the bits of its likeliest tokens, where something is cut off.
-    min_p = getattr(choice, "min_p", None) or 0.0
     top_k = choice.top_k if choice.top_k is not None and choice.top_k < V else 0
     truncates = top_k > 0 or choice.top_p < 1
     most = CANDIDATES if truncates and not choice.greedy else 1
@@ -97,7 +92,7 @@ def choose(
         0.0 if choice.greedy else choice.temperature,
         round(choice.top_p * 2**53),  # exact, where Triton would round it to 24 bits
         top_k,
-        min_p,
+        float_bits(choice.min_p),
         DROP=choice.crossing == "drop",
         TILE=TILE,
         MOST=most,
@@ -106,8 +101,13 @@ def choose(
     return tokens, log_probs
 
 
-# An integer of 1 would become a constant, without a type.
-@triton.jit(do_not_specialize=["top_p", "top_k"])
+def float_bits(number: float) -> int:
+    """The bits of a float32, as an integer."""
+    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32))
+
+
+# An integer of 1 would become a constant, without a type. min_p: the bits of a float.
+@triton.jit(do_not_specialize=["top_p", "top_k", "min_p"])
 def _choose(
     logits,
     uniforms,
@@ -138,7 +138,7 @@ def _choose(
         limit = tl.full((), -1, tl.int32)
         ties = _zero()
         if min_p > 0:
-            limit = min_p.to(tl.float32).to(tl.int32, bitcast=True)
+            limit = tl.full((), 0, tl.int32) + min_p
             ties += V
         if MOST > 1:
             if top_k > 0:
