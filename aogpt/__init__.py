@@ -4,23 +4,47 @@
     model = aogpt.load("results/books_model")
     print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
 
-`aogpt.text_model` says what a model does with text; `aogpt.model` is the network on one page."""
+`aogpt.text_model` says what a model does with text; `aogpt.model` is the network on one
+page, and `aogpt.generate` makes samples of it from a plan."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .text_model import Alternative, Filling, Scored, TextModel, load
+    from .sampling import generate
+    from .text_model import (
+        Alternative,
+        Filling,
+        Generated,
+        Likely,
+        Scored,
+        TextModel,
+        load,
+    )
 
 __version__ = "0.2.0"
 
-__all__ = ["Alternative", "Filling", "Scored", "TextModel", "__version__", "load"]
+__all__ = [
+    "Alternative",
+    "Filling",
+    "Generated",
+    "Likely",
+    "Scored",
+    "TextModel",
+    "__version__",
+    "generate",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `aogpt.load` and its like when they are first used: PyTorch takes seconds to import,
-    and a command that prepares data needs none of it."""
+    """Import `aogpt.load` and its like when they are first used: PyTorch takes seconds
+    to import, and a command that prepares data needs none of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "generate":
+        from .sampling import generate
+
+        return generate
     from . import text_model
 
     return getattr(text_model, name)

@@ -1,27 +1,35 @@
 """The command `aogpt`, or `python -m aogpt`.
 
-aogpt score results/books_model "The [cat|dog|tax] barked."
-aogpt playground results/books_model"""
+aogpt score MODEL "The old horse was tired."        probability of each token and the text
+aogpt rank MODEL "The [cat|dog|tax] barked."        which alternative is most probable
+aogpt fill MODEL "She[MASK:2-6] home."              fill gaps
+aogpt blanks MODEL "The cat[MASK] home."            what fits into a blank
+aogpt generate MODEL "Once upon a time"             continue a text
+aogpt playground MODEL                              all of this in the browser
+
+MODEL: a run folder, such as results/books_model, released weights, or a Hugging Face repo
+id. `aogpt COMMAND --help` lists the options."""
 
 import sys
 
-from .runtime.command_line import run_script
+from .runtime.command_line import run_script, show
 from .runtime.errors import UserError
 
-COMMANDS = ("score", "playground")
+TEXT_COMMANDS = ("score", "rank", "fill", "blanks", "generate")
+COMMANDS = (*TEXT_COMMANDS, "playground")
 
 
 def main() -> int | None:
     """Run the command that the first word names, with the words after it."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("--help", "-h"):
-        print(__doc__)  # noqa: T201
+        show(__doc__)
         return 0
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}; choose one of {', '.join(COMMANDS)}")
     sys.argv = [f"aogpt {command}", *sys.argv[2:]]
-    if command == "score":
-        from .score import main as run_command
+    if command in TEXT_COMMANDS:
+        from .commands import main as run_command
     else:
         from .playground.app import main as run_command
     return run_command()

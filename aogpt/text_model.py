@@ -3,62 +3,106 @@
     import aogpt
     model = aogpt.load("results/books_model")
     print(model.score("The old horse was tired.").nats)
-    print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
+    print(model.fill("She[MASK:2-6] home.", candidates=3, seed=1)[0].text)
     print(model.rank("The [cat|dog|tax] barked.")[0].text)
     print(model.blanks("The cat[MASK] home.")[0])
 
-`.model` is the network, `.tokenizer` its tokenizer: see checkpoints.Loaded."""
+A method that takes a text also takes a list of texts, and then returns a list. `.model`
+is the network, `.tokenizer` its tokenizer, `.loaded` where they come from."""
 
+import contextlib
+import difflib
+import functools
 import itertools
 import math
 import re
-from dataclasses import dataclass
-from typing import Any
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, overload
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
-from .evaluation.estimates import Estimate
+from .data.pieces import byte_spans, text_bytes, token_text
+from .data.tokenizers import END_OF_TEXT, Tokenizer
+from .evaluation.estimates import Estimate, estimate
 from .evaluation.eval_sets import comparable, open_text
-from .evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
+from .evaluation.likelihood import BatchRunner, Scorer, Task, losses_of
 from .orders import orders_at, parse_order
 from .runtime.errors import UserError
 from .runtime.processes import Processes
-from .runtime.randomness import SCORED_ORDERS
-from .runtime.validation import Count, check_value
-from .sampling import gaps, modes
+from .runtime.randomness import SCORED_ORDERS, philox_bits
+from .runtime.validation import Count, Seed, check_value
+from .sampling import gaps, modes, resampling
+from .sampling.gaps import RankBy, Scores
 from .sampling.modes import Context, DecodingOptions
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
+BATCH_TOKENS = 4096  # of texts that are scored in one pass
+NUM_SAMPLES = 4  # fillings of each length, if the caller does not say
+SampleCount = Annotated[int, Interval(ge=1, le=4096)]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities of a text's tokens, nats, by position."""
+    """Log-probabilities of a text's tokens, by position."""
 
-    pieces: list[str]  # the text of each token
-    log_probs: list[float]
-    bytes: int  # of the scored text in UTF-8
+    pieces: list[str]  # the text of each token; joined, the whole text
+    log_probs: list[float | None]  # nats; None: not scored, having nothing before it
+    bytes: int  # of the tokens that are scored, in UTF-8
+    ids: list[int]
+
+    @property
+    def scored(self) -> int:
+        """The number of tokens that are scored."""
+        return sum(log_prob is not None for log_prob in self.log_probs)
 
     @property
     def nats(self) -> float:
-        """-log p of the text."""
-        return -math.fsum(self.log_probs)
+        """-log p of the tokens that are scored."""
+        return -math.fsum(p for p in self.log_probs if p is not None)
+
+    @property
+    def nats_per_token(self) -> float:
+        """The mean of -log p over the tokens that are scored."""
+        return self.nats / max(1, self.scored)
 
     @property
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / max(1, self.bytes)
 
 
+class Generated(str):
+    """A generated text. It is a string that also has its tokens and the seed that
+    repeats it."""
+
+    tokens: list[int]
+    seed: int
+
+    def __new__(cls, text: str, tokens: list[int], seed: int) -> "Generated":
+        generated = super().__new__(cls, text)
+        generated.tokens = tokens
+        generated.seed = seed
+        return generated
+
+
 @dataclass(frozen=True)
 class Filling:
-    """A text with its gaps filled in. Scores are in nats per token: `gaps.Scores`."""
+    """A text with its gaps filled in."""
 
     text: str
     tokens: list[int]
-    scores: gaps.Scores
+    scores: Scores  # nats per token
     context: Context  # the tokens, None in the gaps
+    seed: int  # repeats it
+    ranked_by: str  # which of the scores puts the fillings in order
+    weight: float | None = None  # a plain GPT's: its share of p(filling | both sides)
+    effective_sample_size: float | None = None  # a plain GPT's: of the continuations
 
 
 @dataclass(frozen=True)
@@ -68,15 +112,69 @@ class Alternative:
     text: str
     log_prob: float  # of the whole text, nats
     share: float  # of the probability of all alternatives
-    given_both_sides: (
-        float | None
-    )  # log p of the alternatives given the rest; None: a plain GPT
+    given_both_sides: float | None
+    """log p of the tokens that differ between alternatives, given all others, nats.
+    None for a plain GPT, and for the alternative of no text."""
 
 
-def load(path: str, **options: Any) -> "TextModel":
-    """A model with text in and out. options: weights, device, block_size, checkpoint, of
-    `checkpoints.load`, which says what paths there are."""
-    return TextModel(checkpoints.load(path, **options))
+class Likely(NamedTuple):
+    """A token that fits into a blank."""
+
+    text: str  # with its leading space; <0xA9> is a byte of a longer character
+    probability: float
+    id: int
+
+
+def load(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    weights: str = "ema",
+    device: str | torch.device = "cpu",
+    block_size: int | None = None,
+    checkpoint: str = "last",
+) -> "TextModel":
+    """Load a model with text in and out.
+
+    Args:
+        path: a run folder, a checkpoint, exported or released weights, or a Hugging
+            Face repo id.
+        adapter: the folder of a LoRA adapter, which is merged into the weights.
+        weights: "ema" for averaged weights, where there are any, or "raw" for the last
+            ones.
+        device: a device of PyTorch.
+        block_size: the longest text in tokens, if not that of training.
+        checkpoint: of a run folder: "last", "best" or the number of a step.
+
+    Raises UserError for what cannot be loaded."""
+    read = checkpoints.load
+    if adapter is not None:
+        read = functools.partial(read, adapter=adapter)
+    with _python_names():
+        return TextModel(
+            read(
+                path,
+                weights=weights,
+                device=device,
+                block_size=block_size,
+                checkpoint=checkpoint,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _python_names() -> Iterator[None]:
+    """Call options as Python does: top_p where a message for the command line has
+    --top-p."""
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(
+            r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)",
+            lambda name: name[1].replace("-", "_"),
+            str(error),
+        )
+        raise type(error)(message) from error.__cause__
 
 
 class TextModel:
@@ -89,215 +187,658 @@ class TextModel:
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
 
-    def score(self, text: str, order: str | Tensor = "l2r", seed: int = 0) -> Scored:
-        """log p of every token, given those before it in an order: "l2r", "random" or another kind
-        of orders.py, or a permutation (T,). Longer texts are scored in blocks, each by itself; a
-        model without a start token does not score the first token of an order (0)."""
-        ids = self.tokenizer.encode(text)
-        found = []
-        skipped = []
-        if len(ids) <= self.loaded.scored_from:
-            raise UserError("there is no text to score")
-        for number, start in enumerate(range(0, len(ids), self.block_size)):
-            tokens = torch.tensor([ids[start : start + self.block_size]])
-            along = self._order(order, tokens.shape[1], seed, number)
-            found += self._along(tokens, along)
-            skipped += [ids[start + int(along[0, 0])]] * self.loaded.scored_from
-        size = len(text.encode(errors="replace")) - len(
-            self.tokenizer.to_bytes(skipped)
-        )
-        return Scored(self.tokenizer.pieces(ids), found, size)
+    # ---- likelihood
+    # ------------------------------------------------------------------------------
+
+    @overload
+    def score(
+        self, text: str, order: str | Tensor = ..., seed: int = ..., *, end: bool = ...
+    ) -> Scored: ...
+
+    @overload
+    def score(
+        self,
+        text: Sequence[str],
+        order: str | Tensor = ...,
+        seed: int = ...,
+        *,
+        end: bool = ...,
+    ) -> list[Scored]: ...
+
+    def score(
+        self,
+        text: str | Sequence[str],
+        order: str | Tensor = "l2r",
+        seed: int = 0,
+        *,
+        end: bool = False,
+    ) -> Scored | list[Scored]:
+        """Score a text: log p of every token, given those before it in an order.
+
+        Args:
+            text: a text, or a list of texts, which are scored in batches. Longer texts
+                than a block are scored in blocks, each by itself.
+            order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
+            seed: of the orders.
+            end: score the end of the text, too, as one more token.
+
+        A model without a start token does not score the first token of an order: its
+        log_prob is None. Raises UserError for a text of which no token can be scored,
+        and for masks."""
+        check_value(seed, Seed, "seed")
+        if not isinstance(text, str):
+            return self._score_all(list(text), order, seed, end)
+        (scored,) = self._score_all([text], order, seed, end)
+        return scored
+
+    def _score_all(
+        self, texts: list[str], order: str | Tensor, seed: int, end: bool
+    ) -> list[Scored]:
+        ids_of_texts = []
+        blocks = []
+        orders = []
+        for text in texts:
+            gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
+            ids = self.tokenizer.encode(text)
+            if end:
+                ids.append(self.tokenizer.eot)
+            if len(ids) <= self.loaded.scored_from:
+                raise UserError("there is no text to score")
+            ids_of_texts.append(ids)
+            for number, start in enumerate(range(0, len(ids), self.block_size)):
+                block = ids[start : start + self.block_size]
+                blocks.append(block)
+                orders.append(self._order(order, len(block), seed, number))
+        found = iter(self._log_probs(blocks, orders))
+        results = []
+        for text, ids in zip(texts, ids_of_texts, strict=True):
+            log_probs: list[float | None] = []
+            while len(log_probs) < len(ids):
+                log_probs += next(found)
+            results.append(self._scored(text, ids, log_probs, end))
+        return results
+
+    def _scored(
+        self, text: str, ids: list[int], log_probs: list[float | None], end: bool
+    ) -> Scored:
+        """The scores of a text, with the number of bytes that they are of."""
+        of_text = ids[:-1] if end else ids
+        pieces = self.tokenizer.pieces(of_text)
+        if end:
+            pieces.append(END_OF_TEXT)
+        size = len(text_bytes(text))
+        spans = byte_spans(self.tokenizer, of_text, text)
+        for i, token in enumerate(of_text):
+            if log_probs[i] is not None:
+                continue
+            if spans is None:
+                size -= len(self.tokenizer.to_bytes([token]))
+            else:
+                size -= spans[i][1] - spans[i][0]
+        return Scored(pieces, log_probs, size, ids)
 
     def _order(
         self, order: str | Tensor, length: int, seed: int, number: int
     ) -> Tensor:
+        """The order (T,) of block `number` of a text."""
         if isinstance(order, Tensor):
-            self._check_plain(order.tolist() == [*range(length)])
-            return order[None]
-        orders = parse_order(order, "order")
-        self._check_plain(orders.kind == "l2r")
-        return orders_at(orders, seed, number, range(1), length, SCORED_ORDERS)
+            self._check_any_order(order.tolist() == list(range(length)))
+            if sorted(order.tolist()) != list(range(length)):
+                raise UserError(
+                    f"order must be a permutation of 0..{length - 1}, a place for each token"
+                )
+            return order
+        with _python_names():
+            orders = parse_order(order, "order")
+            self._check_any_order(orders.kind == "l2r")
+            return orders_at(orders, seed, number, range(1), length, SCORED_ORDERS)[0]
 
-    def _check_plain(self, is_l2r: bool = False) -> None:
+    def _check_any_order(self, is_l2r: bool = False) -> None:
+        """Raise UserError if a plain GPT is asked for more than left to right."""
         if self.model.config.l2r_only and not is_l2r:
             raise UserError(
                 "this model is a plain GPT: it only predicts from left to right"
             )
 
-    def _along(self, tokens: Tensor, order: Tensor) -> list[float]:
-        """log p of each token along an order, by position; 0 where none is scored."""
-        found = self.model.token_log_probs(
-            tokens.to(self.device), order.to(self.device)
-        )
-        found[:, : self.loaded.scored_from] = 0
-        return (
-            torch.zeros_like(found)
-            .scatter_(1, order.to(self.device), found)[0]
-            .tolist()
-        )
+    def _log_probs(
+        self, rows: list[list[int]], orders: list[Tensor]
+    ) -> list[list[float | None]]:
+        """Return log p of each token of rows along their orders, by position; None
+        where none is scored. Rows of similar length share a pass."""
+        found: list[list[float | None]] = [[] for _ in rows]
+        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        while by_length:
+            longest = len(rows[by_length[-1]])
+            size = max(1, BATCH_TOKENS // longest)
+            chosen = by_length[-size:]
+            del by_length[-size:]
+            x = pad_sequence([torch.tensor(rows[i]) for i in chosen], batch_first=True)
+            order = torch.arange(longest).repeat(len(chosen), 1)
+            for row, i in enumerate(chosen):
+                order[row, : len(rows[i])] = orders[i]
+            lengths = torch.tensor([len(rows[i]) for i in chosen])
+            start = torch.zeros_like(lengths)
+            along = gaps.log_probs_along(self.model, x, order, lengths, start)
+            by_position = torch.zeros_like(along).scatter_(1, order, along)
+            for row, i in enumerate(chosen):
+                found[i] = by_position[row, : len(rows[i])].tolist()
+                for position in orders[i][: self.loaded.scored_from].tolist():
+                    found[i][position] = None
+        return found
 
-    def score_each(self, text: str) -> Scored:
-        """log p of every token given all others of the text, which must fit into a block."""
+    def score_each(self, text: str | Sequence[str]) -> Scored | list[Scored]:
+        """Score every token given all others of the text, which must fit into a block.
+        The sum is no probability of the text."""
+        if not isinstance(text, str):
+            return [self.score_each(one) for one in text]
+        self._check_any_order()
+        gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
         ids = self._encode(text)
         T = len(ids)
-        found = []
-        self._check_plain()
+        log_probs: list[float | None] = []
         tokens = torch.tensor([ids], device=self.device)
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
             masked = torch.arange(T, device=self.device) == rows[:, None]
-            log_probs = self.model.masked_log_probs(tokens.expand(len(rows), T), masked)
-            found += log_probs[masked].tolist()
-        return Scored(
-            self.tokenizer.pieces(ids), found, len(text.encode(errors="replace"))
-        )
+            found = self.model.masked_log_probs(tokens.expand(len(rows), T), masked)
+            log_probs += found[masked].tolist()
+        return self._scored(text, ids, log_probs, end=False)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, extra: int = 0) -> list[int]:
+        """The tokens of a text that fits into a block, with `extra` more tokens."""
         ids = self.tokenizer.encode(text)
         shortest = 1 + self.loaded.scored_from
-        if not shortest <= len(ids) <= self.block_size:
+        longest = self.block_size - extra
+        if not shortest <= len(ids) <= longest:
             raise UserError(
-                f"the text has {len(ids)} tokens; give {shortest} to {self.block_size}"
+                f"the text has {len(ids)} tokens; give {shortest} to {longest}"
             )
         return ids
 
-    def generate(
-        self, prompt: str = "", new_tokens: int | None = None, **options: Any
-    ) -> str:
-        """A continuation of a prompt, prompt included, up to a block. options: seed, and those of
-        `modes.DecodingOptions`: mode, temperature, top_p, ..."""
-        ids = self.tokenizer.encode(prompt)
-        room = self.block_size - len(ids)
-        blanks = [None] * (room if new_tokens is None else new_tokens)
-        if not 0 < len(blanks) <= room:
-            what = f"the prompt has {len(ids)} tokens and new_tokens is {len(blanks)}"
-            raise UserError(
-                f"{what}; together at most {self.block_size}, and at least 1 is new"
-            )
-        (tokens,) = self._sample([ids + blanks], 1, options)
-        return self.tokenizer.decode(tokens)
+    def log_prob(self, ids: list[int]) -> float:
+        """Return log p of the tokens of a whole text, left to right, nats."""
+        (found,) = self._log_probs([ids], [torch.arange(len(ids))])
+        return math.fsum(p for p in found if p is not None)
 
-    def fill(
-        self, text: str, candidates=1, num_samples=4, **options: Any
-    ) -> list[Filling]:
-        """The best of the different fillings of a text's gaps, "She[MASK:2-6] home.", the best
-        first: those after which the known text to the right is most probable, per token.
-        num_samples: of each length. options: as of `generate`."""
-        check_value(candidates, Count, "candidates")
-        check_value(num_samples, Count, "num_samples")
-        given = gaps.contexts(text, self.tokenizer, self.block_size)
-        count = max(num_samples, candidates) if len(given) == 1 else num_samples
-        rows = self._sample(given, count, options)
-        contexts = [context for context in given for _ in range(count)]
-        best = gaps.best_fillings(self.model, contexts, rows, candidates)
-        decode = self.tokenizer.decode
-        return [
-            Filling(decode(rows[i]), rows[i], scores, contexts[i]) for i, scores in best
-        ]
+    def compare(
+        self,
+        other: "TextModel",
+        text: str | Sequence[str],
+        order: str = "l2r",
+        seed: int = 0,
+        draws: int = 2,
+    ) -> Estimate:
+        """Return the loss of this model minus that of another of the same tokenizer,
+        nats per token, with `half_width` of its 95% interval and `p_value`.
 
-    def _sample(
-        self, given: list[Context], count: int, options: dict
-    ) -> list[list[int]]:
-        seed = options.pop("seed", 0)
-        config = self.model.config
-        decoding = modes.with_mode_defaults(DecodingOptions(**options), config.l2r_only)
-        modes.check_mode(decoding, config)
-        modes.check_context(given[0], config, self.loaded.scored_from)
-        return modes.generate_rows(
-            self.model, given, decoding, self.loaded.vocab_size, seed, count
+        Args:
+            other: the second model.
+            text: a text, whose blocks are the sequences; or a list of independent
+                texts, such as sentences, each scored by itself. Then the interval and
+                p_value are by text.
+            order: as of `score`.
+            seed: of the orders.
+            draws: random orders of each block, the same for both models."""
+        check_value(draws, Count, "draws")
+        check_value(seed, Seed, "seed")
+        with _python_names():
+            orders = parse_order(order, "order")
+        models = comparable([self.loaded, other.loaded])
+        scorers = []
+        for model, loaded in zip((self, other), models, strict=True):
+            model._check_any_order(orders.kind == "l2r")
+            elbo = loaded.model.config.is_encoder and orders.kind == "random"
+            scorers.append(Scorer(orders, joint=elbo))
+        size = min(self.block_size, other.block_size)
+        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts:
+            raise UserError("there is no text to compare on")
+        differences = []  # (blocks, draws) of each text
+        tokens = []  # (blocks,) of each text: how many are scored
+        for number, document in enumerate(texts):
+            gaps.refuse_masks(document, "compare takes texts without one")
+            # other orders for each text, the same for both models
+            text_seed = seed
+            if number:
+                text_seed = int(
+                    philox_bits(seed, number, range(1), 1, SCORED_ORDERS)[0, 0]
+                )
+                text_seed >>= 1
+            name = "text" if len(texts) == 1 else f"text {number + 1}"
+            eval_set = open_text(name, document, models[0], None, size)
+            losses = []
+            for loaded, scorer in zip(models, scorers, strict=True):
+                task = Task(loaded, eval_set, order, scorer)
+                losses.append(losses_of(task, runner, text_seed, draws).nll)
+            differences.append(losses[0] - losses[1])
+            tokens.append(task.scored_tokens().double())
+        gap = torch.cat(differences)
+        if scorers[0].exact:
+            gap = gap[:, 0]
+        scored = torch.cat(tokens)
+        documents = torch.cat(
+            [torch.full((len(found),), i) for i, found in enumerate(differences)]
+        )
+        return estimate(
+            gap,
+            joint=any(scorer.joint for scorer in scorers),
+            weights=scored / scored.mean(),
+            documents=documents,
         )
 
+    # ---- generation
+    # ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] = "",
+        new_tokens: int | None = None,
+        *,
+        num_samples: int | None = None,
+        seed: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        mode: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Continue a prompt.
+
+        Args:
+            prompt: a text, or a list of texts, which are continued in batches.
+            new_tokens: how many to generate; by default as many as fit into a block.
+            num_samples: return a list of so many samples of each prompt, not one.
+            seed: repeats the samples; None: draws anew each time. A sample's `seed`
+                says which.
+            temperature: 0 takes the most probable token.
+            top_p: draw from the most probable tokens that together have this
+                probability.
+            top_k: draw from this number of most probable tokens.
+            mode: the order: "mdm" (default), "l2r" (default of a plain GPT),
+                "confidence", ...
+            options: others of `sampling.modes.DecodingOptions`.
+
+        Returns a `Generated`, a string with the prompt; lists for a list or with
+        num_samples."""
+        count = 1 if num_samples is None else num_samples
+        check_value(count, SampleCount, "num_samples")
+        seed = _checked_seed(seed)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        given: list[Context] = []
+        for text in prompts:
+            gaps.refuse_masks(text, "generate continues a text; fill takes masks")
+            ids = self.tokenizer.encode(text)
+            room = self.block_size - len(ids)
+            new = room if new_tokens is None else new_tokens
+            if not 0 < new <= room:
+                raise UserError(
+                    f"the prompt has {len(ids)} tokens and new_tokens is {new}; together "
+                    f"at most {self.block_size}, and at least 1 is new"
+                )
+            given.append(ids + [None] * new)
+        if not given:
+            return []
+        options.update(temperature=temperature, top_p=top_p, top_k=top_k, mode=mode)
+        rows = self._sample(given, count, seed, options)
+        samples = [Generated(self.tokenizer.decode(row), row, seed) for row in rows]
+        of_prompts: list[Any] = [
+            samples[start : start + count] for start in range(0, len(samples), count)
+        ]
+        if num_samples is None:
+            of_prompts = samples
+        return of_prompts[0] if isinstance(prompt, str) else of_prompts
+
+    @overload
+    def fill(
+        self, text: str, candidates: int = ..., **options: Any
+    ) -> list[Filling]: ...
+
+    @overload
+    def fill(
+        self, text: Sequence[str], candidates: int = ..., **options: Any
+    ) -> list[list[Filling]]: ...
+
+    def fill(
+        self,
+        text: str | Sequence[str],
+        candidates: int = 1,
+        *,
+        num_samples: int | None = None,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        mode: str | None = None,
+        rank_by: RankBy | None = None,
+        **options: Any,
+    ) -> list[Filling] | list[list[Filling]]:
+        """Fill the gaps of a text, "She[MASK:2-6] home.": [MASK] is one token, [MASK:3]
+        three, [MASK:2-6] two to six. Put no space before a mask, since words begin with
+        theirs.
+
+        A plain GPT has not learned to fill gaps. It draws continuations of the left
+        text and weights them by how probable they and the rest of the text are
+        (`sampling.resampling`). `weight` and `effective_sample_size` of a filling say
+        how far to trust that.
+
+        Args:
+            text: a text with gaps, or a list of them.
+            candidates: how many different fillings to return at most, the best first.
+            num_samples: fillings to draw of each length, by default 4; of a plain GPT
+                continuations, by default 64.
+            seed: repeats the fillings; None: draws anew each time. `Filling.seed` says
+                which.
+            temperature: 0 takes the most probable token; by default 1. Of a plain GPT:
+                at which it draws continuations, by default 0.75; the weights correct
+                for it.
+            top_p: draw from the most probable tokens that together have this
+                probability.
+            top_k: draw from this number of most probable tokens.
+            mode: the order: "mdm" (default), "l2r", "confidence", ...
+            rank_by: "filling": the mean log p of the filling given both sides. "right":
+                that of the text to the right given all before it. "joint": of both,
+                left to right. By default "filling" if all gaps have known lengths, else
+                "right", which does not depend on the number of tokens that are filled
+                in. A plain GPT: "joint", or "joint and right" where lengths
+                differ, which counts the text to the right twice.
+            options: others of `sampling.modes.DecodingOptions`.
+
+        Raises UserError for a text without masks, or whose shortest gaps exceed a
+        block."""
+        check_value(candidates, SampleCount, "candidates")
+        if num_samples is not None:
+            check_value(num_samples, SampleCount, "num_samples")
+        check_value(rank_by, RankBy | None, "rank_by")
+        seed = _checked_seed(seed)
+        options.update(top_p=top_p, top_k=top_k, mode=mode)
+        if temperature is not None:
+            options["temperature"] = temperature
+        found = []
+        for one in [text] if isinstance(text, str) else text:
+            gapped = gaps.encode_gaps(one, self.tokenizer, self.block_size)
+            if self.model.config.l2r_only and not gapped.only_continues:
+                filled = self._fill_plain(
+                    gapped, candidates, num_samples, seed, rank_by, options
+                )
+            else:
+                filled = self._fill(
+                    gapped, candidates, num_samples, seed, rank_by, options
+                )
+            found.append(filled)
+        return found[0] if isinstance(text, str) else found
+
+    def _fill(
+        self,
+        gapped: gaps.Gapped,
+        candidates: int,
+        num_samples: int | None,
+        seed: int,
+        rank_by: RankBy | None,
+        options: dict[str, Any],
+    ) -> list[Filling]:
+        """Draw fillings of every length, and rank them."""
+        given = gapped.contexts(self.block_size)
+        count = num_samples or NUM_SAMPLES
+        if len(given) == 1:
+            count = max(count, candidates)
+        rows = self._sample(given, count, seed, options)
+        contexts = [context for context in given for _ in range(count)]
+        by = rank_by or gaps.rank_by(self.model, contexts)
+        best = gaps.best_fillings(self.model, contexts, rows, candidates, by)
+        if any(math.isnan(getattr(scores, by)) for _, scores in best):
+            raise UserError(
+                f'rank_by is "{by}", but these fillings have no such probability: '
+                "leave it out"
+            )
+        return [
+            Filling(
+                text=self.tokenizer.decode(rows[i]),
+                tokens=rows[i],
+                scores=scores,
+                context=contexts[i],
+                seed=seed,
+                ranked_by=by,
+            )
+            for i, scores in best
+        ]
+
+    def _fill_plain(
+        self,
+        gapped: gaps.Gapped,
+        candidates: int,
+        num_samples: int | None,
+        seed: int,
+        rank_by: RankBy | None,
+        options: dict[str, Any],
+    ) -> list[Filling]:
+        """Fill gaps with a plain GPT, by resampling."""
+        if rank_by == "filling":
+            raise UserError(
+                'a plain GPT has no probability of a filling given both sides: "joint" '
+                "ranks in the same way"
+            )
+        options = {"temperature": resampling.TEMPERATURE, **options}
+        decoding = self._decoding(options)
+        self._check_left(gapped)
+        weighted = resampling.fill_by_resampling(
+            self.model,
+            gapped,
+            seed=seed,
+            draws=num_samples or resampling.DRAWS,
+            choice=decoding.choice,
+            vocab_size=self.loaded.vocab_size,
+        )
+        by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")
+        numbers = list(range(len(weighted.tokens)))
+        if rank_by:
+            numbers = gaps.ranked(weighted.scores, rank_by)
+        return [
+            Filling(
+                text=self.tokenizer.decode(weighted.tokens[i]),
+                tokens=weighted.tokens[i],
+                scores=weighted.scores[i],
+                context=weighted.contexts[i],
+                seed=seed,
+                ranked_by=by,
+                weight=weighted.weights[i],
+                effective_sample_size=weighted.effective_sample_size,
+            )
+            for i in numbers[:candidates]
+        ]
+
+    def _check_left(self, gapped: gaps.Gapped) -> None:
+        """Raise UserError if there must be text before the first gap, and is none."""
+        if self.loaded.scored_from and not gapped.known[0]:
+            raise UserError("this model has no start token (GPT-2): begin with text")
+
+    def _sample(
+        self, given: list[Context], count: int, seed: int, options: dict[str, Any]
+    ) -> list[list[int]]:
+        """Return the tokens of `count` samples of each context."""
+        decoding = self._decoding(options)
+        for context in given:
+            modes.check_context(context, self.model.config, self.loaded.scored_from)
+        with _python_names():
+            return modes.generate_rows(
+                self.model, given, decoding, self.loaded.vocab_size, seed, count
+            )
+
+    def _decoding(self, options: dict[str, Any]) -> DecodingOptions:
+        """The options of decoding, with the defaults of their mode. Raises UserError
+        for unknown and impossible ones."""
+        known = [field.name for field in fields(DecodingOptions)]
+        for name in options:
+            if name not in known:
+                # those of the methods themselves can be meant, too
+                names = [*known, "num_samples", "seed", "candidates", "new_tokens"]
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                advice = f"did you mean {near[0]!r}?" if near else f"there are {names}"
+                raise UserError(f"there is no option {name!r}; {advice}")
+        config = self.model.config
+        with _python_names():
+            decoding = modes.with_mode_defaults(
+                DecodingOptions(**options), config.l2r_only
+            )
+            modes.check_mode(decoding, config)
+        return decoding
+
+    # ---- blanks and alternatives
+    # -----------------------------------------------------------------
+
     @torch.no_grad()
-    def blanks(self, text: str, top: int = 10) -> list[list[tuple[str, float]]]:
-        """For every masked token of a text, the likeliest tokens and their probabilities given the
-        known text, all in one pass."""
+    def blanks(
+        self, text: str | Sequence[str], top: int = 10
+    ) -> list[list[Likely]] | list[list[list[Likely]]]:
+        """Return, for every masked token of a text, the likeliest tokens given the
+        known text, all in one pass.
+
+        Args:
+            text: a text with masks of known length, or a list of them.
+            top: how many tokens to list for each."""
         check_value(top, Count, "top")
-        self._check_plain()
-        context, *others = gaps.contexts(text, self.tokenizer, self.block_size)
-        if others:
+        self._check_any_order()
+        if not isinstance(text, str):
+            return [self.blanks(one, top) for one in text]
+        gapped = gaps.encode_gaps(text, self.tokenizer, self.block_size)
+        if gapped.combinations > 1:
             raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
+        context = gapped.context([lengths[0] for lengths in gapped.lengths])
         tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
         blank = torch.tensor([[token is None for token in context]], device=self.device)
         logits = self.model.masked_logits(tokens, blank)[:, : self.loaded.vocab_size]
         best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [
-            [(self.tokenizer.decode([i]), p) for i, p in zip(*r, strict=True)]
-            for r in rows
+            [
+                Likely(token_text(self.tokenizer, token), probability, token)
+                for token, probability in zip(ids, values, strict=True)
+            ]
+            for ids, values in rows
         ]
 
-    def rank(self, text: str) -> list[Alternative]:
-        """The alternatives of a text, "The [cat|dog|tax] barked.", the most probable text first."""
-        parts = ALTERNATIVES.split(text)  # text and alternatives, in turn
+    def rank(
+        self, text: str | Sequence[str], *, end: bool = False
+    ) -> list[Alternative] | list[list[Alternative]]:
+        """Rank the alternatives of a text, "The [cat|dog|tax] barked.", by the
+        probability of the whole text, the most probable first. Equal texts count once.
+
+        Args:
+            text: a text with alternatives in brackets, or a list of them.
+            end: score the end of the text, too. Where alternatives stand at the end,
+                "She went home[.|]", the shorter one is otherwise a beginning of the
+                longer one, and a beginning is always at least as probable.
+
+        `given_both_sides` compares the tokens that are not the same in all
+        alternatives. In "c[a|o]t" these may be whole words, since tokens do not end
+        where letters do."""
+        if not isinstance(text, str):
+            return [self.rank(one, end=end) for one in text]
+        gaps.refuse_masks(
+            text, "rank takes alternatives, [this|that]; fill takes masks"
+        )
+        parts = ALTERNATIVES.split(text)
         if len(parts) == 1:
             raise UserError("there are no alternatives; write [this|that]")
-        parts[1::2] = [part.split("|") for part in parts[1::2]]
-        if math.prod(map(len, parts[1::2])) > gaps.MOST_LENGTHS:
+        fixed = parts[::2]
+        choices = [part.split("|") for part in parts[1::2]]
+        if math.prod(map(len, choices)) > gaps.MOST_LENGTHS:
             raise UserError(
                 f"give at most {gaps.MOST_LENGTHS} combinations of alternatives"
             )
-        whole = []
-        given = []
-        rows = []
-        for words in itertools.product(*parts[1::2]):
-            pieces = [
-                p for pair in zip(parts[::2], [*words, ""], strict=True) for p in pair
+        words_of: dict[str, tuple[str, ...]] = {}  # of each different text
+        for words in itertools.product(*choices):
+            pairs = zip(fixed, (*words, ""), strict=True)
+            words_of.setdefault("".join(itertools.chain(*pairs)), words)
+        rows = [self._encode(whole, extra=int(end)) for whole in words_of]
+        if self.loaded.scored_from and len({row[0] for row in rows}) > 1:
+            raise UserError(
+                "this model has no start token, so it cannot score the first token of a "
+                "text, and these alternatives begin differently: put a word before them"
+            )
+        given = common_contexts(self.tokenizer, fixed, words_of, rows)
+        if end:
+            rows = [[*row, self.tokenizer.eot] for row in rows]
+            given = [[*row, self.tokenizer.eot] for row in given]
+        orders = [torch.arange(len(row)) for row in rows]
+        totals = [
+            math.fsum(p for p in log_probs if p is not None)
+            for log_probs in self._log_probs(rows, orders)
+        ]
+        shares = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
+        both: list[float | None] = [None] * len(rows)
+        if not self.model.config.l2r_only:
+            scores = gaps.score_fillings(self.model, given, rows)
+            for i, words in enumerate(words_of.values()):
+                hidden = given[i].count(None)
+                if hidden and any(words):
+                    both[i] = scores[i].filling * hidden
+        found = map(Alternative, words_of, totals, shares, both)
+        return sorted(found, key=lambda alternative: -alternative.log_prob)
+
+
+def common_contexts(
+    tokenizer: Tokenizer,
+    fixed: list[str],
+    words_of: dict[str, tuple[str, ...]],
+    rows: list[list[int]],
+) -> list[Context]:
+    """Return the tokens of each alternative, None for those that are not in all of them
+    at the same place of the fixed text. fixed: the text around the brackets; words_of:
+    those in the brackets of each text; rows: its tokens."""
+    places = []  # of each text: (part, first byte of it, token), or None, for each token
+    for (whole, words), row in zip(words_of.items(), rows, strict=True):
+        spans = byte_spans(tokenizer, row, whole)
+        if spans is None:
+            return _between_common_ends(rows)
+        begins = []
+        ends = []
+        place = 0
+        for part, word in zip(fixed, (*words, ""), strict=True):
+            begins.append(place)
+            ends.append(place + len(text_bytes(part)))
+            place = ends[-1] + len(text_bytes(word))
+        of_row: list[tuple[int, int, int] | None] = []
+        for token, (start, end) in zip(row, spans, strict=True):
+            inside = [
+                part
+                for part in range(len(fixed))
+                if begins[part] <= start and end <= ends[part]
             ]
-            places = list(itertools.accumulate(map(len, pieces), initial=0))
-            whole.append("".join(pieces))
-            rows.append(self._encode(whole[-1]))
-            spans = list(zip(places[1::2], places[2::2], strict=True))[: len(words)]
-            given.append(self._without(rows[-1], spans))
-        scores = gaps.score_fillings(self.model, given, rows)
-        totals = [self.log_prob(row) for row in rows]
-        weights = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        sizes = [
-            None if self.model.config.l2r_only else row.count(None) for row in given
+            key = None
+            if inside:
+                key = (inside[0], start - begins[inside[0]], token)
+            of_row.append(key)
+        places.append(of_row)
+    shared = set.intersection(*(set(of_row) for of_row in places)) - {None}
+    return [
+        [
+            token if place in shared else None
+            for token, place in zip(row, of_row, strict=True)
         ]
-        both = [
-            size and s.filling * size for s, size in zip(scores, sizes, strict=True)
-        ]
-        return sorted(
-            map(Alternative, whole, totals, weights, both), key=lambda r: -r.log_prob
-        )
+        for row, of_row in zip(rows, places, strict=True)
+    ]
 
-    def compare(
-        self,
-        other: "TextModel",
-        text: str,
-        order: str = "l2r",
-        seed: int = 0,
-        draws: int = 2,
-    ) -> Estimate:
-        """The loss of this model minus that of another of the same tokenizer on a text, nats per
-        token, paired by block: `nll`, `half_width` of its 95% interval, `p_value`. draws: random
-        orders of each block, the same for both."""
-        check_value(draws, Count, "draws")
-        size = min(self.block_size, other.block_size)
-        models = comparable([self.loaded, other.loaded])
-        eval_set = open_text("text", text, models[0], None, size)
-        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
-        orders = parse_order(order, "order")
-        tasks = []
-        for model, loaded in zip((self, other), models, strict=True):
-            model._check_plain(orders.kind == "l2r")
-            elbo = loaded.model.config.is_encoder and orders.kind == "random"
-            tasks.append(Task(loaded, eval_set, order, Scorer(orders, joint=elbo)))
-        return difference(
-            tasks, [losses_of(task, runner, seed, draws) for task in tasks]
-        )
 
-    def _without(self, ids: list[int], spans: list[tuple[int, int]]) -> Context:
-        """The tokens, None where they hold characters of a span (from, to) of the text."""
-        ends = list(itertools.accumulate(map(len, self.tokenizer.pieces(ids))))
-        places = zip(ids, [0, *ends], ends, strict=False)
-        return [
-            None
-            if any(max(start, begin) < min(end, until) for begin, until in spans)
-            else token
-            for token, start, end in places
-        ]
+def _between_common_ends(rows: list[list[int]]) -> list[Context]:
+    """Return the tokens of each row, None between the beginning and the end that all
+    share."""
+    shortest = min(map(len, rows))
+    before = 0
+    while before < shortest and len({row[before] for row in rows}) == 1:
+        before += 1
+    after = 0
+    while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
+        after += 1
+    return [
+        [*row[:before], *[None] * (len(row) - before - after), *row[len(row) - after :]]
+        for row in rows
+    ]
 
-    def log_prob(self, ids: list[int]) -> float:
-        """log p of the tokens of a whole text, left to right, nats."""
-        return math.fsum(self._along(torch.tensor([ids]), torch.arange(len(ids))[None]))
+
+def _checked_seed(seed: int | None) -> int:
+    """The seed, or a new one."""
+    if seed is None:
+        return secrets.randbits(32)
+    check_value(seed, Seed, "seed")
+    return seed

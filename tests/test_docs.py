@@ -20,7 +20,7 @@ import eval_infill
 import eval_ppl
 import eval_tasks
 import sample
-from aogpt import score
+from aogpt import commands
 from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
@@ -45,7 +45,11 @@ SCRIPTS = {
     "eval_tasks.py": eval_tasks,
     "sample.py": sample,
     "data/prepare.py": prepare,
-    "aogpt score": score,
+    "aogpt score": commands,
+    "aogpt rank": commands,
+    "aogpt fill": commands,
+    "aogpt blanks": commands,
+    "aogpt generate": commands,
     "aogpt playground": app,
     "aogpt.training.plan": plan,
     "aogpt.training.plot": plot,

@@ -1,4 +1,5 @@
-"""Gaps of unknown length, alternatives and scores of text: aogpt/sampling/gaps.py, aogpt/text_model.py, score.py."""
+"""Gaps of unknown length, alternatives and scores of text: aogpt/sampling/gaps.py and
+resampling.py, aogpt/text_model.py, aogpt/commands.py."""
 
 import dataclasses
 import itertools
@@ -10,14 +11,21 @@ import sys
 import pytest
 import torch
 from helpers import run_main, run_script
-from reference import DECODERS, ENCODERS, enumerable_system, make_system
+from reference import (
+    DECODERS,
+    ENCODERS,
+    chi_square_p,
+    enumerable_system,
+    make_system,
+)
 
 import aogpt
 import sample
-from aogpt import score
+from aogpt import commands
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.sampling import gaps
+from aogpt.sampling.resampling import fill_by_resampling
 
 BOOKS = "results/books_model"
 BOTH_SIDES = [name for name in (*DECODERS, *ENCODERS) if name != "GPT-2"]
@@ -103,7 +111,9 @@ def test_scores_are_products_of_conditionals_and_ragged_rows_score_as_each_alone
         conditional[(0, 3), 1][place].log() + conditional[(0, 3, 1), 2][place].log()
     )
     assert abs(together[0].filling - float(filling) / 2) < tolerance
-    assert gaps.ranked(together) == sorted(range(4), key=lambda i: -together[i].right)
+    for by in ("right", "joint", "filling"):
+        best_first = sorted(range(4), key=lambda i: -getattr(together[i], by))
+        assert gaps.ranked(together, by) == best_first
 
 
 @pytest.mark.parametrize(
@@ -129,9 +139,72 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     assert max(abs(a - b) for a, b in zip(each, expected.tolist(), strict=True)) < 1e-5
 
 
-def test_an_empty_alternative_inside_a_token_has_log_p_of_nothing(books):
+def test_alternatives_hide_the_same_tokens_around_them(books):
+    """Of characters of several tokens and inside words: all tokens that differ."""
+    ranked = books.rank("The caf[é|è|e|es] was full.")
+    ids = {row.text: books.tokenizer.encode(row.text) for row in ranked}
+    before = books.tokenizer.encode("The")
+    after = books.tokenizer.encode(" was full.")
+    for row in ranked:
+        tokens = ids[row.text]
+        assert tokens[:1] == before and tokens[-len(after) :] == after
+        hidden = len(tokens) - 1 - len(after)
+        given = before + [None] * hidden + after
+        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
+        # "caf" may begin with a token that all share
+        assert row.given_both_sides >= scores.filling * hidden - 1e-4
+        shared = 0
+        while len({tuple(one[: shared + 2]) for one in ids.values()}) == 1:
+            shared += 1
+        given = tokens[: shared + 1] + [None] * (hidden - shared) + after
+        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
+        expected = scores.filling * (hidden - shared)
+        assert math.isclose(row.given_both_sides, expected, abs_tol=1e-4)
+    bytes_model = small("AO-GPT")
+    (accent,) = [r for r in bytes_model.rank("a [é|e] b") if "é" in r.text]
+    tokens = list("a é b".encode())
+    given = [97, 32, None, None, 32, 98]
+    (scores,) = gaps.score_fillings(bytes_model.model, [given], [tokens])
+    assert math.isclose(accent.given_both_sides, 2 * scores.filling, abs_tol=1e-4)
+    words = {row.text: row for row in books.rank("The c[a|o]t sat.")}
+    lengths = {
+        text: len(books.tokenizer.encode(text))
+        - 1
+        - len(books.tokenizer.encode(" sat."))
+        for text in words
+    }
+    for text, row in words.items():
+        tokens = books.tokenizer.encode(text)
+        end = len(tokens) - len(books.tokenizer.encode(" sat."))
+        given = [None if 1 <= i < end else token for i, token in enumerate(tokens)]
+        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
+        expected = scores.filling * lengths[text]
+        assert math.isclose(row.given_both_sides, expected, abs_tol=1e-4)
+
+
+def test_equal_alternatives_count_once_and_an_empty_one_has_no_tokens(books):
+    once = {row.text: row.share for row in books.rank("The [cat|dog] sat.")}
+    again = {row.text: row.share for row in books.rank("The [cat|cat|cat|dog] sat.")}
+    assert once == pytest.approx(again) and len(again) == 2
     rows = books.rank("a hou[|t]se sat")
-    assert [r.given_both_sides for r in rows if r.text == "a house sat"] == [0]
+    assert [r.given_both_sides for r in rows if r.text == "a house sat"] == [None]
+
+
+def test_the_end_of_a_text_counts_where_alternatives_end_it(books):
+    """Without it a beginning is always at least as probable as what it begins."""
+    text = "They lived happily ever after[.| and]"
+    open_end = {row.text: row.log_prob for row in books.rank(text + "[|.]")}
+    for shorter in ("after.", "after and"):
+        shorter = f"They lived happily ever {shorter}"
+        assert open_end[shorter] >= open_end[shorter + "."]
+    for row in books.rank(text, end=True):
+        tokens = [*books.tokenizer.encode(row.text), books.tokenizer.eot]
+        assert math.isclose(row.log_prob, books.log_prob(tokens), abs_tol=1e-3)
+        scored = books.score(row.text, end=True)
+        assert math.isclose(-scored.nats, row.log_prob, abs_tol=1e-3)
+        assert scored.bytes == len(row.text) and scored.ids == tokens
+    best = [books.rank("She went home[.|]", end=end)[0].text for end in (False, True)]
+    assert best == ["She went home", "She went home."]
 
 
 def test_alternatives_rank_by_the_probability_of_the_whole_text():
@@ -152,7 +225,7 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     (scores,) = gaps.score_fillings(text.model, [given], [whole])
     spans = {row.text: row.given_both_sides for row in text.rank("a [cat|] sat")}
     assert abs(spans["a cat sat"] - 3 * scores.filling) < 1e-4 and one.text in spans
-    assert spans["a  sat"] == 0  # log p of nothing
+    assert spans["a  sat"] is None  # nothing has no probability
     with pytest.raises(ValueError, match="no alternatives"):
         text.rank("no brackets")
     with pytest.raises(ValueError, match="at most 512 combinations"):
@@ -160,7 +233,8 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     assert {row.given_both_sides for row in small("GPT-2").rank("a [cat|] sat")} == {
         None
     }
-    assert 0 in {row.given_both_sides for row in small("RADD").rank("a [cat|] sat")}
+    encoder = small("RADD").rank("a [cat|] sat")
+    assert {row.text for row in encoder if row.given_both_sides is None} == {"a  sat"}
     for call, name in (
         (lambda: text.fill("a[MASK:2]", candidates=0), "candidates"),
         (lambda: text.fill("a[MASK:2]", num_samples=0), "num_samples"),
@@ -172,14 +246,14 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
 
 
 def test_text_in_text_out(books):
-    found = books.fill("She[MASK:2-6] home.", candidates=3, mode="l2r", temperature=0.7)
+    options = {"candidates": 3, "mode": "l2r", "temperature": 0.7}
+    found = books.fill("She[MASK:2-6] home.", seed=3, **options)
     assert len(found) == 3 == len({filling.text for filling in found})
     assert all(f.text.startswith("She") and f.text.endswith(" home.") for f in found)
     rights = [filling.scores.right for filling in found]
     assert rights == sorted(rights, reverse=True)
-    assert found == books.fill(
-        "She[MASK:2-6] home.", candidates=3, mode="l2r", temperature=0.7
-    )
+    assert found == books.fill("She[MASK:2-6] home.", seed=3, **options)
+    assert {f.ranked_by for f in found} == {"right"} and {f.seed for f in found} == {3}
     text = books.generate("Once upon a time", 12, mode="l2r", temperature=0)
     assert (
         text.startswith("Once upon a time") and len(books.tokenizer.encode(text)) >= 12
@@ -194,10 +268,15 @@ def test_text_in_text_out(books):
     )
     assert books.score("A long text. " * 200).nats > 1000  # in blocks
     (likely,) = books.blanks("Once upon a[MASK] there was", 2048)
-    shares = [share for _, share in likely]
+    shares = [share for _, share, _ in likely]
     assert abs(sum(shares) - 1) < 1e-6 and shares == sorted(shares, reverse=True)
     log_p = books.score_each("Once upon a time there was").log_probs[5]
-    assert abs(math.log(dict(likely)[" time"]) - log_p) < 1e-4
+    by_text = {text: share for text, share, _ in likely}
+    assert abs(math.log(by_text[" time"]) - log_p) < 1e-4
+    assert len(by_text) == 2048  # each token has a text of its own
+    assert "<0xC3>" in by_text and not any("\ufffd" in text for text in by_text)
+    for text, _, token in likely[:99]:
+        assert books.tokenizer.to_bytes([token]) == text.encode() or "<0x" in text
     for wrong in (
         lambda: books.score(""),
         lambda: books.generate("a", 10**6),
@@ -233,7 +312,6 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         lambda: plain.score("abc", "random"),
         lambda: plain.score("abc", backwards),
         lambda: plain.score_each("abc"),
-        lambda: plain.fill("a[MASK:2]c", mode="l2r"),
         lambda: plain.compare(one, text, "random"),
         lambda: one.compare(plain, text, "random"),
     ):
@@ -256,8 +334,10 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         ("l2r", other.score(text)),
         ("random", other.score(text, "random")),
     ):
-        zeros = [i for i, p in enumerate(found.log_probs) if p == 0]
+        zeros = [i for i, p in enumerate(found.log_probs) if p is None]
         assert len(zeros) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
+        assert found.scored == 77
+        assert math.isclose(found.nats_per_token, found.nats / 77)
         if order == "l2r":
             assert zeros == [0, 32, 64]
             kept = [p for i, p in enumerate(whole.log_probs) if i not in zeros]
@@ -363,12 +443,24 @@ def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
     assert "play" in runpy.run_module("aogpt.sampling.live")
 
 
-def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, books):
+@pytest.fixture
+def command(monkeypatch, capsys, books):
+    """Run `aogpt NAME` in this process; what it prints."""
+    monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: books)
+
+    def call(name, *words):
+        monkeypatch.setattr("sys.argv", [f"aogpt {name}", BOOKS, *map(str, words)])
+        commands.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeypatch):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")
-    told = run_script(
-        "-m", "aogpt", "score", BOOKS, *texts, "--top", 2, "--json", path
-    ).stdout
+    words = ("-m", "aogpt", "score", BOOKS, *texts, "--top", 2, "--json", path)
+    told = run_script(*words).stdout
     plain, ranked, blanks = json.loads(path.read_text())["results"]
     assert abs(plain["log_prob"] + books.score("The old horse.").nats) < 1e-4
     assert [row["text"] for row in ranked["alternatives"]] == [
@@ -376,18 +468,276 @@ def test_score_prints_and_writes_what_it_found(tmp_path, monkeypatch, capsys, bo
     ]
     assert [len(row) for row in blanks["blanks"]] == [2, 2]
     assert "bits a byte" in told and "log p given both sides" in told
-    told = run_main(score, monkeypatch, capsys, BOOKS, texts[0], "--each")
-    assert "no probability of the text" in told
+    assert "no probability of the text" in command("score", texts[0], "--each")
     assert math.isclose(sum(plain["log_probs"]), plain["log_prob"], abs_tol=1e-6)
-    told = run_main(score, monkeypatch, capsys, BOOKS, "[MASKED] men")
-    assert "bits a byte" in told
+    assert "bits a byte" in command("score", "[MASKED] men")
+    assert "'<0xC3>'" in command("score", "caf\u00e9 \u00c3\u00df")
     for words, said in (
         ([], "give a text"),
         (["The [cat|dog][MASK] home."], "in separate texts"),
         (["a", "--each", "--order", "random"], "leave out --order"),
     ):
         with pytest.raises(ValueError, match=said):
-            run_main(score, monkeypatch, capsys, BOOKS, *words)
-    monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: small("GPT-2"))
-    told = run_main(score, monkeypatch, capsys, BOOKS, "The [cat|tax] barked.")
-    assert "share" in told and "both sides" not in told
+            command("score", *words)
+    plain_model = small("GPT-2")
+    no_start = dataclasses.replace(plain_model.loaded, scored_from=1)
+    for model in (plain_model, aogpt.TextModel(no_start)):
+        monkeypatch.setattr("aogpt.text_model.load", lambda *a, m=model, **k: m)
+        told = command("rank", "The [cat|tax] barked.")
+        assert "share" in told and "both sides" not in told
+    told = command("score", "abc")
+    assert "'a'" in told and "|       - |     - |" in told and "100.00%" not in told
+    assert "of 2 tokens" in told
+
+
+def test_every_command_answers(tmp_path, command, books):
+    path = tmp_path / "a.json"
+    text = "She[MASK:2-3] home."
+    told = command("fill", text, "--candidates", 2, "--seed", 3, "--json", path)
+    found = json.loads(path.read_text())["results"][0]["fillings"]
+    assert len(found) == 2 and "ranked by right; seed 3" in told
+    assert all(row["text"] in told for row in found)
+    assert found[0]["text"] == books.fill(text, 2, seed=3, temperature=0.7)[0].text
+    told = command("rank", "She went home[.|]", "--end")
+    assert told.index("home. ") < told.index("home  ")
+    assert "1." in command("blanks", "The dog[MASK] home.", "--top", 3)
+    told = command("generate", "Once upon", "--new-tokens", 5, "--num-samples", 2)
+    assert told.count("Once upon") == 2 and "seed " in told
+    again = command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
+    assert again == command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
+    for words, said in (
+        (("fill", "no mask here"), "there is no mask"),
+        (("generate", "a[MASK]"), "fill takes masks"),
+        (("rank", "no brackets"), "no alternatives"),
+        (("fill", text, "--top-p", 2), "--top-p is 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            command(*words)
+
+
+def test_candidates_of_one_length_are_ranked_given_both_sides(books):
+    """By the filling, not by the text after it alone."""
+    found = books.fill("The old[MASK] barked.", 8, seed=0, num_samples=32)
+    likely = {
+        token: p for _, p, token in books.blanks("The old[MASK] barked.", 2048)[0]
+    }
+    probabilities = [likely[f.tokens[f.context.index(None)]] for f in found]
+    assert probabilities == sorted(probabilities, reverse=True) and len(found) == 8
+    assert {f.ranked_by for f in found} == {"filling"}
+    for by in ("right", "joint"):
+        values = [
+            getattr(f.scores, by)
+            for f in books.fill(
+                "The old[MASK] barked.", 8, seed=0, num_samples=32, rank_by=by
+            )
+        ]
+        assert values == sorted(values, reverse=True)
+    with pytest.raises(ValueError, match='rank_by is "right"'):
+        books.fill("The old[MASK]", rank_by="right")
+
+
+def test_without_a_seed_every_call_draws_anew_and_says_its_seed(books):
+    texts = {books.generate("Once", 12) for _ in range(4)}
+    assert len(texts) == 4
+    one = books.generate("Once", 12)
+    assert books.generate("Once", 12, seed=one.seed) == one
+    fills = [books.fill("She[MASK:4] home.")[0] for _ in range(4)]
+    assert len({filling.text for filling in fills}) > 1
+    again = books.fill("She[MASK:4] home.", seed=fills[0].seed)[0]
+    assert again == fills[0]
+    for seed in (-1, 2**64, 1.5):
+        for call in (
+            books.generate,
+            lambda *_, seed: books.fill("a[MASK]b", seed=seed),
+        ):
+            with pytest.raises(ValueError, match="^seed is "):
+                call("Once", seed=seed)
+
+
+def test_lists_in_lists_out(books):
+    texts = [
+        "The old horse was tired.",
+        "It rained.",
+        "Once upon a time there was a king.",
+    ]
+    together = books.score(texts)
+    for text, scored in zip(texts, together, strict=True):
+        alone = books.score(text)
+        assert scored.pieces == alone.pieces and scored.bytes == alone.bytes
+        assert scored.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+    encoder = small("RADD")
+    for order in ("l2r", "random"):
+        pairs = zip(texts, encoder.score(texts, order), strict=True)
+        for text, scored in pairs:
+            alone = encoder.score(text, order).log_probs
+            assert scored.log_probs == pytest.approx(alone, abs=1e-4)
+    assert books.score([]) == books.generate([]) == books.fill([]) == []
+    samples = books.generate(["Once", "The old horse"], 5, num_samples=2, seed=1)
+    assert [len(row) for row in samples] == [2, 2]
+    assert all(text.startswith("Once") for text in samples[0])
+    gapped = ["She[MASK:2] home.", "He[MASK:1-2] away."]
+    assert books.fill(gapped, seed=1) == [books.fill(text, seed=1) for text in gapped]
+    brackets = ["The [cat|dog] sat.", "It was [dark|old]."]
+    shares = [[row.share for row in rows] for rows in books.rank(brackets)]
+    assert [len(row) for row in shares] == [2, 2]
+    (first, _) = books.blanks(["a[MASK] b", "c[MASK:2] d"], top=3)
+    assert first == books.blanks("a[MASK] b", top=3)
+
+
+def test_a_mask_that_is_no_gap_is_told(books):
+    for call, words in (
+        (lambda: books.score("The cat[MASK] home."), "fill or blanks"),
+        (lambda: books.score_each("The cat[MASK:2] home."), "fill or blanks"),
+        (lambda: books.generate("She[MASK:2] home"), "fill takes masks"),
+        (lambda: books.rank("The [cat|dog][MASK] home."), "fill takes masks"),
+        (lambda: books.compare(books, "The cat[MASK] home."), "without one"),
+    ):
+        with pytest.raises(ValueError, match=f"the text has a mask, .*{words}"):
+            call()
+    assert books.score("[MASKED] men").nats > 0  # that is no mask
+
+
+def test_mistakes_are_told_in_the_words_of_python(books):
+    for options, words in (
+        ({"temprature": 1}, "no option 'temprature'; did you mean 'temperature'"),
+        ({"num_sample": 1}, "did you mean 'num_samples'"),
+        ({"mode": "l2r", "steps": 3}, "steps has no meaning with mode l2r"),
+        ({"top_p": 2}, "top_p is 2"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"mode": "order", "order": "no"}, "order"),
+        ({"candidates": 10**9}, "candidates is 1000000000; give a number at least 1"),
+        ({"num_samples": 10**9}, "num_samples is 1000000000"),
+    ):
+        with pytest.raises(ValueError, match=words) as told:
+            books.fill("She[MASK:2] home.", **options)
+        assert "--" not in str(told.value), told.value
+    with pytest.raises(ValueError, match="checkpoint") as told:
+        aogpt.load(BOOKS, checkpoint="7")
+    assert "--" not in str(told.value)
+
+
+def test_models_are_compared_on_independent_texts():
+    """Each text is scored by itself, and the error is that over texts."""
+    one = small("AO-GPT")
+    other = small("two_stream")
+    texts = [f"sentence {word} of many" for word in "one two three four five".split()]
+    found = one.compare(other, texts)
+    pairs = zip(one.score(texts), other.score(texts), strict=True)
+    gaps_of_texts = [(a.nats - b.nats, a.scored) for a, b in pairs]
+    total = sum(count for _, count in gaps_of_texts)
+    assert math.isclose(
+        found.nll, sum(gap for gap, _ in gaps_of_texts) / total, abs_tol=1e-5
+    )
+    assert found.documents == 5 and found.sequences == 5
+    joined = one.compare(other, " ".join(texts))
+    assert joined.documents == 1
+    back = other.compare(one, texts, "random", seed=1)
+    there = one.compare(other, texts, "random", seed=1)
+    assert math.isclose(back.nll, -there.nll, abs_tol=1e-6)
+
+
+def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
+    text = small("GPT-2")
+    other = aogpt.TextModel(dataclasses.replace(text.loaded, scored_from=1))
+    with pytest.raises(ValueError, match="put a word before them"):
+        other.rank("[He|~|Q] said.")
+    assert len(other.rank("He [ran|sat].")) == 2
+
+
+# ---- plain GPTs: sampling-importance-resampling --------------------------------------------------
+
+
+def exact_fillings(model, gapped, tokens):
+    """p of every filling given the text around its gaps, by enumeration of 3 tokens."""
+    log_probs = {}
+    for sizes in itertools.product(*gapped.lengths):
+        context = gapped.context(sizes)
+        for filling in itertools.product(range(tokens), repeat=context.count(None)):
+            rest = iter(filling)
+            row = [next(rest) if token is None else token for token in context]
+            order = torch.arange(len(row))[None]
+            found = model.token_log_probs(torch.tensor([row]), order).double()
+            log_probs[(tuple(row), sizes)] = float(
+                found[0, len(gapped.known[0]) :].sum()
+            )
+    total = torch.tensor(list(log_probs.values())).logsumexp(dim=0)
+    return log_probs, {k: math.exp(v - float(total)) for k, v in log_probs.items()}
+
+
+RESAMPLED = [
+    gaps.Gapped([[0], [1, 2, 0]], [range(2, 3)]),
+    gaps.Gapped([[0], [1, 2]], [range(1, 4)]),
+    gaps.Gapped([[0], [1, 2], [2]], [range(1, 3), range(2, 3)]),
+    gaps.Gapped([[0], [1], []], [range(1, 2), range(1, 2)]),
+]
+
+
+@pytest.mark.parametrize(
+    "gapped", RESAMPLED, ids=["one", "lengths", "two", "at the end"]
+)
+def test_resampled_fillings_follow_the_exact_distribution(gapped):
+    model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
+    model.eval()
+    log_probs, exact = exact_fillings(model, gapped, 3)
+    places = {key: place for place, key in enumerate(exact)}
+    expected = torch.tensor(list(exact.values()))
+    errors = []
+    for draws in (4, 128, 2**14):
+        found = fill_by_resampling(model, gapped, seed=1, draws=draws, vocab_size=3)
+        keys = []
+        for tokens, context in zip(found.tokens, found.contexts, strict=True):
+            runs = itertools.groupby(context, key=lambda token: token is None)
+            sizes = tuple(len(list(run)) for blank, run in runs if blank)
+            keys.append((tuple(tokens), sizes))
+        weights = dict(zip(keys, found.weights, strict=True))
+        assert math.isclose(sum(weights.values()), 1, abs_tol=1e-9)
+        assert 1 <= found.effective_sample_size <= len(exact) * draws
+        for key, scores in zip(keys, found.scores, strict=True):
+            count = len(key[0]) - len(gapped.known[0])
+            assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
+        errors.append(sum(abs(weights.get(k, 0) - p) for k, p in exact.items()) / 2)
+        if draws == 2**14:
+            # far fewer than the draws, so that theirs is the only noise
+            counts = torch.zeros(len(exact), dtype=torch.long)
+            for i in found.resampled(1500, seed=5):
+                counts[places[keys[i]]] += 1
+            assert chi_square_p(counts, expected * 1500) > 1e-3
+        if draws == 4:
+            counts = torch.zeros(len(exact), dtype=torch.long)
+            for i in found.resampled(1500, seed=5):
+                counts[places[keys[i]]] += 1
+            assert chi_square_p(counts, expected * 1500) < 1e-3
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
+
+
+def test_a_plain_gpt_fills_gaps_in_text():
+    plain = small("GPT, rotary")
+    found = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
+    assert len(found) == 5 and {f.seed for f in found} == {1}
+    again = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
+    assert [(f.text, f.weight) for f in found] == [(f.text, f.weight) for f in again]
+    for filling in found:
+        kept = [t for t in filling.context if t is not None]
+        assert bytes(kept) == b"ac df." and 0 < filling.weight <= 1
+        assert filling.effective_sample_size >= 1
+        (scores,) = gaps.score_fillings(
+            plain.model, [filling.context], [filling.tokens]
+        )
+        assert math.isclose(scores.joint, filling.scores.joint, abs_tol=1e-4)
+        assert math.isclose(scores.right, filling.scores.right, abs_tol=1e-4)
+    joint = [f.scores.joint for f in plain.fill("a[MASK:2]c", 9, seed=1)]
+    assert joint == sorted(joint, reverse=True) and len(joint) == 9
+    assert plain.fill("a[MASK:3]", seed=1)[0].weight is None  # it only continues
+    right = [
+        f.scores.right for f in plain.fill("a[MASK:1-3]c", 9, seed=1, rank_by="right")
+    ]
+    assert right == sorted(right, reverse=True)
+    other = aogpt.TextModel(dataclasses.replace(plain.loaded, scored_from=1))
+    for call, words in (
+        (lambda: plain.fill("a[MASK:2]c", rank_by="filling"), "given both sides"),
+        (lambda: plain.fill("a[MASK:2]c", mode="random"), "mode random"),
+        (lambda: other.fill("[MASK:2]c"), "no start token"),
+        (lambda: plain.fill("a[MASK:1-20]c[MASK:1-20]e"), "narrower ranges"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -1,8 +1,11 @@
 """Texts with gaps, some of unknown length: read, filled at every length, and ranked.
 
-[MASK:3] is three tokens, [MASK] one, [MASK:2-12] two to twelve. Fillings
-of different lengths are ranked by the log-probability per token of the known text after them, given
-all that is before it. The filling's own probability falls with every token.
+[MASK:3] is three tokens, [MASK] one, [MASK:2-12] two to twelve. Fillings of one length
+are ranked by their probability given the known text on both sides. That falls with
+every token, so fillings of different lengths are ranked by the log-probability per
+token of the known text after them, given all that is before it. A plain GPT has no
+probability given both sides. For one text and one length the joint probability of the
+filling and the text after it ranks in the same way.
 
 Shapes: N fillings, T positions of the longest."""
 
@@ -11,6 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +28,7 @@ from .modes import Context
 
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
 MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
+RankBy = Literal["filling", "right", "joint"]  # a field of `Scores`
 
 
 class TooLong(UserError):
@@ -31,61 +36,103 @@ class TooLong(UserError):
 
 
 def read_gaps(text: str) -> list[str | range]:
-    """Text and the lengths of gaps, in turn; UserError for a mask that is not written correctly."""
+    """Return text and the lengths of gaps, in turn. Raises UserError for a text without
+    a mask, and for a mask that is not written correctly."""
     parts: list[str | range] = []
     for number, part in enumerate(MASK.split(text)):
         if number % 2 == 0:
             parts.append(part)
-        elif mask := re.fullmatch(
+            continue
+        mask = re.fullmatch(
             r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]", part
-        ):
-            shortest = int(mask[1] or 1)
-            parts.append(range(shortest, int(mask[2] or shortest) + 1))
-            if not parts[-1]:
-                raise UserError(f"{part} has no length; write the shorter one first")
-        else:
-            advice = "write [MASK:n] for n tokens, [MASK:n-m] for n to m, n at least 1"
-            raise UserError(f"{part[:40]!r} is not a mask; {advice}")
+        )
+        if mask is None:
+            raise UserError(
+                f"{part[:40]!r} is not a mask; write [MASK:n] for n tokens, "
+                "[MASK:n-m] for n to m, n at least 1"
+            )
+        shortest = int(mask[1] or 1)
+        longest = int(mask[2] or shortest)
+        if longest < shortest:
+            raise UserError(f"{part} has no length; write the shorter one first")
+        parts.append(range(shortest, longest + 1))
     if len(parts) == 1:
         raise UserError("there is no mask; write [MASK:n] for n new tokens")
     return parts
 
 
-def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
-    """The tokens of a text, None in its gaps, for every combination of lengths. Raises UserError if
-    the shortest does not fit into a block; longer ones that do not are left out."""
+def refuse_masks(text: str, advice: str) -> None:
+    """Raise UserError for a text that has a mask where none is allowed."""
+    if mask := MASK.search(text):
+        raise UserError(f"the text has a mask, {mask[0][:40]}: {advice}")
+
+
+@dataclass(frozen=True)
+class Gapped:
+    """A text with gaps: known tokens before, between and after them, and the gaps'
+    lengths."""
+
+    known: list[list[int]]  # one more than there are gaps; may be empty
+    lengths: list[range]
+
+    @property
+    def combinations(self) -> int:
+        """The number of combinations of lengths."""
+        return math.prod(len(lengths) for lengths in self.lengths)
+
+    @property
+    def only_continues(self) -> bool:
+        """Whether one gap, at the end, is all there is to fill in."""
+        return len(self.lengths) == 1 and not self.known[1]
+
+    def context(self, lengths: Sequence[int]) -> Context:
+        """Return the tokens, None in gaps of these lengths."""
+        tokens: Context = list(self.known[0])
+        for length, after in zip(lengths, self.known[1:], strict=True):
+            tokens += [None] * length
+            tokens += after
+        return tokens
+
+    def contexts(self, block_size: int) -> list[Context]:
+        """Return the context of every combination of lengths that fits into a block."""
+        found = map(self.context, itertools.product(*self.lengths))
+        return [context for context in found if len(context) <= block_size]
+
+
+def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
+    """Return the tokens and gaps of a text. Raises UserError if the shortest gaps do
+    not fit into a block, and for gaps of unknown length that nothing can judge."""
     parts = read_gaps(text)
-    first, *others = parts[::2]
-    known = [tokenizer.encode(first), *map(tokenizer.encode_after, others)]
-    gaps = parts[1::2]
-    total = sum(map(len, known))
-    if total + sum(gap[0] for gap in gaps) > block_size:
+    known = [tokenizer.encode(parts[0])]
+    known += [tokenizer.encode_after(part) for part in parts[2::2]]
+    gapped = Gapped(known, parts[1::2])
+    if len(gapped.context([lengths[0] for lengths in gapped.lengths])) > block_size:
         raise TooLong(
             f"text and masks exceed the block size, {block_size} tokens; shorten them"
         )
-    if (count := math.prod(map(len, gaps))) > MOST_LENGTHS:
-        what = f"its masks have {count:,} combinations of lengths, more than {MOST_LENGTHS}"
-        raise UserError(f"{what}; give narrower ranges")
-    if count > 1 and not known[-1]:
+    if gapped.combinations > MOST_LENGTHS:
+        raise UserError(
+            f"its masks have {gapped.combinations:,} combinations of lengths, "
+            f"more than {MOST_LENGTHS}; give narrower ranges"
+        )
+    if gapped.combinations > 1 and not known[-1]:
         raise UserError(
             "a mask of unknown length needs text after the last mask to be judged by"
         )
-    found = []
-    for lengths in itertools.product(*gaps):
-        if total + sum(lengths) <= block_size:
-            blanks = [[None] * length for length in lengths]
-            pairs = itertools.zip_longest(known, blanks, fillvalue=[])
-            found.append([token for pair in pairs for part in pair for token in part])
-    return found
+    return gapped
+
+
+def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
+    """Return the tokens of a text, None in its gaps, for every combination of lengths
+    that fits into a block. Raises UserError as `encode_gaps` does."""
+    return encode_gaps(text, tokenizer, block_size).contexts(block_size)
 
 
 @dataclass(frozen=True)
 class Scores:
     """The log-probabilities that rank a filling, nats per token."""
 
-    right: (
-        float  # the known text after the first gap, given all that is before each token
-    )
+    right: float  # the known text after the first gap, each token given all before it
     joint: float  # that text and the filling, in the same way
     filling: float  # the filling, given the known text on all sides
 
@@ -97,8 +144,9 @@ def score_fillings(
     tokens: Sequence[list[int]],
     batch_size: int = 16,
 ) -> list[Scores]:
-    """given: the context of each of N fillings; tokens: the whole text of each. NaN: `right`
-    without known text after the first gap, `filling` of a model that can only continue a text."""
+    """Score N fillings. given: the context of each; tokens: the whole text of each.
+    NaN: `right` without known text after the first gap, `filling` without a gap or of a
+    plain GPT."""
     scores = []
     for start in range(0, len(tokens), batch_size):
         rows = slice(start, start + batch_size)
@@ -106,9 +154,11 @@ def score_fillings(
     return scores
 
 
-def _score(model: AOGPT, given, tokens) -> list[Scores]:
+def _score(
+    model: AOGPT, given: Sequence[Context], tokens: Sequence[list[int]]
+) -> list[Scores]:
     lengths = torch.tensor([len(row) for row in tokens])
-    x = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
+    x = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)  # (N, T)
     known = [torch.tensor([token is not None for token in row]) for row in given]
     blank = ~pad_sequence(known, batch_first=True, padding_value=True)
     position = torch.arange(x.shape[1]).expand_as(x)
@@ -118,43 +168,70 @@ def _score(model: AOGPT, given, tokens) -> list[Scores]:
     along = log_probs_along(model, x, position, lengths, first.squeeze(1))
     filling = torch.full((len(x),), math.nan, dtype=torch.float64)
     if not model.config.l2r_only:
+        # what is known first, then the gaps, then the padding
         order = (blank + 2 * padding).argsort(dim=1, stable=True)
         before = (~blank & ~padding).sum(dim=1)
         last = log_probs_along(model, x, order, lengths, before)
         filling = _mean(last, blank.gather(1, order))
-    sums = (_mean(along, after & ~blank), _mean(along, after), filling)
-    return [Scores(*row) for row in zip(*(v.tolist() for v in sums), strict=True)]
+    right = _mean(along, after & ~blank)
+    joint = _mean(along, after)
+    return [
+        Scores(*values)
+        for values in zip(right.tolist(), joint.tolist(), filling.tolist(), strict=True)
+    ]
 
 
 def log_probs_along(
     model: AOGPT, x: Tensor, order: Tensor, lengths: Tensor, start: Tensor
 ) -> Tensor:
-    """log p of every token along an order, float64 (N, T) in its steps, from step `start` (N,) on:
-    a pass for a decoder, one a step for an encoder. Orders end with the padding."""
+    """Return log p of every token along an order, float64 (N, T) in its steps, from
+    step `start` (N,) on: a pass for a decoder, one a step for an encoder. Orders end
+    with the padding."""
     device = model.wte.weight.device
-    more = (
-        {"prompt_lengths": start, "lengths": lengths} if model.config.is_encoder else {}
-    )
-    more = {name: value.to(device) for name, value in more.items()}
-    return (
-        group_log_probs(model, x.to(device), order.to(device), 1, **more).cpu().double()
-    )
+    if model.config.is_encoder:
+        found = group_log_probs(
+            model,
+            x.to(device),
+            order.to(device),
+            1,
+            prompt_lengths=start.to(device),
+            lengths=lengths.to(device),
+        )
+    else:
+        found = group_log_probs(model, x.to(device), order.to(device), 1)
+    return found.cpu().double()
 
 
 def _mean(log_probs: Tensor, where: Tensor) -> Tensor:
     return (log_probs * where).sum(dim=1) / where.sum(dim=1)  # NaN where there are none
 
 
-def ranked(scores: Sequence[Scores]) -> list[int]:
-    """The numbers of the fillings, the best first; without text to the right by `joint`."""
-    keys = [score.joint if math.isnan(score.right) else score.right for score in scores]
-    return sorted(range(len(keys)), key=lambda i: -keys[i])
+def rank_by(model: AOGPT, given: Sequence[Context]) -> RankBy:
+    """Return the score that ranks fillings of these contexts: "right" for different
+    lengths; for one length "filling", which is the probability given both sides, or a
+    plain GPT's "joint"."""
+    if len({context.count(None) for context in given}) > 1:
+        return "right"
+    return "joint" if model.config.l2r_only else "filling"
 
 
-def best_fillings(model: AOGPT, given, tokens, most: int) -> list[tuple[int, Scores]]:
-    """Numbers and scores of at most `most` fillings with different tokens, the best first."""
-    distinct = list({tuple(row): i for i, row in enumerate(tokens)}.values())
-    found = score_fillings(
-        model, [given[i] for i in distinct], [tokens[i] for i in distinct]
-    )
-    return [(distinct[i], found[i]) for i in ranked(found)[:most]]
+def ranked(scores: Sequence[Scores], by: RankBy) -> list[int]:
+    """Return the numbers of the fillings, the best first."""
+    return sorted(range(len(scores)), key=lambda i: -getattr(scores[i], by))
+
+
+def best_fillings(
+    model: AOGPT,
+    given: Sequence[Context],
+    tokens: Sequence[list[int]],
+    most: int,
+    by: RankBy | None = None,
+) -> list[tuple[int, Scores]]:
+    """Return numbers and scores of at most `most` fillings with different tokens, the
+    best first. by: the score that ranks them, `rank_by` if None."""
+    numbers = {tuple(row): i for i, row in enumerate(tokens)}
+    distinct = list(numbers.values())
+    contexts_of_distinct = [given[i] for i in distinct]
+    scores = score_fillings(model, contexts_of_distinct, [tokens[i] for i in distinct])
+    places = ranked(scores, by or rank_by(model, contexts_of_distinct))
+    return [(distinct[i], scores[i]) for i in places[:most]]

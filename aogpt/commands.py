@@ -1,0 +1,343 @@
+"""The commands `aogpt score|fill|rank|blanks|generate MODEL TEXT ...`.
+
+Each is a dataclass of its options with a method `answer` for one text, which returns
+plain values, for --json, and the lines to show."""
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from . import text_model as aogpt
+from .data.pieces import token_text
+from .runtime.command_line import ModelOptions, run_script, show
+from .runtime.devices import pick_device, pick_dtype
+from .runtime.errors import UserError
+from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
+from .runtime.validation import Count, Probability, check_values
+from .sampling import gaps
+from .sampling.gaps import RankBy
+from .sampling.modes import Mode
+from .sampling.token_choice import Temperature
+
+Answer = tuple[dict, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ModelOptions, OutputOptions):
+    """What the commands share."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face
+    repo id."""
+    texts: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")
+    ]
+    """One text or several."""
+    adapter: Path | None = None
+    """Folder of a LoRA adapter for the model."""
+    json: Path | None = None
+    """Also write all results to this file."""
+
+    def check(self) -> None:
+        """Raise UserError for options that exclude each other."""
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        """Return the results for a text: plain values, and lines to show."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(Command):
+    """Score texts: the probability of each token and of the whole text.
+
+    aogpt score MODEL "The old horse was tired." --order random
+    aogpt score MODEL "The old horse was tired." --each
+    aogpt score MODEL "The [cat|dog|tax] barked."      (as aogpt rank)
+    aogpt score MODEL "The dog[MASK:2] at the moon."   (as aogpt blanks)
+
+    Log-probabilities are natural logarithms. For long texts and data sets see
+    eval_ppl.py."""
+
+    order: str = "l2r"
+    """Order in which tokens are predicted: l2r, random or another order.kind, as
+    slots:block=8."""
+    each: bool = False
+    """Score each token given all others, before and after it, instead of along an
+    order."""
+    end: bool = False
+    """Score the end of the text, too, as one more token."""
+    top: Count = 10
+    """Number of tokens to list for each mask."""
+
+    def check(self) -> None:
+        if self.each and (self.order != "l2r" or self.end):
+            raise UserError(
+                "--each uses no order and no end: leave out --order and --end"
+            )
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        has_alternatives = aogpt.ALTERNATIVES.search(text)
+        if gaps.MASK.search(text):
+            if has_alternatives:
+                raise UserError("give masks and alternatives in separate texts")
+            return blanks_answer(model, text, self.top)
+        if has_alternatives:
+            return rank_answer(model, text, self.end)
+        if self.each:
+            scored = model.score_each(text)
+            values = {"sum": -scored.nats}
+            lines = token_table(model, scored)
+            lines.append(
+                f"each given all others: sum {-scored.nats:.3f}, no probability of the text"
+            )
+        else:
+            scored = model.score(text, self.order, self.seed, end=self.end)
+            values = {
+                "log_prob": -scored.nats,
+                "scored": scored.scored,
+                "nats_per_token": scored.nats_per_token,
+                "bits_per_byte": scored.bits_per_byte,
+            }
+            lines = token_table(model, scored)
+            lines.append(
+                f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} tokens, "
+                f"{scored.bits_per_byte:.4f} bits a byte"
+            )
+        return values | asdict(scored), lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank(Command):
+    """Rank alternatives in a text by the probability of the whole text.
+
+    aogpt rank MODEL "The [cat|dog|tax] barked."
+    aogpt rank MODEL "She went home[.|]" --end"""
+
+    end: bool = False
+    """Score the end of the text, too: for alternatives at the end."""
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        return rank_answer(model, text, self.end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blanks(Command):
+    """List the likeliest tokens for each masked token, given the text on both sides.
+
+    aogpt blanks MODEL "The dog[MASK:2] at the moon." --top 5"""
+
+    top: Count = 10
+    """Number of tokens to list for each mask."""
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        return blanks_answer(model, text, self.top)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Command):
+    """How tokens are drawn."""
+
+    seed: int | None = None
+    """Repeats the samples; by default they are drawn anew each time."""
+    num_samples: Count | None = None
+    """Samples to draw."""
+    top_p: Probability = 1.0
+    """Draw from the most probable tokens that together have this probability."""
+    mode: Mode | None = None
+    """Order of the tokens: mdm (default), l2r (default of a plain GPT), confidence,
+    ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill(Drawing):
+    """Fill the gaps of a text: [MASK] is one token, [MASK:3] three, [MASK:2-6] two to
+    six.
+
+    aogpt fill MODEL "The doctor[MASK:3-8] and closed the door." --candidates 3
+
+    Put no space before a mask: words begin with theirs. A plain GPT fills gaps, too: it
+    draws continuations, by default 64, and weights them by how well the text goes
+    on."""
+
+    candidates: Count = 3
+    """Different fillings to show at most, the best first."""
+    temperature: Temperature | None = None
+    """By default 0.7; of a plain GPT 0.75, for which the weights correct."""
+    rank_by: RankBy | None = None
+    """What ranks fillings: filling (log p given both sides), right (of the text to the
+    right), joint (of both). By default filling for gaps of known length, else right;
+    joint of a plain GPT."""
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        temperature = self.temperature
+        if temperature is None and not model.model.config.l2r_only:
+            temperature = 0.7
+        found = model.fill(
+            text,
+            self.candidates,
+            num_samples=self.num_samples,
+            seed=self.seed,
+            temperature=temperature,
+            top_p=self.top_p,
+            mode=self.mode,
+            rank_by=self.rank_by,
+        )
+        head = ["text", "log p of the text to the right", "joint", "filling"]
+        cells = []
+        for filling in found:
+            scores = filling.scores
+            values = [scores.right, scores.joint, scores.filling]
+            cells.append([one_line(filling.text), *map(number, values)])
+        last = f"nats per token; ranked by {found[0].ranked_by}; seed {found[0].seed}"
+        if found[0].weight is not None:
+            head.append("weight")
+            for row, filling in zip(cells, found, strict=True):
+                row.append(f"{filling.weight:.1%}")
+            last += f"; effective sample size {found[0].effective_sample_size:.1f}"
+        lines = [*markdown_table(head, cells), "", last]
+        fillings = []
+        for filling in found:
+            row = asdict(filling)
+            for name, value in row["scores"].items():
+                if math.isnan(value):
+                    row["scores"][name] = None
+            fillings.append(row)
+        return {"fillings": fillings}, lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Drawing):
+    """Continue a text.
+
+    aogpt generate MODEL "Once upon a time" --new-tokens 60"""
+
+    new_tokens: Count = 60
+    """Tokens to generate."""
+    temperature: Temperature = 0.7
+    """0 takes the most probable token."""
+
+    def answer(self, model: aogpt.TextModel, text: str) -> Answer:
+        samples = model.generate(
+            text,
+            self.new_tokens,
+            num_samples=self.num_samples or 1,
+            seed=self.seed,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            mode=self.mode,
+        )
+        seed = samples[0].seed
+        lines = []
+        for sample in samples:
+            lines += [sample, ""]
+        return {"samples": list(map(str, samples)), "seed": seed}, [
+            *lines,
+            f"seed {seed}",
+        ]
+
+
+COMMANDS = {
+    "score": Score,
+    "fill": Fill,
+    "rank": Rank,
+    "blanks": Blanks,
+    "generate": Generate,
+}
+
+
+def number(value: float | None) -> str:
+    """A number with three decimals, "-" for none."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.3f}"
+
+
+def one_line(text: str) -> str:
+    """A text in which line ends and other control characters are escaped."""
+    return repr(text)[1:-1]
+
+
+def token_table(model: aogpt.TextModel, scored: aogpt.Scored) -> list[str]:
+    """The lines of a table of tokens, "-" for those that are not scored."""
+    cells = []
+    for token, log_prob in zip(scored.ids, scored.log_probs, strict=True):
+        probability = "-"
+        if log_prob is not None:
+            probability = f"{math.exp(log_prob):.2%}"
+        text = repr(token_text(model.tokenizer, token))
+        cells.append([text, number(log_prob), probability])
+    return [*markdown_table(["token", "log p", "p"], cells), ""]
+
+
+def rank_answer(model: aogpt.TextModel, text: str, end: bool) -> Answer:
+    """Ranked alternatives."""
+    found = model.rank(text, end=end)
+    head = ["text", "log p", "share"]
+    has_both_sides = any(row.given_both_sides is not None for row in found)
+    if has_both_sides:
+        head.append("log p given both sides")
+    cells = []
+    for row in found:
+        values = [one_line(row.text), number(row.log_prob), f"{row.share:.1%}"]
+        if has_both_sides:
+            values.append(number(row.given_both_sides))
+        cells.append(values)
+    lines = markdown_table(head, cells)
+    if has_both_sides:
+        lines += ["", "given both sides: the tokens that alternatives do not share"]
+    return {"alternatives": [asdict(row) for row in found]}, lines
+
+
+def blanks_answer(model: aogpt.TextModel, text: str, top: int) -> Answer:
+    """The likeliest tokens of each blank."""
+    blanks = model.blanks(text, top)
+    head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
+    cells = []
+    for place, likely in enumerate(blanks, 1):
+        texts = [f"{token.text!r} {token.probability:.1%}" for token in likely]
+        cells.append([str(place), *texts])
+    values = [[token._asdict() for token in likely] for likely in blanks]
+    return {"blanks": values}, [text, "", *markdown_table(head, cells, left=len(head))]
+
+
+def run(command: str) -> None:
+    """Run the command of this name with the words of the command line."""
+    a = tyro.cli(COMMANDS[command])
+    check_values(a)
+    a.check()
+    if not a.texts:
+        raise UserError(f'give a text, as aogpt {command} {a.model} "The cat sat."')
+    outputs = Outputs({"--json": a.json}, [a.model], a.overwrite)
+    device = pick_device(a.device)
+    model = aogpt.load(
+        a.model,
+        adapter=a.adapter,
+        weights=a.weights,
+        device=device,
+        block_size=a.block_size,
+        checkpoint=a.checkpoint,
+    )
+    dtype = pick_dtype(a.dtype, device)
+    model.model.to(dtype)
+    rows = []
+    for text in a.texts:
+        values, lines = a.answer(model, text)
+        rows.append({"text": text} | values)
+        show(*lines, "", sep="\n")
+    with outputs:
+        origin = provenance(a, dtype, device, checkpoint=model.loaded.describe())
+        outputs.write_json(a.json, {"results": rows} | origin)
+
+
+def main() -> None:
+    """Run the command that `python -m aogpt` has put into sys.argv, as "aogpt
+    score"."""
+    run(sys.argv[0].split()[-1])
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,370 @@
+"""Gaps of a plain GPT, filled without training: sampling-importance-resampling (Rubin
+1987).
+
+A plain GPT continues texts. But what it says of whole texts also says what fits into a
+gap: p(filling | left, right) is p(filling | left) p(right | left, filling), up to a
+factor. So
+
+1. draw K continuations of the left text from q, the model at a temperature below 1;
+2. weight each by p(filling | left) p(right | left, filling) / q(filling | left);
+3. take fillings in proportion to their weights.
+
+This is exact as K grows. The effective sample size, 1 / sum of squared weights, says
+how many of the K continuations count: where it is near 1, more are needed.
+
+The first n tokens of a continuation are a filling of n tokens, so lengths from 2 to 6
+are drawn at the cost of 6, and compared by the probability of the whole text. The pass
+that draws token n + 1 also says how probable the first token after a filling of n
+tokens is. By that, K fillings are chosen from all rows and lengths (sequential Monte
+Carlo, Gordon et al. 1993), and only these read the rest of the text, each different one
+once. Several gaps are filled one after the other.
+
+Shapes: K rows (continuations), T positions of the longest text, n tokens of a filling,
+m tokens of known text after it, V vocabulary."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model import AOGPT
+from ..runtime.devices import supports_float64
+from ..runtime.errors import UserError
+from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
+from .cached import KVCache, cached_hidden, float32_logits, make_steps
+from .gaps import Gapped, Scores, TooLong
+from .modes import Context
+from .race import draw
+from .token_choice import TokenChoice, probabilities
+
+DRAWS = 64  # continuations
+TEMPERATURE = 0.75  # at which they are drawn
+RESAMPLED = 2**32  # of random numbers: an index that no gap has
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Different fillings of a text, the best first.
+
+    Where all have one length, the most probable text is the best. Of different lengths
+    the probability of the text after the first gap counts twice: alone the probability
+    of the whole text prefers a likely phrase that the text after it does not go on
+    from."""
+
+    tokens: list[list[int]]  # of the whole text
+    contexts: list[Context]  # the tokens, None in the gaps
+    scores: list[Scores]  # nats per token; none given both sides
+    weights: list[float]  # estimates of p(filling | known text); their sum is 1
+    effective_sample_size: float  # of the continuations, the least of all gaps
+    model_calls: int
+    token_forwards: int
+
+    def resampled(self, count: int, seed: int) -> list[int]:
+        """Return the numbers of `count` fillings, drawn by weight, each
+        independently."""
+        uniforms = to_uniform(philox_bits(seed, RESAMPLED, range(count), 1, PLANS))
+        return _inverse(
+            torch.tensor(self.weights).double(), torch.from_numpy(uniforms[:, 0])
+        )
+
+
+class Rows:
+    """K texts that are continued, with their keys and values. What is drawn, and the
+    numbers of tokens, are on the host."""
+
+    def __init__(self, model: AOGPT, left: list[int], draws: int, length: int):
+        self.model = model
+        device = model.wte.weight.device
+        self.draw_device = device if supports_float64(device) else torch.device("cpu")
+        self.cache = KVCache(
+            model.config, draws, length, device, model.wte.weight.dtype
+        )
+        self.tokens = torch.zeros(draws, length, dtype=torch.long)
+        self.tokens[:, : len(left)] = torch.tensor(left, dtype=torch.long)
+        self.order = torch.arange(length, device=device).expand(draws, length)
+        self.known = torch.full((draws,), len(left))  # tokens
+        self.cached = torch.zeros(draws, dtype=torch.long)  # inputs in the cache
+        self.model_calls = 0
+        self.token_forwards = 0
+
+    def read(self, count: Tensor) -> Tensor:
+        """Compute the next `count` (K,) inputs of each row: final hidden states, those
+        of a row after those of the row before. Input i holds token i - 1 and predicts
+        token i."""
+        (step,) = make_steps(
+            cached=self.cached[None],
+            known=(self.cached + count - 1).clamp(min=0)[None],
+            count=count[None],
+            candidates=count[None],
+            size=count[None],
+            device=self.order.device,
+        )
+        self.model_calls += 1
+        self.token_forwards += int(count.sum())
+        self.cached = self.cached + count
+        tokens = self.tokens.to(self.order.device)
+        return cached_hidden(self.model, tokens, self.order, step, self.cache)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return log p (rows, V) of the next token after each state, in float64."""
+        logits = float32_logits(self.model, hidden)
+        return logits.to(self.draw_device).double().log_softmax(dim=-1)
+
+    def next_log_probs(self) -> Tensor:
+        """Return log p (K, V) of the next token of every row. Rows with the same tokens
+        are computed once."""
+        first = self.first_of_equals()
+        count = (self.known + 1 - self.cached) * (first == torch.arange(len(first)))
+        hidden = self.read(count)
+        last = (count.cumsum(0) - 1)[count > 0]
+        found = self.log_probs(hidden[last.to(hidden.device)])
+        place = (count > 0).cumsum(0) - 1  # of each row that was computed
+        self.take(first)
+        return found[place[first].to(found.device)]
+
+    def first_of_equals(self) -> Tensor:
+        """Return the first row (K,) that holds the same tokens as each row."""
+        places: dict[tuple[int, ...], int] = {}
+        first = []
+        for row, (tokens, known) in enumerate(
+            zip(self.tokens.tolist(), self.known.tolist(), strict=True)
+        ):
+            first.append(places.setdefault(tuple(tokens[:known]), row))
+        return torch.tensor(first)
+
+    def append(self, tokens: Tensor) -> None:
+        """Add the next token (K,) to every row."""
+        self.tokens[torch.arange(len(tokens)), self.known] = tokens
+        self.known = self.known + 1
+
+    def take(self, rows: Tensor) -> None:
+        """Go on from these rows (K,)."""
+        others = (rows != torch.arange(len(rows))).nonzero().flatten()
+        to = others.to(self.order.device)
+        source = rows[others].to(self.order.device)
+        for kept in (*self.cache.keys, *self.cache.values):
+            kept[to] = kept[source]
+        self.tokens = self.tokens[rows]
+        self.known = self.known[rows]
+        self.cached = self.cached[rows]
+
+    def cut(self, known: Tensor) -> None:
+        """Forget all tokens of each row after the first `known` (K,)."""
+        self.known = known
+        # input `known` holds the last of these tokens and stays
+        self.cached = torch.minimum(self.cached, known + 1)
+
+    def read_text(self, text: list[int], skip: int) -> Tensor:
+        """Add a text to every row, and return log p (K,) of its tokens from number
+        `skip` on. Rows with the same tokens are computed once."""
+        first = self.first_of_equals()
+        start = self.known
+        places = start[:, None] + torch.arange(len(text))
+        added = torch.tensor(text, dtype=torch.long).expand(places.shape)
+        self.tokens.scatter_(1, places, added)
+        self.known = start + len(text)
+        total = torch.zeros(len(first), dtype=torch.float64)
+        if len(text) > skip:
+            is_first = first == torch.arange(len(first))
+            # the inputs that predict tokens `cached` to the last of the text
+            count = (self.known - self.cached) * is_first
+            states = self.read(count).split(count.tolist())
+            wanted = torch.tensor(text[skip:], device=self.draw_device)[:, None]
+            for row in is_first.nonzero().flatten().tolist():
+                log_probs = self.log_probs(states[row][-len(wanted) :])
+                total[row] = float(log_probs.gather(1, wanted).sum())
+            self.take(first)
+        return total[first]
+
+
+@torch.no_grad()
+def fill_by_resampling(
+    model: AOGPT,
+    gapped: Gapped,
+    *,
+    seed: int,
+    draws: int = DRAWS,
+    choice: TokenChoice | None = None,
+    vocab_size: int | None = None,
+) -> Weighted:
+    """Fill the gaps of a text with a plain GPT.
+
+    Args:
+        gapped: the text. What is before the first gap must not be empty where the model
+            has no start token.
+        draws: K, the continuations. More come nearer to the exact distribution.
+        choice: how they are drawn; weights correct for it. Tokens outside of top-k or
+            top-p are never drawn, so with these the result is exact for the rest only.
+        vocab_size: only ids below it are drawn.
+
+    Raises UserError where no filling has a probability above 0 in float64, TooLong
+    where the longest text does not fit into a block."""
+    choice = choice or TokenChoice(temperature=TEMPERATURE)
+    lengths = _lengths_that_fit(gapped, model.config.block_size)
+    longest = [sizes[-1] for sizes in lengths]
+    rows = Rows(model, gapped.known[0], draws, len(gapped.context(longest)))
+    log_gaps = torch.zeros(draws, dtype=torch.float64)  # log p of what fills them
+    log_right = torch.zeros(draws, dtype=torch.float64)  # of the known text after them
+    weights = torch.zeros(draws, dtype=torch.float64)  # their logarithms
+    filled: list[list[int]] = [[] for _ in range(draws)]  # lengths of the gaps so far
+    effective = math.inf
+    texts_after = gapped.known[1:]
+    for number, (sizes, after) in enumerate(zip(lengths, texts_after, strict=True)):
+        start = rows.known
+        proposals = _draw(rows, sizes, after, choice, vocab_size, seed, number)
+        # 1. Choose K of all rows and lengths.
+        by_length = [weights + proposals[n].log_weight for n in sizes]
+        weights, found = _normalised(torch.cat(by_length), draws)
+        effective = min(effective, found)
+        shift = float(to_uniform(philox_bits(seed, number, range(1), 1, PLANS))[0, 0])
+        strata = (torch.arange(draws).double() + shift) / draws
+        chosen = _inverse(weights, strata)
+        ancestors = torch.tensor([i % draws for i in chosen])
+        new_lengths = [sizes[i // draws] for i in chosen]
+        filled = [
+            [*filled[row], n]
+            for row, n in zip(ancestors.tolist(), new_lengths, strict=True)
+        ]
+        log_gaps = torch.cat([log_gaps + proposals[n].log_p for n in sizes])[chosen]
+        log_right = torch.cat([log_right + proposals[n].log_next for n in sizes])[
+            chosen
+        ]
+        rows.take(ancestors)
+        rows.cut(start[ancestors] + torch.tensor(new_lengths))
+        # 2. Weight these by the rest of the text after the gap.
+        weights = rows.read_text(after, skip=1)
+        log_right = log_right + weights
+        effective = min(effective, _normalised(weights, draws)[1])
+    weights, _ = _normalised(weights, draws)
+    return _merged(gapped, filled, log_gaps, log_right, weights, effective, rows)
+
+
+@dataclass
+class Proposal:
+    """Fillings of one length, (K,) each, nats."""
+
+    log_p: Tensor  # of the filling
+    log_q: Tensor  # of the filling under the distribution that it was drawn from
+    log_next: Tensor  # of the first token after it; 0 where none is known
+
+    @property
+    def log_weight(self) -> Tensor:
+        return self.log_p - self.log_q + self.log_next
+
+
+def _draw(
+    rows: Rows,
+    sizes: range,
+    after: list[int],
+    choice: TokenChoice,
+    vocab_size: int | None,
+    seed: int,
+    number: int,
+) -> dict[int, Proposal]:
+    """Continue every row by the longest of the lengths; return what each length is
+    worth."""
+    bits = philox_bits(seed, number, range(len(rows.tokens)), sizes[-1], TOKENS)
+    uniforms = torch.from_numpy(to_uniform(bits)).to(rows.draw_device)
+    log_p = torch.zeros(len(rows.tokens), dtype=torch.float64)
+    log_q = torch.zeros_like(log_p)
+    proposals = {}
+    for n in range(sizes[-1] + 1):
+        if n == sizes[-1] and not after:
+            proposals[n] = Proposal(log_p, log_q, torch.zeros_like(log_p))
+            break
+        log_probs = rows.next_log_probs()
+        if n in sizes:
+            log_next = torch.zeros_like(log_p)
+            if after:
+                log_next = log_probs[:, after[0]].cpu()
+            proposals[n] = Proposal(log_p, log_q, log_next)
+        if n == sizes[-1]:
+            break
+        q = probabilities(log_probs[:, :vocab_size], choice)
+        token = draw(q, uniforms[:, n])[:, None]
+        log_p = log_p + log_probs.gather(1, token).squeeze(1).cpu()
+        log_q = log_q + q.gather(1, token).log().squeeze(1).cpu()
+        rows.append(token.squeeze(1).cpu())
+    return proposals
+
+
+def _normalised(log_weights: Tensor, draws: int) -> tuple[Tensor, float]:
+    """Return weights (N,) of sum 1, and the effective sample size."""
+    if not log_weights.isfinite().any():
+        raise UserError(
+            f"none of {draws} continuations leads to the text after the gap: draw more "
+            "(num_samples), or at a higher temperature"
+        )
+    weights = log_weights.softmax(dim=0)
+    return weights, float(1 / weights.square().sum())
+
+
+def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:
+    """Return the lengths of the gaps, of which all combinations fit into a block."""
+    shortest = [sizes[0] for sizes in gapped.lengths]
+    room = block_size - len(gapped.context(shortest))
+    lengths = [
+        range(sizes[0], min(sizes[-1], sizes[0] + room) + 1) for sizes in gapped.lengths
+    ]
+    total = len(gapped.context([sizes[-1] for sizes in lengths]))
+    if total > block_size:
+        raise TooLong(
+            f"with its longest gaps the text has {total} tokens, and a block {block_size}: "
+            "give narrower ranges"
+        )
+    return lengths
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> list[int]:
+    """Return the index that each uniform number (N,) in [0, 1) picks, in proportion to
+    weights."""
+    ends = weights.cumsum(dim=0)
+    found = torch.searchsorted(ends, uniforms * ends[-1], right=True)
+    last = int((weights > 0).nonzero()[-1])  # not one of weight 0 after rounding
+    return found.clamp(max=last).tolist()
+
+
+def _merged(
+    gapped: Gapped,
+    filled: list[list[int]],
+    log_gaps: Tensor,
+    log_right: Tensor,
+    weights: Tensor,
+    effective: float,
+    rows: Rows,
+) -> Weighted:
+    """Return the different fillings, with the weights of equal ones added up."""
+    shares: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    in_gaps = {}
+    right = {}
+    for row, sizes in enumerate(filled):
+        tokens = rows.tokens[row, : int(rows.known[row])].tolist()
+        key = (tuple(tokens), tuple(sizes))
+        shares[key] = shares.get(key, 0.0) + float(weights[row])
+        in_gaps[key] = float(log_gaps[row])
+        right[key] = float(log_right[row])
+    twice = 1.0 if gapped.combinations > 1 else 0.0
+    best = sorted(
+        shares, key=lambda key: -(in_gaps[key] + right[key] + twice * right[key])
+    )
+    count_right = sum(map(len, gapped.known[1:]))
+    scores = []
+    for key in best:
+        count = count_right + sum(key[1])
+        scores.append(
+            Scores(
+                right=right[key] / count_right if count_right else math.nan,
+                joint=(in_gaps[key] + right[key]) / count,
+                filling=math.nan,
+            )
+        )
+    return Weighted(
+        tokens=[list(tokens) for tokens, _ in best],
+        contexts=[gapped.context(sizes) for _, sizes in best],
+        scores=scores,
+        weights=[shares[key] for key in best],
+        effective_sample_size=effective,
+        model_calls=rows.model_calls,
+        token_forwards=rows.token_forwards,
+    )
