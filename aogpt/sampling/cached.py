@@ -88,6 +88,21 @@ def make_steps(cached, known, count, candidates, size, device, **more) -> list[S
     return [Step(r, *n, **more) for r, n in zip(rows, numbers, strict=True)]
 
 
+def single_step(cached: int, known: int, count: int, size: int, device) -> Step:
+    """The pass over one sequence that computes `count` inputs from `cached` on and unmasks
+    `size` places after the `known` ones."""
+    numbers = [[cached], [known], [count], [size], [size]]
+    return Step(
+        rows=torch.tensor(numbers, device=device),
+        inputs=count,
+        width=count,
+        end=cached + count,
+        active=1,
+        all_candidates=size,
+        all_size=size,
+    )
+
+
 class KVCache:
     """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
     that of input i; the last slot, `unused_slot`, is written to and never read."""
