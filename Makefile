@@ -8,12 +8,20 @@
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
-# All create a .venv and install pinned requirements; run again, they install nothing twice.
+# All install pinned requirements into .venv, which they create unless it exists, with pip or (in an environment that
+# `uv venv` made) with uv; run again, they install nothing twice. TORCH=cpu installs PyTorch's CPU build, which on
+# Linux is a tenth of the download: make quickstart TORCH=cpu.
 
 PYTHON ?= python3
 VENV := .venv
 DOCS_VENV := .venv-docs
 PY := $(VENV)/bin/python
+BASE := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+CPU := $(filter cpu,$(TORCH))
+PIP = $(1) -m pip install $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
+UV = uv pip install --python $(1) $(if $(CPU),--torch-backend cpu)
+# $(call install,PYTHON,FILE): with uv where the environment has no pip.
+install = if $(1) -m pip --version >/dev/null 2>&1; then $(PIP) -r $(2); else $(UV) -r $(2); fi
 RUN := out/quickstart
 SMOKE := out/eval_smoke
 SMALL := --tokenizer english --block-size 128
@@ -116,22 +124,26 @@ eval-smoke: $(VENV)/.requirements-dev
 	@echo "== done: tables are in $(SMOKE)"
 
 $(VENV)/.requirements: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@$(BASE) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS), or first: uv venv --python 3.12")'
+	@echo "== requirements, into $(VENV): about 0.4 GB to download, on Linux with PyTorch for GPUs about 3 GB"
+	@test -n "$(CPU)" || test "$$(uname)" != Linux || echo "   (without a GPU: make $(MAKECMDGOALS) TORCH=cpu)"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -r requirements.txt
+	@$(call install,$(PY),requirements.txt)
 	@touch $@
 
 $(VENV)/.requirements-dev: requirements-dev.txt requirements-harness.txt $(VENV)/.requirements
-	$(PY) -m pip install --quiet -r requirements-dev.txt
+	@echo "== requirements of the tests: about 0.5 GB"
+	@$(call install,$(PY),requirements-dev.txt)
 	@touch $@
 
 $(VENV)/.requirements-playground: requirements-playground.txt $(VENV)/.requirements
-	$(PY) -m pip install --quiet -r requirements-playground.txt
+	@echo "== requirements of the playground: about 0.1 GB"
+	@$(call install,$(PY),requirements-playground.txt)
 	@touch $@
 
 $(DOCS_VENV)/.requirements: requirements-docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	@$(call install,$(DOCS_VENV)/bin/python,requirements-docs.txt)
 	@touch $@
 
 clean:
