@@ -741,3 +741,17 @@ def test_a_plain_gpt_fills_gaps_in_text():
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_the_example_fills_a_text_file_and_ranks_the_rows_of_a_table(tmp_path):
+    (tmp_path / "a.txt").write_text("Dear friend,\nShe[MASK:2] home.\n")
+    (tmp_path / "a.csv").write_text("id,sentence\n1,The [cat|xqz] sat.\n")
+    done = run_script(
+        *("docs/examples/fill_and_rank.py", BOOKS),
+        *("--gaps", tmp_path / "a.txt", "--spellings", tmp_path / "a.csv"),
+        PYTHONPATH=".",
+    )
+    greeting, filled, head, row = done.stdout.splitlines()
+    assert greeting == "Dear friend," and head == "id,sentence,best,share"
+    assert filled.startswith("She") and filled.endswith(" home.") and "[" not in filled
+    assert row.startswith("1,The [cat|xqz] sat.,The cat sat.,")
