@@ -2,6 +2,7 @@
 (skipped where gradio or Chromium is missing)."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -21,7 +22,18 @@ from aogpt.sampling import gaps
 GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
 RULES = [rule for rule in app.RULES.values() if rule != "click"]
-SETTINGS = app.Settings("tiny", GAPPED, "confidence", 1.0, 0, False, "random", 0, "")
+SETTINGS = app.Settings(
+    model="tiny",
+    text=GAPPED,
+    rule="confidence",
+    temperature=1.0,
+    top_p=1.0,
+    seed=0,
+    compare=False,
+    beside_rule="random",
+    beside_seed=0,
+    own="",
+)
 
 
 def small(system, dtype=torch.float64):
@@ -147,7 +159,7 @@ def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
     assert visit("settings").selected is None
     positions = [position for position, *_ in session.fill.steps]
     assert positions == [9, 6, 10, 1, 2, 8]
-    for action in ("step", "run", "write", "put"):
+    for action in ("step", "write", "put"):
         assert visit(action).fill.blanks == []  # nothing is left, and nothing is wrong
 
 
@@ -184,6 +196,8 @@ def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(vis
     ):
         with pytest.raises(ValueError, match=words):
             visit("run", text=wrong)
+        assert session.fill is None  # no old text beside the error
+    fill = visit("step", text="x[MASK:2]y").fill
     with pytest.raises(ValueError, match="seed"):
         visit("step", text="x[MASK:2]y", seed=-1)
     assert session.fill is fill and len(fill.steps) == 1
@@ -218,10 +232,70 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     assert not drawn["choices"] and len(drawn["sums"]) == 4
 
 
+def test_run_draws_again_with_the_next_seed(visit):
+    session = visit("run", rule="l2r", seed=3, compare=True, beside_seed=7)
+    first = list(session.fill.tokens)
+    assert session.seeds == (3, 7) and not session.fill.blanks
+    again = visit("run").fill.tokens
+    assert again != first and session.seeds == (4, 8)
+    alone = gapped(session.fill.text)
+    while (blank := alone.next("l2r", 4)) is not None:
+        alone.draw(blank, 1.0, 4)
+    assert again == alone.tokens and not session.beside.blanks
+    greedy = visit("run", top_p=0.0, seed=10).fill.tokens
+    assert greedy == visit("run", seed=20).fill.tokens != again
+
+
+def test_work_is_bounded(visit, monkeypatch):
+    monkeypatch.setattr(app, "MOST_WORK", 50)
+    with pytest.raises(ValueError, match="at most 50: give narrower ranges"):
+        visit("run", text="a[MASK:1-20] b.")
+    assert visit("run", text="a[MASK:1-4] b.").fill.blanks == []
+
+
+def test_no_half_character_is_shown():
+    text = small("AO-GPT")
+    fill = gapped(text, "a[MASK:3]b[MASK]")
+    for position, byte in ((1, 0xE2), (2, 0x80), (5, 0xC3)):
+        fill.put(position, byte)
+    texts = [token["text"] for token in app.view(fill)["tokens"] if "step" in token]
+    assert texts == ["a", "<0xE2>", "<0x80>", "b", "<0xC3>"]
+    fill.put(3, 0x99)
+    drawn = app.view(fill)
+    assert [token["text"] for token in drawn["tokens"]][:5] == [
+        "a",
+        "",
+        "",
+        "\u2019",
+        "b",
+    ]
+
+
+def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
+    text = small("GPT, rotary", torch.float32)
+    monkeypatch.setattr(app, "load", lambda path: text)
+    session = app.Session()
+    s = SETTINGS._replace(text="a[MASK:2]c d[MASK]f.")
+    session.act(s, "step")
+    (position, token, log_p), *_ = session.fill.steps
+    weighted = session.fill.weighted
+    pairs = zip(weighted.tokens, weighted.weights, strict=True)
+    share = sum(weight for tokens, weight in pairs if tokens[position] == token)
+    assert abs(math.exp(log_p) - share) < 1e-9
+    with pytest.raises(ValueError, match="tokens of the fillings that it drew"):
+        session.act(s._replace(own="\x01"), "write")
+    session.act(s, "run")
+    assert session.fill.tokens in weighted.tokens
+    shares = dict(zip(map(tuple, weighted.tokens), weighted.weights, strict=True))
+    expected = math.log(shares[tuple(session.fill.tokens)])
+    assert abs(session.fill.sums[-1] - expected) < 1e-6
+    drawn = json.loads(json.dumps(app.view(session.fill), allow_nan=False))
+    assert len(drawn["scores"]) == 2
+    session.act(s._replace(text="a[MASK:1-3]c"), "run")
+    assert session.note.startswith("Lengths of the gaps") and not session.fill.blanks
+
+
 def test_mistakes_are_told(monkeypatch):
-    monkeypatch.setattr(app, "load", lambda path: small("GPT-2"))
-    with pytest.raises(ValueError, match="only continues texts"):
-        app.Session().act(SETTINGS, "step")
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ValueError, match="make playground"):
         app.page("x")

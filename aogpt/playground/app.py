@@ -1,7 +1,10 @@
 """A playground in the browser: fill in the gaps of a text token by token, in any order.
 
-    python -m aogpt playground
-    python -m aogpt playground out/quickstart --port 7861
+    aogpt playground
+    aogpt playground out/quickstart --port 7861
+
+The list of models has those of out/ and the folders of models/, such as a SmolLM2 in
+models/smollm2. A plain GPT fills gaps by resampling (`sampling.resampling`).
 
 It needs gradio: run `make playground`, or pip install -r requirements-playground.txt."""
 
@@ -18,6 +21,7 @@ import tyro
 from torch import Tensor
 
 from .. import text_model as aogpt
+from ..data.pieces import readable_pieces, token_text
 from ..runtime.command_line import run_script, visible
 from ..runtime.devices import pick_device
 from ..runtime.errors import UserError
@@ -26,6 +30,7 @@ from ..runtime.validation import Seed, check_value
 from ..sampling import gaps
 from ..sampling.adaptive import scores_of
 from ..sampling.modes import Context
+from ..sampling.resampling import fill_by_resampling
 from ..sampling.token_choice import TokenChoice, choose_tokens
 
 RULES = {
@@ -37,6 +42,9 @@ RULES = {
     "the blank that I click": "click",
 }
 BOOKS = "results/books_model"
+DRAWS_OF_LENGTH = 2  # fillings of each length, from which the best length is chosen
+MOST_WORK = 2000  # tokens that are drawn for this
+IMPOSSIBLE = -1e4  # nats
 EXAMPLE = "The old horse was tired,[MASK:7] and so they gave him[MASK:2-4] water."
 
 
@@ -108,11 +116,13 @@ class Fill:
             0
         ].tolist()
 
-    def draw(self, position: int, temperature: float, seed: int) -> None:
+    def draw(
+        self, position: int, temperature: float, seed: int, top_p: float = 1.0
+    ) -> None:
         uniforms = torch.tensor(
             [self._uniforms(seed, TOKENS)[position]], dtype=torch.float64
         )
-        choice = TokenChoice(temperature=temperature)
+        choice = TokenChoice(temperature=temperature, top_p=top_p)
         log_probs = self.log_probs(position)[None]
         self.put(position, int(choose_tokens(log_probs, uniforms, choice)))
 
@@ -145,6 +155,40 @@ class Fill:
         )
 
 
+class PlainFill(Fill):
+    """The same with a plain GPT. What fits into a blank is estimated from weighted
+    fillings of the whole text, those that agree with the tokens filled in so far."""
+
+    def __init__(self, text: aogpt.TextModel, context: Context, seed: int):
+        super().__init__(text, context)
+        gapped = gaps.gapped_of(context)
+        if not gapped.known[0] and text.loaded.scored_from:
+            raise UserError("this model has no start token (GPT-2): begin with text")
+        self.weighted = fill_by_resampling(
+            text.model, gapped, seed=seed, vocab_size=text.loaded.vocab_size
+        )
+
+    def log_probs(self, position: int) -> Tensor:
+        """log p of every id at a blank, float64 (V,); IMPOSSIBLE where none was drawn."""
+        shares = torch.zeros(self.text.loaded.vocab_size, dtype=torch.float64)
+        pairs = zip(self.weighted.tokens, self.weighted.weights, strict=True)
+        for tokens, weight in pairs:
+            if all(tokens[place] == token for place, token, _ in self.steps):
+                shares[tokens[position]] += weight
+        return (shares / shares.sum()).log().clamp(min=IMPOSSIBLE)
+
+    def put(self, position: int, token: int) -> None:
+        if self.log_probs(position)[token] <= IMPOSSIBLE:
+            raise UserError(
+                "a plain GPT takes tokens of the fillings that it drew: choose one of the "
+                "list, or Restart with another seed"
+            )
+        super().put(position, token)
+
+    def left_to_right(self) -> tuple[float, float]:
+        return math.nan, self.text.log_prob(self.tokens)
+
+
 class Settings(NamedTuple):
     """Values of the page's controls."""
 
@@ -152,6 +196,7 @@ class Settings(NamedTuple):
     text: str
     rule: str
     temperature: float
+    top_p: float
     seed: int
     compare: bool
     beside_rule: str
@@ -167,29 +212,31 @@ class Session:
     beside: Fill | None = None
     selected: int | None = None  # the blank that the next step fills in
     source: tuple[str, str] | None = None
+    seeds = (0, 0)  # of the text and the one beside
     note = ""
 
     def act(self, s: Settings, action: str) -> None:
         """Do what a visitor asks for; then the text beside keeps pace. Raises UserError."""
         check_value(s.seed, Seed, "the seed")
         check_value(s.beside_seed, Seed, "the seed beside")
-        stale = (
-            self.fill is None
-            or self.source != (s.model, s.text)
-            and action in ("step", "run")
-        )
-        if stale or action == "restart":
+        changed = self.source != (s.model, s.text) and action in ("step", "run")
+        if action == "run" and self.fill and not self.fill.blanks and not changed:
+            # draw again
+            s = s._replace(seed=s.seed + 1, beside_seed=s.beside_seed + 1)
             self.restart(s)
+        elif self.fill is None or changed or action == "restart":
+            self.restart(s)
+        self.seeds = (s.seed, s.beside_seed)
         (position, token), fill, blanks = s.clicked, self.fill, self.fill.blanks
         if action in ("step", "run", "write") and blanks and self.selected is None:
             raise UserError("click a blank first, or choose another order")
         match action:
             case "step" | "run" if blanks:
-                fill.draw(self.selected, s.temperature, s.seed)
+                fill.draw(self.selected, s.temperature, s.seed, s.top_p)
                 while (
                     action == "run" and (blank := fill.next(s.rule, s.seed)) is not None
                 ):
-                    fill.draw(blank, s.temperature, s.seed)
+                    fill.draw(blank, s.temperature, s.seed, s.top_p)
             case "undo":
                 fill.undo()
             case "select" if position in blanks:
@@ -203,37 +250,52 @@ class Session:
         if action != "select":
             self.selected = fill.next(s.rule, s.seed)
         self.beside = (
-            (self.beside or Fill(fill.text, fill.context)) if s.compare else None
+            (self.beside or new_fill(fill.text, fill.context, s.beside_seed))
+            if s.compare
+            else None
         )
         while self.beside and len(self.beside.steps) > len(fill.steps):
             self.beside.undo()
         while self.beside and len(self.beside.steps) < len(fill.steps):
             blank = self.beside.next(s.beside_rule, s.beside_seed)
-            self.beside.draw(blank, s.temperature, s.beside_seed)
+            self.beside.draw(blank, s.temperature, s.beside_seed, s.top_p)
 
     def restart(self, s: Settings) -> None:
+        """Begin with the text anew. After an error no old text is left."""
+        self.fill = None
+        self.beside = None
+        self.note = ""
         text = load(s.model or "")
-        note = ""
-        if text.model.config.l2r_only:
-            raise UserError(
-                "this model only continues texts; choose one that takes any order"
-            )
         given = gaps.contexts(s.text, text.tokenizer, text.block_size)
-        if (
-            len(given) > 1
-        ):  # the length after which the text to the right is most probable
-            options = {"mode": "l2r", "temperature": s.temperature, "seed": s.seed}
-            found = text.fill(s.text, 2 * len(given), num_samples=2, **options)
+        work = DRAWS_OF_LENGTH * sum(context.count(None) for context in given)
+        if len(given) > 1 and work > MOST_WORK:
+            raise UserError(
+                f"these gaps have {len(given)} lengths, {work:,} tokens to draw in all; "
+                f"here at most {MOST_WORK:,}: give narrower ranges"
+            )
+        if len(given) > 1:  # the length that fits best
+            found = text.fill(
+                s.text,
+                DRAWS_OF_LENGTH * len(given),
+                num_samples=None if text.model.config.l2r_only else DRAWS_OF_LENGTH,
+                mode="l2r",
+                temperature=s.temperature or None,
+                seed=s.seed,
+            )
             given = list(dict.fromkeys(tuple(filling.context) for filling in found))
             fits = (
                 " and ".join(map(str, gap_lengths(context))) for context in given[:3]
             )
-            note = f"Lengths of the gaps in tokens, the best first: {'; then '.join(fits)}."
-        self.fill = Fill(text, given[0])
-        self.beside = None
-        self.note = note
+            self.note = f"Lengths of the gaps in tokens, the best first: {'; then '.join(fits)}."
+        self.fill = new_fill(text, given[0], s.seed)
         self.selected = self.fill.next(s.rule, s.seed)
         self.source = (s.model, s.text)
+
+
+def new_fill(text: aogpt.TextModel, context: Context, seed: int) -> Fill:
+    if text.model.config.l2r_only:
+        return PlainFill(text, context, seed)
+    return Fill(text, context)
 
 
 def gap_lengths(context: Context) -> list[int]:
@@ -249,7 +311,7 @@ def load(path: str) -> aogpt.TextModel:
 def view(fill: Fill, selected: int | None = None) -> dict:
     """A text as app.js draws it."""
     tokens = []
-    name = lambda token: visible(fill.text.tokenizer.decode([token]))
+    tokenizer = fill.text.tokenizer
     steps = {
         position: (i, log_p) for i, (position, _, log_p) in enumerate(fill.steps, 1)
     }
@@ -257,12 +319,17 @@ def view(fill: Fill, selected: int | None = None) -> dict:
         enumerate(fill.tokens), key=lambda pair: pair[1] is None
     ):
         places, ids = zip(*run, strict=True)
-        pieces = ids if blank else fill.text.tokenizer.pieces(ids)
+        pieces = ids if blank else readable_pieces(tokenizer, list(ids))
         for i, piece in zip(places, pieces, strict=True):
             if blank:
                 ((token, p),) = fill.best(i)
                 tokens.append(
-                    {"blank": i, "next": i == selected, "text": name(token), "p": p}
+                    {
+                        "blank": i,
+                        "next": i == selected,
+                        "text": visible(token_text(tokenizer, token)),
+                        "p": p,
+                    }
                 )
             else:
                 step, log_p = steps.get(i, (0, 0.0))
@@ -272,10 +339,15 @@ def view(fill: Fill, selected: int | None = None) -> dict:
     scores = [("in the order taken", fill.sums[-1], len(fill.steps))]
     if not fill.blanks:
         given, whole = fill.left_to_right()
-        scores.append(("the same tokens, left to right", given, len(fill.steps)))
+        if not math.isnan(given):
+            scores.append(("the same tokens, left to right", given, len(fill.steps)))
         scores.append(("the whole text, left to right", whole, len(tokens)))
     best = fill.best(selected, 8) if selected is not None else []
-    choices = [(selected, token, name(token), p) for token, p in best]
+    choices = [
+        (selected, token, visible(token_text(tokenizer, token)), p)
+        for token, p in best
+        if p > 0
+    ]
     return {"tokens": tokens, "scores": scores, "sums": fill.sums, "choices": choices}
 
 
@@ -298,7 +370,13 @@ def page(run: str):
         for path in sorted(Path("out").glob("*"))
         if (path / "checkpoints").is_dir()
     ]
-    models = dict.fromkeys([run, *[BOOKS] * Path(BOOKS).exists(), *runs])
+    found = [
+        str(path)
+        for path in sorted(Path("models").glob("*"))
+        if (path / "config.json").is_file()
+    ]
+    books = [BOOKS] if Path(BOOKS).exists() else []
+    models = dict.fromkeys([run, *books, *found, *runs])
     rules = [*RULES.items()]
     any_path = "SPACE_ID" not in os.environ  # visitors of a public space name no paths
     with gr.Blocks(title="AO-GPT playground", analytics_enabled=False) as blocks:
@@ -315,6 +393,7 @@ def page(run: str):
         with gr.Row():
             rule = gr.Dropdown(rules, value="confidence", label="Order", min_width=240)
             temperature = gr.Slider(0, 2, 0.8, step=0.1, label="Temperature")
+            top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p")
             seed = gr.Number(0, label="Seed", precision=0)
             compare = gr.Checkbox(label="Compare two orders")
         with gr.Row(visible=False) as row:
@@ -339,6 +418,7 @@ def page(run: str):
             text,
             rule,
             temperature,
+            top_p,
             seed,
             compare,
             beside_rule,
@@ -358,15 +438,22 @@ def page(run: str):
                 views = [view(session.fill, session.selected)] if session.fill else []
                 views += [view(session.beside)] if session.beside else []
                 told = {"error": error, "note": session.note, "views": views}
-                return session, told, gr.Row(visible=s.compare)
+                return session, told, gr.Row(visible=s.compare), *session.seeds
 
-            options = {"concurrency_id": "model", "show_progress": "minimal"}
-            event(act, [session, *controls], [session, board, row], **options)
+            # one visitor at a time; the others are shown their place in the queue
+            event(
+                act,
+                [session, *controls],
+                [session, board, row, seed, beside_seed],
+                concurrency_id="model",
+                show_progress="full",
+                show_progress_on=board,
+            )
 
         for event in (blocks.load, text.submit, model.change, restart.click):
             on(event, "restart")
         for control in (rule, seed, compare, beside_rule, beside_seed):
-            on(control.change, "settings")
+            on(control.input, "settings")  # not where Run moves the seeds on
         pairs = [(step.click, "step"), (run_all.click, "run"), (undo.click, "undo")]
         pairs += [(board.select, "select"), (board.click, "put"), (own.submit, "write")]
         for event, action in pairs:
@@ -376,14 +463,17 @@ def page(run: str):
 
 @dataclass(frozen=True)
 class Arguments:
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = BOOKS
-    """Run folder, exported folder, released weights or Hugging Face repo id to begin with."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = BOOKS
+    """Run folder, exported folder, released weights or Hugging Face repo id to begin
+    with."""
     port: int | None = None
     """By default the first free one from 7860."""
 
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
+    if a.run == BOOKS and not Path(BOOKS).exists():
+        raise UserError("name a model: aogpt playground MODEL")
     load(a.run)
     css = Path(__file__).with_name("app.css")
     page(a.run).launch(

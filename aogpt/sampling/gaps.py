@@ -122,6 +122,23 @@ def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
     return gapped
 
 
+def gapped_of(context: Context) -> Gapped:
+    """Return the known tokens and the gaps of a context."""
+    known: list[list[int]] = [[]]
+    lengths: list[range] = []
+    before: int | None = 0
+    for token in context:
+        if token is not None:
+            known[-1].append(token)
+        elif before is None:
+            lengths[-1] = range(lengths[-1][0] + 1, lengths[-1][0] + 2)
+        else:
+            lengths.append(range(1, 2))
+            known.append([])
+        before = token
+    return Gapped(known, lengths)
+
+
 def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
     """Return the tokens of a text, None in its gaps, for every combination of lengths
     that fits into a block. Raises UserError as `encode_gaps` does."""
