@@ -260,7 +260,7 @@ def figure(rows: dict[str, dict]) -> bytes:
     return png(drawing)
 
 
-DISTANCES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, LENGTH))
+DISTANCES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, LENGTH))
 
 
 def grouped(by_distance: dict[str, list]) -> list[tuple[str, float, float]]:
@@ -275,7 +275,9 @@ def grouped(by_distance: dict[str, list]) -> list[tuple[str, float, float]]:
         squares = sum((number * error) ** 2 for number, _, error in inside)
         label = str(low) if low == high else f"{low} to {high}"
         if high == LENGTH:
-            label = f"{low} and more"
+            label = f"{low}+"
+        if high == 0:
+            label = "first"
         groups.append((label, mean, squares**0.5 / count))
     return groups
 
@@ -283,33 +285,55 @@ def grouped(by_distance: dict[str, list]) -> list[tuple[str, float, float]]:
 def page(rows: dict[str, dict]) -> str:
     """The page: TEMPLATE with its table and numbers filled in."""
     lines = [
-        "| sampler | exact | passes | tokens a pass | perplexity, 95% | entropy | 2-gram divergence | CPU s |",
+        "| sampler | exact | passes | tokens a pass | perplexity, 95% | entropy "
+        "| 2-gram divergence | CPU s |",
         "|---|---|---:|---:|---|---:|---:|---:|",
     ]
     for name, row in rows.items():
         if name == "acceptance":
             continue
+        interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
         lines.append(
             f"| {name} | {'yes' if name in EXACT else 'no'} | {row['nfe']:.1f} "
-            f"| {row['tokens'] / row['samples'] / row['nfe']:.2f} "
-            f"| {row['perplexity']:.1f} ({row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}) "
+            f"| {tokens_a_pass(row):.2f} | {row['perplexity']:.1f} ({interval}) "
             f"| {row['entropy']:.2f} | {row['js_2']:.3f} | {row['seconds']:.0f} |"
         )
-    text = TEMPLATE.read_text()
     acceptance = rows["acceptance"]["by_place"]
+    groups = grouped(rows["acceptance"]["by_distance"])
+    one = rows[ONE_AT_A_TIME]
+    random = rows["speculative, draft 16"]
+    left_to_right = rows["speculative, left to right, draft 16"]
+    even = rows["even, 32 steps"]
     values = {
         "TABLE": "\n".join(lines),
-        "SAMPLES": str(rows[ONE_AT_A_TIME]["samples"]),
+        "LENGTH": str(LENGTH),
+        "SAMPLES": str(one["samples"]),
         "COMMIT": ", ".join(sorted({row["commit"] for row in rows.values()})),
-        "COMMAND": rows["speculative, draft 16"]["command"],
-        "KEPT_RANDOM": f"{acceptance['random'][1][0]:.3f}",
-        "KEPT_L2R": f"{acceptance['l2r'][1][0]:.3f}",
-        "NEAR": f"{grouped(rows['acceptance']['by_distance'])[0][1]:.2f}",
-        "FAR": f"{grouped(rows['acceptance']['by_distance'])[-1][1]:.2f}",
+        "COMMAND": random["command"],
+        "RATE_RANDOM": f"{tokens_a_pass(random):.1f}",
+        "RATE_L2R": f"{tokens_a_pass(left_to_right):.1f}",
+        "PASSES_RANDOM": f"{random['nfe']:.0f}",
+        "PASSES_EVEN": f"{even['nfe']:.0f}",
+        "PPL_RANDOM": f"{random['perplexity']:.1f}",
+        "PPL_ONE": f"{one['perplexity']:.1f}",
+        "PPL_EVEN": f"{even['perplexity']:.1f}",
+        "PPL_L2R": f"{rows[LEFT_TO_RIGHT]['perplexity']:.1f}",
+        "SECONDS_ONE": f"{one['seconds']:.0f}",
+        "SECONDS_DRAFT4": f"{rows['speculative, draft 4']['seconds']:.0f}",
+        "SECONDS_DRAFT16": f"{random['seconds']:.0f}",
+        "KEPT_RANDOM": f"{acceptance['random'][1][0]:.2f}",
+        "KEPT_L2R": f"{acceptance['l2r'][1][0]:.2f}",
+        "NEAR": f"{groups[1][1]:.2f}",
+        "FAR": f"{groups[-1][1]:.2f}",
     }
+    text = TEMPLATE.read_text()
     for name, value in values.items():
         text = text.replace("{" + name + "}", value)
     return text
+
+
+def tokens_a_pass(row: dict) -> float:
+    return row["tokens"] / row["samples"] / row["nfe"]
 
 
 if __name__ == "__main__":
