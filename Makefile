@@ -6,6 +6,7 @@
 # make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right, and fast, on this GPU? docs/gpu.md. On a CPU: is it right?
+# make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
 # All install pinned requirements into .venv, which they create unless it exists, with pip or (in an environment that
@@ -30,7 +31,7 @@ CHOICE := --temperature 0.8 --top-p 0.9
 quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint docs eval-smoke playground gpu soak fuzz clean
+.PHONY: quickstart test test-all lint docs eval-smoke playground gpu reproduce soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -79,6 +80,9 @@ playground: $(VENV)/.requirements-playground
 
 gpu: $(VENV)/.requirements-dev
 	@failed=0; $(PY) -m pytest -m gpu --numprocesses=1 || failed=$$?; $(PY) -m studies.bench gpu || failed=$$?; exit $$failed
+
+reproduce: $(VENV)/.requirements
+	$(PY) -m studies.reproduce $(OPTIONS)
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=. $(PY) tests/soak.py

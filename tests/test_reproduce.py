@@ -1,0 +1,152 @@
+"""make reproduce: on stand-ins of the released files, in the layouts and from the places of the
+real ones, in GPT-2's own vocabulary."""
+
+import json
+
+import pytest
+import test_released
+import torch
+from helpers import needs_gpt2, prepared, write_jsonl
+
+from aogpt.checkpoints import load
+from aogpt.runtime.errors import UserError
+from studies import reproduce
+
+BLOCK = 16
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Released files by repository, and two sets; what was downloaded, in order."""
+    monkeypatch.setattr(test_released, "VOCAB", 50304)
+    monkeypatch.setattr(test_released, "TOKENS", 50257)
+    monkeypatch.setattr(test_released, "BLOCK", BLOCK)
+    monkeypatch.setitem(test_released.SIZES, "block_size", BLOCK)
+    monkeypatch.setitem(test_released.SIZES, "n_embd", test_released.WIDTH)
+    downloads = []
+
+    def download_file(repository, file):
+        downloads.append(f"{repository}/{file}")
+        path = tmp_path / "hub" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        layout = "sigma-GPT" if "sigmaGPT" in file else "AO-GPT"
+        torch.save(test_released.container(layout)[0], path)
+        return str(path)
+
+    def download_folder(repository, allow_patterns):
+        downloads.append(repository)
+        layout = "SEDD" if "sedd" in repository else "RADD"
+        settings, state, _ = test_released.diffusion(layout)
+        folder = tmp_path / "hub" / repository
+        return str(test_released.write_folder(folder, settings, state))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download_file)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download_folder)
+    texts = [f"It was number {n} of a long list of short sentences." for n in range(40)]
+    for name in ("ptb", "lambada"):
+        source = write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        if name == "ptb":
+            source = tmp_path / "ptb.txt"
+            source.write_text("\n".join(texts))
+        prepared(name, tmp_path / name, source, tokenizer="gpt2", block_size=BLOCK)
+    monkeypatch.setattr(reproduce, "prepared", lambda name: tmp_path / name)
+    return downloads
+
+
+@needs_gpt2
+def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path):
+    words = [
+        "--models",
+        "AO-GPT",
+        "sigma-GPT",
+        "SEDD",
+        "--datasets",
+        "ptb",
+        "lambada",
+    ]
+    words += [
+        "--max-sequences",
+        4,
+        "--num-orders",
+        2,
+        "--ensemble",
+        1,
+        8,
+        "--out",
+        tmp_path / "out",
+    ]
+    status, _, errors = script(reproduce, *words)
+    assert status == 0, errors
+    repository = "Cauthyyy/AO-GPT-MDM"
+    assert stand_ins == [
+        f"{repository}/124M/124M-AdaLN6_NoRep_cond_128_trunc_bs1M_wd_0.03_drop_0.0_CL_0.1_qknorm"
+        "/ckpt_250000.pt",
+        f"{repository}/sigmaGPT/124M/ckpt_1000000.pt",
+        "louaaron/sedd-small",
+    ]
+    text = (tmp_path / "out" / "README.md").read_text()
+    rows = {
+        line.split("|")[1].strip(): line
+        for line in text.splitlines()
+        if line[:2] == "| "
+    }
+    assert "135.96" in rows["AO-GPT, left to right (small)"]
+    assert "/ 54.92" in rows["AO-GPT, any order, 64 orders (small)"]
+    assert (
+        rows["AO-GPT, any order, 64 orders (small)"].count("| - /") == 2
+    )  # not measured
+    measured = json.loads((tmp_path / "out" / "AO-GPT_small_4.json").read_text())[
+        "results"
+    ]
+    for row in measured:
+        if (row["orders"], row["ensemble"], row["dataset"]) == ("random", 8, "ptb"):
+            assert (
+                f"{row['perplexity']:.2f}"
+                in rows["AO-GPT, any order, 8 orders (small)"]
+            )
+            break
+    else:
+        raise AssertionError("no ensemble was measured")
+    # A random model is far from every published number, and the table says so.
+    assert rows["SEDD, any order (small)"].count("**") == 4
+    assert "RADD, any order (small)" not in rows
+    # Again: everything is at hand but the weights, which the hub's own cache keeps.
+    files = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.json")
+    }
+    assert script(reproduce, *words)[0] == 0
+    assert files == {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.json")
+    }
+
+
+@needs_gpt2
+def test_radd_is_downloaded_as_a_folder_that_loads(stand_ins):
+    models = {model.name: model for model in reproduce.read_config()[0]}
+    assert load(reproduce.fetched(models["RADD"], "small")).model.config.is_encoder
+    assert stand_ins == ["JingyangOu/radd-lambda-dce"]
+
+
+def test_what_cannot_be_downloaded_and_what_is_unknown_is_named(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    model = reproduce.read_config()[0][0]
+    with pytest.raises(UserError, match=r"AO-GPT-MDM cannot be downloaded .*no route"):
+        reproduce.fetched(model, "small")
+    with pytest.raises(
+        UserError, match="--models GPT-3: choose among AO-GPT, sigma-GPT"
+    ):
+        reproduce.chosen(("GPT-3",), ["AO-GPT", "sigma-GPT"], "--models")
+
+
+def test_every_line_has_a_published_number_for_every_set():
+    models, lines, datasets = reproduce.read_config()
+    names = {model.name for model in models}
+    for line in lines:
+        assert line.model in names
+        assert {size: len(row) for size, row in line.published.items()} == {
+            "small": len(datasets),
+            "medium": len(datasets),
+        }
