@@ -53,6 +53,7 @@ def stand_ins(tmp_path, monkeypatch):
     return downloads
 
 
+@pytest.mark.slow  # six processes of eval_ppl.py, a minute
 @needs_gpt2
 def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path):
     words = [
