@@ -52,7 +52,7 @@ from aogpt.training.batches import Batch, PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
 from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import Log, in_units
-from aogpt.training.optimizers import learning_rates, optimizers
+from aogpt.training.optimizers import optimizers, set_learning_rates
 from aogpt.training.parallel import compiled, gradient_exchange, replicate
 from aogpt.training.state import (
     Saver,
@@ -228,11 +228,7 @@ def train_step(
         torch.manual_seed(
             int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0])
         )
-    rates = learning_rates(step, config)
-    for group in optimizer.param_groups:
-        group["lr"] = rates[
-            "muon_lr" if "sizes" in group else "lr"
-        ]  # AdamW's have no sizes
+    set_learning_rates(optimizer, step, config)
 
     t = config.train
     micro_steps = t.batch_size // (

@@ -1,28 +1,32 @@
 """AO-GPT: a Transformer that predicts the tokens of a sequence in any order.
 
-For tokens x and an order s, a permutation of the positions, step i sees x[s[0]] .. x[s[i-1]] and
-predicts x[s[i]]. For the order 2 0 3 1:
+For tokens x and an order s, a permutation of the positions, step i sees
+x[s[0]] .. x[s[i-1]] and predicts x[s[i]]. For the order 2 0 3 1:
 
     step i            0        1    2    3
-    input token       [None]   x2   x0   x3     x[s[i-1]]; [None] is a learned start vector
-    input position    0        3    1    4      s[i-1] + 1: row of the table `wpe`, 0 is [None]'s
-    target position   2        0    3    1      s[i]: row of the table `wtpe`
+    input token       [None]   x2   x0   x3     x[s[i-1]]; [None] is a learned vector
+    input position    0        3    1    4      s[i-1] + 1: row of `wpe`; 0 is [None]'s
+    target position   2        0    3    1      s[i]: row of `wtpe`
     predicts          x2       x0   x3   x1     x[s[i]]
 
-Attention is causal along the order. A causal decoder cannot know which position comes next, so
-every step is conditioned on its target position: `ModelConfig.target` says how. The paper's answer
-is adaLN: the target position modulates every norm (Xue et al., arXiv 2506.19935, section 3).
+Attention is causal along the order. A causal decoder cannot know which position comes
+next, so every step is conditioned on its target position: `ModelConfig.target` says
+how. The paper's answer is adaLN: the target position modulates every norm (Xue et al.,
+arXiv 2506.19935, section 3).
 
-Shapes: B batch, T steps, D width, H heads, V vocabulary. Build one with `systems.build_model`,
-which adds initial values and scoring; the KV cache is in sampling/."""
+Shapes: B batch, T steps, D width, H heads, V vocabulary. `systems.build_model` makes a
+model with initial values, scoring.py scores known sequences, sampling/ has the cache of
+keys and values. Other systems on the same blocks are in systems/."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Target = Literal[
     "none",
@@ -40,73 +44,62 @@ Target = Literal[
 class ModelConfig:
     """Shape of the Transformer. The defaults are AO-GPT Small with GPT-2's vocabulary.
 
-    Values of target: none: a plain GPT; input: an embedding of the target position is added to the
-    input (sigma-GPT); adaln: it modulates every norm (AO-GPT); shared: it is added before every
-    block; per_block: the same, a table per block; two_stream: a query stream that starts from it
-    reads a content stream (XLNet, A3); rotary: nothing but queries that are rotated to it;
-    mask_query: the query is a [MASK] at the target (Eso-LM B)."""
+    Values of target: none: a plain GPT; input: an embedding of the target position is
+    added to the input (sigma-GPT); adaln: it modulates every norm (AO-GPT); shared: it
+    is added before every block; per_block: the same, a table per block; two_stream: a
+    query stream that starts from it reads a content stream (XLNet, A3); rotary: nothing
+    but queries that are rotated to it; mask_query: the query is a [MASK] at the target
+    (Eso-LM B)."""
 
-    __pydantic_config__ = {
-        "extra": "forbid"
-    }  # unknown keys of a config file are refused
+    # Unknown keys of a config file are refused.
+    __pydantic_config__ = {"extra": "forbid"}
 
-    vocab_size: int = (
-        50304  # rows of the token table: the vocabulary, up to a multiple of 64
-    )
+    # rows of the token table: the vocabulary, up to a multiple of 64
+    vocab_size: int = 50304
     block_size: int = 1024  # longest sequence, in tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # width of the residual stream; a multiple of n_head
-    attention: Literal["causal", "full"] = (
-        "causal"  # full: an encoder, unknown tokens are [MASK]
-    )
+    # full: an encoder, unknown tokens are [MASK]
+    attention: Literal["causal", "full"] = "causal"
     target: Target = "adaln"  # how a decoder is conditioned on the target position
     group_attention: bool = True  # two_stream: inputs of one group see each other (A3)
     cond_dim: int = 128  # width of the vector that adaLN reads
     noise: bool = False  # encoder: adaLN on the noise level (SEDD)
-    mask_token: int | None = (
-        None  # encoder: id of [MASK], the first id after the tokenizer's
-    )
-    position: Literal["learned", "rotary", "both"] = (
-        "learned"  # a table, rotated q and k, or both
-    )
+    # encoder: id of [MASK], the first id after the tokenizer's
+    mask_token: int | None = None
+    # a table, rotated q and k, or both
+    position: Literal["learned", "rotary", "both"] = "learned"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: bool = True  # of LayerNorm
     qk_norm: bool = True  # RMSNorm on the queries and keys of each head
     gelu: Literal["erf", "tanh"] = "erf"
-    value_residual: bool = (
-        False  # mix values with the first block's (Zhou et al., 2410.17897)
-    )
+    # mix values with the first block's (Zhou et al., 2410.17897)
+    value_residual: bool = False
     attn_bias: bool = True
     mlp_bias: bool = True
-    start: Literal["attended", "hidden"] = (
-        "attended"  # hidden: later steps do not see [None]
-    )
+    # hidden: later steps do not see [None]
+    start: Literal["attended", "hidden"] = "attended"
     tied_head: bool = False  # the output head shares the token table
     head_bias: bool = True
     dropout: float = 0.0
-    position_init: Literal["normal", "sinusoidal"] = (
-        "normal"  # initial values of position tables
-    )
+    # initial values of position tables
+    position_init: Literal["normal", "sinusoidal"] = "normal"
     # What the Llama family has; the defaults leave it out.
-    n_kv_head: int | None = (
-        None  # heads of keys and values (grouped queries); None: n_head
-    )
+    # heads of keys and values (grouped queries); None: n_head
+    n_kv_head: int | None = None
     head_width: int | None = None  # of one head; None: n_embd / n_head
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: int | None = None  # None: 4 n_embd
-    attn_proj_bias: bool | None = (
-        None  # None: as attn_bias, which is then that of q, k and v
-    )
+    # None: as attn_bias, which is then that of q, k and v
+    attn_proj_bias: bool | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    rope_scaling: tuple[float, float, float, int] | None = (
-        None  # Llama 3: see `rotary_angles`
-    )
-    query_at: Literal["target", "before_target"] = (
-        "target"  # rotary: the position of queries.
-    )
-    # before_target: from left to right it is the input's own, as in a plain GPT with RoPE
+    # Llama 3: see `rotary_angles`
+    rope_scaling: tuple[float, float, float, int] | None = None
+    # rotary: the position of queries. before_target: from left to right it is the
+    # input's own, as in a plain GPT with RoPE
+    query_at: Literal["target", "before_target"] = "target"
 
     @property
     def is_encoder(self) -> bool:
@@ -134,46 +127,51 @@ class ModelConfig:
         return self.n_kv_head or self.n_head
 
 
-# ---- one pass: what all blocks share -------------------------------------------------------------
+# ---- one pass: what all blocks share -------------------------------------------------
 
 
 class Pass:
-    """What the blocks of one pass share: each step's target, how it attends, what adaLN gives it.
-    This is the training pass; those of systems/ and sampling/ override `attend`, `modulation`."""
+    """What the blocks of one pass share: how steps attend, what they know of targets.
 
-    def __init__(self, config: ModelConfig, targets: Tensor | None, condition=None):
+    This is the training pass. Those of scoring, systems/ and sampling/ override
+    `attend`, `modulation` and `lookup`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        targets: Tensor | None,
+        condition: Tensor | None = None,
+    ):
         self.targets = targets  # (B, T) the position that each step predicts
         self.inverse = None if targets is None else inverse_permutation(targets)
-        self.condition = (
-            condition  # (block_size, cond_dim) silu(wtpe), all that adaLN reads
-        )
+        # (block_size, cond_dim) silu(wtpe), all that adaLN reads
+        self.condition = condition
         self.hide_start = config.start == "hidden"
         self.dropout = 0.0
-        self.query_angles = self.key_angles = (
-            None  # (cos, sin) of rotary positions, see `rotate`
-        )
+        # (cos, sin) of rotary positions, see `rotate`
+        self.query_angles: tuple[Tensor, Tensor] | None = None
+        self.key_angles: tuple[Tensor, Tensor] | None = None
+        self.added: Tensor | None = None  # (B, T, D), added before every block
 
     def enter(self, layer: int) -> None:
-        """Called before block `layer`; n_layer is the final norm. A KV cache looks up its part."""
+        """Called before block `layer`; n_layer is the final norm. A cache finds its part."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""
         if not self.hide_start:
             return attention(q, k, v, causal=True, dropout=self.dropout)
-        # Input 0 sees itself alone, so its output is its value. A mask would rule out fast kernels.
+        # Input 0 sees itself alone: its output is its value, for all heads that share it.
+        # A mask would rule out fast kernels.
+        first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         rest = attention(
             q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout
         )
-        first = v[:, :1].repeat_interleave(
-            q.shape[2] // v.shape[2], dim=2
-        )  # to all heads
         return torch.cat([first.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
-        table = linear(
-            self.condition
-        )  # (block_size, parts D): once per position, not per token
+        # (block_size, parts D): once per position, not per token
+        table = linear(self.condition)
         return tuple(self.lookup(part) for part in table.chunk(parts, dim=-1))
 
     def modulated_norm(
@@ -184,28 +182,40 @@ class Pass:
 
     def lookup(self, table: Tensor) -> Tensor:
         """Rows of a per-position table at the targets: (block_size, D) -> (B, T, D)."""
-        return PermutationGather.apply(
-            table[: self.targets.shape[1]], self.targets, self.inverse
-        )
+        length = self.targets.shape[1]
+        return PermutationGather.apply(table[:length], self.targets, self.inverse)
 
 
-def attention(q, k, v, mask=None, causal=False, dropout=0.0) -> Tensor:
-    """Softmax attention, q (B, T, H, D/H), k and v with as many heads or a divisor of them ->
-    (B, T, D). mask: True where a key is visible."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention: q (B, T, H, D/H), k and v with as many heads or a divisor of
+    them -> (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
-    q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
-    how = {
-        "dropout_p": dropout,
-        "is_causal": causal,
-        "enable_gqa": q.shape[1] != k.shape[1],
-    }
-    y = F.scaled_dot_product_attention(q, k, v, mask, **how)
+    q = q.to(v.dtype).transpose(1, 2)  # (B, H, T, D/H)
+    k = k.to(v.dtype).transpose(1, 2)
+    v = v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return y.transpose(1, 2).flatten(2)  # (B, T, D)
 
 
 class PermutationGather(torch.autograd.Function):
-    """table[order], (T, D), (B, T) -> (B, T, D). Rows of `order` are permutations, so the gradient
-    is a gather by the inverse and a sum. Indexing would add with atomics, in no fixed order."""
+    """table[order], (T, D), (B, T) -> (B, T, D). Rows of `order` are permutations, so the
+    gradient is a gather by the inverse and a sum. Indexing would add with atomics, in no
+    fixed order."""
 
     @staticmethod
     def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -216,16 +226,28 @@ class PermutationGather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
         batch = torch.arange(grad.shape[0], device=grad.device)[:, None]
-        accumulate = torch.promote_types(
-            grad.dtype, torch.float32
-        )  # bfloat16 is too coarse for it
-        return grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype), None, None
+        # bfloat16 is too coarse to add in
+        accumulate = torch.promote_types(grad.dtype, torch.float32)
+        table_grad = grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype)
+        return table_grad, None, None
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The step at which each position is predicted: inverse[b, order[b, i]] == i, (B, T)."""
+    """The step that predicts each position: inverse[b, order[b, i]] == i, (B, T)."""
     steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, steps)
+
+
+# ---- layers --------------------------------------------------------------------------
+#
+# A layer says what its parameters are, by its type or by the following, so that nothing
+# depends on the name of a parameter (systems/parameters.py):
+#
+#     init_std       std of the initial values of a matrix, if not 0.02
+#     initial        {parameter: value} of parameters that start at one value
+#     conditions     parameters that tell the model which position to predict
+#     matrices()     what Muon orthogonalises, with the rows of each part
+#     make_neutral() changes nothing in a model that has been trained without the layer
 
 
 class RMSNorm(nn.RMSNorm):
@@ -233,9 +255,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.weight.dtype if x.is_cuda else x.dtype
-        return F.rms_norm(
-            x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps
-        )
+        weight = self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps)
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
@@ -244,20 +265,83 @@ def make_norm(c: ModelConfig) -> nn.Module:
     return RMSNorm(c.n_embd, eps=c.norm_eps)
 
 
+class PositionTable(nn.Embedding):
+    """A learned vector for each position."""
+
+    def __init__(
+        self, c: ModelConfig, rows: int, width: int, wave_std: float | None = 0.04
+    ):
+        """wave_std: of initial sine waves, where model.position_init asks for them."""
+        super().__init__(rows, width)
+        self.wave_std = wave_std if c.position_init == "sinusoidal" else None
+        self.first_wave = 0  # the waves of row 0 are those of this position
+        self.rows_before = rows - c.block_size  # those of [None], before position 0's
+
+
+class TargetTable(PositionTable):
+    """A learned vector for each target position."""
+
+    conditions = ("weight",)
+
+    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
+        super().__init__(c, c.block_size, width, wave_std)
+        self.first_wave = 1  # as in `wpe`, whose row 0 is [None]'s
+
+    def make_neutral(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class ConditionTable(TargetTable):
+    """The target table that adaLN reads. It does so through weights of std 0.02, which a
+    larger std of the waves makes up for."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__(c, c.cond_dim, wave_std=2.0)
+
+    def make_neutral(self) -> None:
+        """Nothing: what reads the table is neutral, and learns nothing from zeros."""
+
+
+class AdaLN(nn.Linear):
+    """A shift and a scale of each norm, and a gate of what a block adds."""
+
+    conditions = ("weight", "bias")
+
+    def __init__(self, c: ModelConfig, parts: int):
+        """parts: 6 of a block (shift, scale, gate, twice), 2 of the final norm."""
+        super().__init__(c.cond_dim, parts * c.n_embd)
+        self.parts = parts
+
+    def make_neutral(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        nn.init.ones_(self.bias.view(self.parts, -1)[2::3])  # the gates
+
+
+class Projection(nn.Linear):
+    """Back to the residual stream, where 2 n_layer of these add up: they start smaller."""
+
+    def __init__(self, c: ModelConfig, width: int, bias: bool):
+        super().__init__(width, c.n_embd, bias=bias)
+        self.init_std = 0.02 / math.sqrt(2 * c.n_layer)
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def rotary_angles(c: ModelConfig, device=None) -> Tensor:
+def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
     """Cosines and sines of each position's angles, float64 (block_size + 1, 2, D/H / 2).
 
-    rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low` turns in
-    `length` positions are divided by the factor, those of more than `high` stay, linear between."""
+    rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
+    turns in `length` positions are divided by the factor, those of more than `high`
+    stay, linear between."""
     exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim
     frequency = c.rope_base**-exponents
     if c.rope_scaling is not None:
         factor, low, high, length = c.rope_scaling
-        share = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        turns = length * frequency / (2 * math.pi)
+        share = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (share + (1 - share) / factor)
     angle = torch.arange(c.block_size + 1, dtype=torch.float64)[:, None] * frequency
     angles = torch.stack([angle.cos(), angle.sin()], dim=1)
@@ -266,53 +350,55 @@ def rotary_angles(c: ModelConfig, device=None) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by angles whose cosines
-    and sines are (..., 1, D/H / 2): coordinate i turns with i + D/H / 2."""
+    """Rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by angles whose
+    cosines and sines are (..., 1, D/H / 2): coordinate i turns with i + D/H / 2."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class Attention(nn.Module):
+    initial = {"mix": 0.5}
+
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.heads_of = c.n_head, c.kv_heads, c.kv_heads  # q, k, v
+        self.heads_of = (c.n_head, c.kv_heads, c.kv_heads)  # q, k, v
         self.head_dim = c.head_dim
-        width = c.n_head * c.head_dim
+        rows = sum(self.heads_of) * c.head_dim
         proj_bias = c.attn_bias if c.attn_proj_bias is None else c.attn_proj_bias
-        self.qkv = nn.Linear(
-            c.n_embd, sum(self.heads_of) * c.head_dim, bias=c.attn_bias
-        )
-        self.proj = nn.Linear(width, c.n_embd, bias=proj_bias)
+        self.qkv = nn.Linear(c.n_embd, rows, bias=c.attn_bias)
+        self.proj = Projection(c, c.n_head * c.head_dim, bias=proj_bias)
+        # shares of the block's own values and of the first block's
         self.mix = nn.Parameter(torch.full((2,), 0.5)) if c.value_residual else None
-        self.q_norm = (
-            RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        )
+        self.q_norm = self.make_head_norm(c)
+        self.k_norm = self.make_head_norm(c)
+
+    def make_head_norm(self, c: ModelConfig) -> nn.Module:
+        return RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        """x (B, T, D) -> the output (B, T, D), and this block's values where blocks mix them."""
+        """x (B, T, D) -> the output (B, T, D), and values where blocks mix them."""
         q, k, v, values = self.heads(x, p, first_values)
         return self.proj(p.attend(q, k, v)), values
 
     def heads(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        heads = self.qkv(x).unflatten(
-            -1, (-1, self.head_dim)
-        )  # (B, T, H of all three, D/H)
+        """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to be mixed."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(self.heads_of, dim=-2)
         q = self.q_norm(q)
         k = self.k_norm(k)
         values = None
         if self.mix is not None:
             values = v
-            v = self.mix[0] * v + self.mix[1] * (
-                v if first_values is None else first_values
-            )
+            first = v if first_values is None else first_values
+            v = self.mix[0] * v + self.mix[1] * first
         if p.key_angles is not None:
             q = rotate(q, *p.query_angles)
             k = rotate(k, *p.key_angles)
         return q, k, v, values
+
+    def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
+        rows = [heads * self.head_dim for heads in self.heads_of]
+        return [(self.qkv.weight, rows), (self.proj.weight, [len(self.proj.weight)])]
 
 
 class MLP(nn.Module):
@@ -321,15 +407,20 @@ class MLP(nn.Module):
         self.approximate = "tanh" if c.gelu == "tanh" else "none"
         width = c.mlp_width or 4 * c.n_embd
         self.fc = nn.Linear(c.n_embd, width, bias=c.mlp_bias)
-        self.gate = (
-            nn.Linear(c.n_embd, width, bias=c.mlp_bias) if c.mlp == "swiglu" else None
-        )
-        self.proj = nn.Linear(width, c.n_embd, bias=c.mlp_bias)
+        self.gate = None
+        if c.mlp == "swiglu":
+            self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias)
+        self.proj = Projection(c, width, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:  # Shazeer, arXiv 2002.05202
             return self.proj(F.silu(self.gate(x)) * self.fc(x))
         return self.proj(F.gelu(self.fc(x), approximate=self.approximate))
+
+    def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
+        layers = [self.fc, self.gate, self.proj]
+        weights = [layer.weight for layer in layers if layer is not None]
+        return [(weight, [len(weight)]) for weight in weights]
 
 
 class Block(nn.Module):
@@ -341,16 +432,19 @@ class Block(nn.Module):
         self.norm2 = make_norm(c)
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        self.adaln = nn.Linear(c.cond_dim, 6 * c.n_embd) if c.has_adaln else None
-        self.wtpe = (
-            nn.Embedding(c.block_size, c.n_embd) if c.target == "per_block" else None
-        )
+        self.adaln = AdaLN(c, parts=6) if c.has_adaln else None
+        self.wtpe = None
+        if c.target == "per_block":
+            self.wtpe = TargetTable(c, c.n_embd, wave_std=None)
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        """x (B, T, D), first_values (B, T, H, D/H): the first block's. Returns x and values."""
+        """x (B, T, D), first_values (B, T, H, D/H): of the first block. Returns x and
+        values."""
         if self.wtpe is not None:
             x = x + p.lookup(self.wtpe.weight)
+        if p.added is not None:
+            x = x + p.added
         if self.adaln is None:
             y, values = self.attn(self.norm1(x), p, first_values)
             x = x + self.drop(y)
@@ -363,39 +457,95 @@ class Block(nn.Module):
         return x + gate2 * self.drop(y), values
 
 
-# ---- the model -----------------------------------------------------------------------------------
+# Logits alive at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB with
+# copies.
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
-class AOGPT(nn.Module):
-    """A decoder of log p(x | order) under any order of prediction (the paper, section 3)."""
+def head_chunk(vocab_size: int, device: str) -> int:
+    """Tokens in a chunk; at least 256, as small matrix products are slow."""
+    elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
+    return max(256, elements // vocab_size)
 
-    block_type = Block
-    pass_type = Pass  # of training
+
+def in_chunks(
+    function: Callable, x: Tensor, targets: Tensor, vocab_size: int
+) -> Tensor:
+    """function(x, targets), (n, D), (n,), in chunks of tokens, so that its float32 logits
+    (n, V) never exist at once; the backward pass computes those of a chunk again."""
+    size = head_chunk(vocab_size, x.device.type)
+    # Compiled, the softmax is fused anyway.
+    if torch.compiler.is_compiling() or len(x) <= size:
+        return function(x, targets)
+    parts = []
+    for chunk, wanted in zip(x.split(size), targets.split(size), strict=True):
+        parts.append(
+            checkpoint(
+                function,
+                chunk,
+                wanted,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing here is random
+            )
+        )
+    return torch.cat(parts)
+
+
+class HeadLoss(nn.Module):
+    """Cross-entropy of the output head, in chunks of tokens.
+
+    It has no parameters. It is a module so that it can be compiled by itself. Faster than
+    torch's linear_cross_entropy where both were measured (results/speed.md)."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.vocab_size = c.vocab_size
+
+    def forward(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
+        """head: (n, D) -> logits (n, V). (B, T, D), (B, T) -> (B, T), nats."""
+
+        def cross_entropy(x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(head(x), targets, reduction="none")
+
+        x = x.flatten(0, 1)
+        losses = in_chunks(cross_entropy, x, targets.flatten(), self.vocab_size)
+        return losses.view_as(targets)
+
+
+# ---- models --------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """What every system has: a table of tokens, blocks, a final norm, an output head.
+
+    A system adds what goes in, and what its blocks see. Its parameters are counted and
+    saved in the order in which they are made."""
+
+    conditions: tuple[str, ...] = ()
+    # Whether queries are inputs of their own. Then no key depends on a target, and one
+    # pass predicts all groups of steps, each from the groups before it.
+    separate_queries = False
+    pass_type: type[Pass] = Pass  # of training
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = c = config
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.make_inputs()
-        self.drop = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(self.block_type(c) for _ in range(c.n_layer))
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.start: nn.Parameter | None = None  # [None]
+        self.wpe: PositionTable | None = None
+
+    def add_blocks(self, block_type: type[nn.Module]) -> None:
+        """Blocks, final norm and head, which come last among the parameters."""
+        c = self.config
+        self.blocks = nn.ModuleList(block_type(c) for _ in range(c.n_layer))
         self.norm_f = make_norm(c)
-        self.adaln_f = nn.Linear(c.cond_dim, 2 * c.n_embd) if c.has_adaln else None
+        self.adaln_f = AdaLN(c, parts=2) if c.has_adaln else None
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=c.head_bias)
         if c.tied_head:
             self.head.weight = self.wte.weight
+        self.loss = HeadLoss(c)
         self.make_angles()
-
-    def make_inputs(self) -> None:
-        c = self.config
-        width = {"adaln": c.cond_dim, "input": c.n_embd, "shared": c.n_embd}.get(
-            c.target
-        )
-        self.wpe = (
-            nn.Embedding(c.block_size + 1, c.n_embd) if c.position != "rotary" else None
-        )
-        self.start = nn.Parameter(torch.empty(c.n_embd))
-        self.wtpe = nn.Embedding(c.block_size, width) if width else None
 
     def make_angles(self, device: torch.device | None = None) -> None:
         angles = rotary_angles(self.config, device) if self.config.rotates else None
@@ -403,59 +553,28 @@ class AOGPT(nn.Module):
 
     def _apply(self, *arguments, **keywords):  # .to() and its like
         super()._apply(*arguments, **keywords)
-        self.make_angles(
-            self.head.weight.device
-        )  # angles stay exact in a bfloat16 model
+        # Angles stay exact in a bfloat16 model.
+        self.make_angles(self.head.weight.device)
         return self
 
-    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order. tokens (B, T)
-        in sequence order; order (B, T), every row a permutation of 0..T-1."""
-        # tokens.gather(1, order), as a scatter that torch.compile does not repeat for every logit.
-        wanted = torch.empty_like(tokens).scatter_(
-            1, inverse_permutation(order), tokens
-        )
-        return self.head_loss(self.hidden(tokens, order), wanted)
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens at positions, (B, T) each -> (B, T, D)."""
+        x = self.wte(tokens)
+        if self.start is not None:
+            is_start = (positions == 0).unsqueeze(-1)
+            x = torch.where(is_start, self.start.to(x.dtype), x)
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        return x
 
-    def logits(self, tokens: Tensor, order: Tensor) -> Tensor:
-        return self.head_logits(
-            self.hidden(tokens, order)
-        )  # (B, T, V), of positions order[:, i]
-
-    def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Final hidden states (B, T, D); state i predicts position order[:, i]."""
-        in_tokens, in_positions = self.inputs(tokens, order)
-        p = self.pass_type(self.config, order, self.condition())
-        return self.trunk(self.embed(in_tokens, in_positions), in_positions, p)
-
-    def condition(self) -> Tensor | None:
-        return F.silu(self.wtpe.weight) if self.config.target == "adaln" else None
-
-    def inputs(self, tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of the order, one step late, and their positions; 0 stands for [None]."""
-        shifted = order[:, :-1]
-        return F.pad(tokens.gather(1, shifted), (1, 0)), F.pad(shifted + 1, (1, 0))
-
-    def embed(self, in_tokens: Tensor, in_positions: Tensor) -> Tensor:
-        x = self.wte(in_tokens)
-        x = torch.where((in_positions == 0).unsqueeze(-1), self.start.to(x.dtype), x)
-        return x if self.wpe is None else x + self.wpe(in_positions)
-
-    def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
-        """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states (B, T, D)."""
-        target = self.config.target
+    def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
+        """Embedded inputs (B, T, D) -> final hidden states (B, T, D)."""
         p.dropout = self.config.dropout if self.training else 0.0
-        if self.config.rotates:
-            p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
-            if target not in ("none", "two_stream", "mask_query"):
-                # Scores depend on the key's position minus the target.
-                p.query_angles = self.target_angles(p, x.dtype)
-        added = p.lookup(self.wtpe.weight) if target in ("input", "shared") else None
-        x = self.drop(x + added if target == "input" else x)
+        x = self.drop(x)
         first_values = None
         for layer, block in enumerate(self.blocks):
             p.enter(layer)
-            x, values = block(x + added if target == "shared" else x, p, first_values)
+            x, values = block(x, p, first_values)
             first_values = values if first_values is None else first_values
         return self.final_norm(x, p)
 
@@ -469,18 +588,77 @@ class AOGPT(nn.Module):
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
         angles = self.angles.to(torch.promote_types(dtype, torch.float32))
-        return angles[positions].unsqueeze(-3).unbind(-2)
+        cos, sin = angles[positions].unsqueeze(-3).unbind(-2)
+        return cos, sin
 
     def target_angles(self, p: Pass, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Angles of queries: at the target, whose own input stands at target + 1, or before it."""
-        return self.angles_at(p.targets + (self.config.query_at == "target"), dtype)
+        """Angles of queries: at the target, whose own input stands at target + 1, or
+        before it."""
+        positions = p.targets + (self.config.query_at == "target")
+        return self.angles_at(positions, dtype)
 
     def head_logits(self, x: Tensor) -> Tensor:
         return self.head(x)  # (..., D) -> (..., V)
 
-    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, (B, T, D), (B, T) -> (B, T), nats."""
-        logits = self.head_logits(x.flatten(0, 1))
-        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(
-            targets.shape
-        )
+    def logits(self, *inputs) -> Tensor:
+        """(B, T, V) of the inputs of `hidden`."""
+        return self.head_logits(self.hidden(*inputs))
+
+
+class AOGPT(Transformer):
+    """A decoder of log p(x | order) in any order of prediction (the paper, section 3)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        c = config
+        self.start = nn.Parameter(torch.empty(c.n_embd))
+        if c.position != "rotary":
+            self.wpe = PositionTable(c, c.block_size + 1, c.n_embd)
+        self.wtpe: TargetTable | None = None
+        if c.target == "adaln":
+            self.wtpe = ConditionTable(c)
+        elif c.target in ("input", "shared"):
+            self.wtpe = TargetTable(c, c.n_embd)
+        self.add_blocks(Block)
+
+    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order.
+
+        tokens (B, T) in sequence order; order (B, T), every row a permutation of
+        0..T-1."""
+        # tokens.gather(1, order), as a scatter that torch.compile does not repeat for
+        # every logit.
+        steps = inverse_permutation(order)
+        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
+        return self.loss(self.head_logits, self.hidden(tokens, order), wanted)
+
+    def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """Final hidden states (B, T, D); state i predicts position order[:, i]."""
+        in_tokens, in_positions = shifted_inputs(tokens, order)
+        p = self.pass_type(self.config, order, self.condition())
+        return self.trunk(self.embed(in_tokens, in_positions), in_positions, p)
+
+    def condition(self) -> Tensor | None:
+        """What adaLN reads for each target position, (block_size, cond_dim)."""
+        return F.silu(self.wtpe.weight) if self.config.has_adaln else None
+
+    def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
+        """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states."""
+        target = self.config.target
+        if self.config.rotates:
+            p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
+            if target != "none":  # scores see the key's position - the target
+                p.query_angles = self.target_angles(p, x.dtype)
+        if target == "input":
+            x = x + p.lookup(self.wtpe.weight)
+        elif target == "shared":
+            p.added = p.lookup(self.wtpe.weight)
+        return self.run_blocks(x, p)
+
+
+def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of the order, one step late, and their positions; 0 stands for [None]."""
+    shifted = order[:, :-1]
+    in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))
+    in_positions = F.pad(shifted + 1, (1, 0))
+    return in_tokens, in_positions

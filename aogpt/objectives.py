@@ -23,7 +23,13 @@ from .runtime.randomness import (
     to_uniform,
 )
 from .runtime.validation import Count, Probability, Table, check_values
-from .systems import group_log_probs, group_starts, log_linear_noise
+from .scoring import (
+    group_log_probs,
+    group_starts,
+    masked_log_probs,
+    token_log_probs,
+)
+from .systems import log_linear_noise
 
 Kind = Literal[
     "ar",
@@ -298,7 +304,9 @@ def token_nll(
     if model.config.is_encoder and orders.kind == "random" and group == 1:
         masks = evaluation_masks(seed, draw, rows, total, length, roles)
         masks = masks.map(lambda tensor: tensor.to(device))
-        log_probs = model.masked_log_probs(tokens, masks.masked, masks.lengths).double()
+        log_probs = masked_log_probs(
+            model, tokens, masks.masked, masks.lengths
+        ).double()
         nll = -masks.weight[:, None] * log_probs
     else:
         order = orders_at(orders, seed, draw, rows, length, SCORED_ORDERS)
@@ -311,7 +319,7 @@ def token_nll(
         if roles is not None and model.config.l2r_only:
             # The prompt moves to the front: such a model reads a text as if it were written so.
             identity = torch.arange(length, device=device).expand_as(order)
-            nll = -model.token_log_probs(tokens.gather(1, order), identity).double()
+            nll = -token_log_probs(model, tokens.gather(1, order), identity).double()
         else:
             nll = -group_log_probs(model, tokens, order, group, **more).double()
         nll[:, :scored_from] = torch.nan

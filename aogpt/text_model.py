@@ -41,6 +41,7 @@ from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes, resampling
 from .sampling.gaps import RankBy, Scores
 from .sampling.modes import Context, DecodingOptions
+from .scoring import masked_log_probs, masked_logits
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
@@ -340,7 +341,7 @@ class TextModel:
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
             masked = torch.arange(T, device=self.device) == rows[:, None]
-            found = self.model.masked_log_probs(tokens.expand(len(rows), T), masked)
+            found = masked_log_probs(self.model, tokens.expand(len(rows), T), masked)
             log_probs += found[masked].tolist()
         return self._scored(text, ids, log_probs, end=False)
 
@@ -706,7 +707,7 @@ class TextModel:
         context = gapped.context([lengths[0] for lengths in gapped.lengths])
         tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
         blank = torch.tensor([[token is None for token in context]], device=self.device)
-        logits = self.model.masked_logits(tokens, blank)[:, : self.loaded.vocab_size]
+        logits = masked_logits(self.model, tokens, blank)[:, : self.loaded.vocab_size]
         best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [

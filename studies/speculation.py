@@ -29,6 +29,7 @@ from aogpt.runtime.files import (
     write_text,
 )
 from aogpt.runtime.outputs import commit, new_figure, png
+from aogpt.scoring import masked_logits
 from studies.runs import ROOT, run_alone
 
 MODEL = "results/books_model"
@@ -192,7 +193,7 @@ def kept_probabilities(model, tokens, order, known: int, drafts: int) -> list[fl
     """1 - TV(p, q) of each draft along `order` (T,) after `known` tokens; of the first it is 1."""
     masked = torch.ones_like(order, dtype=torch.bool)
     masked[order[:known]] = False
-    logits = model.masked_logits(tokens[None], masked[None], order[None])
+    logits = masked_logits(model, tokens[None], masked[None], order[None])
     place = masked.cumsum(0) - 1  # of a masked position among all masked ones
     drafted = logits[place[order[known : known + drafts]]].double().softmax(-1)
     verified = model.logits(tokens[None], order[None])[0, known : known + drafts]

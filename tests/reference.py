@@ -26,6 +26,7 @@ from aogpt.sampling.plans import (
     random_plan,
     speculative_plan,
 )
+from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 
 LEVEL = (
@@ -397,8 +398,10 @@ def conditionals(model, vocab_size, length):
     orders = torch.tensor(
         [order_through(context, target, length) for context, target in keys]
     )
-    rows = model.token_log_probs(
-        sequences.repeat(len(keys), 1), orders.repeat_interleave(len(sequences), dim=0)
+    rows = token_log_probs(
+        model,
+        sequences.repeat(len(keys), 1),
+        orders.repeat_interleave(len(sequences), dim=0),
     ).unflatten(0, (len(keys), len(sequences)))
     result = {
         key: row[:, len(key[0])].double().exp()
@@ -412,7 +415,9 @@ def conditionals(model, vocab_size, length):
                 sequences
             )
             starts = group_starts(sizes, length).expand_as(sequences)
-            log_probs = model.token_log_probs(sequences, order, starts)[:, len(context)]
+            log_probs = token_log_probs(model, sequences, order, starts)[
+                :, len(context)
+            ]
             result[context, sizes, target] = log_probs.double().exp()
     return result
 
@@ -452,7 +457,7 @@ def encoder_conditionals(model, vocab_size, length):
         rows = torch.tensor([p in masked for p in range(length)]).expand(
             len(sequences), length
         )
-        probabilities = model.masked_log_probs(sequences, rows).double().exp()
+        probabilities = masked_log_probs(model, sequences, rows).double().exp()
         for listed in itertools.permutations(context):
             result |= {(listed, target): probabilities[:, target] for target in masked}
     return result
@@ -966,7 +971,7 @@ def uncached_log_probs(model, tokens, plan):
             if in_groups(model) and not plan.draft:
                 starts = group_starts(sizes_of(step[:start]), length)[None]
             groups = () if starts is None else (starts,)
-            scored = model.token_log_probs(tokens[b : b + 1, :length], single, *groups)
+            scored = token_log_probs(model, tokens[b : b + 1, :length], single, *groups)
             result[b, order[i]] = scored[0, start]
     return result
 
@@ -985,13 +990,13 @@ def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
     T = tokens.shape[1]
     members = max(sizes)
     order = orders_at(orders, seed, draw, rows, T)
-    original = model.token_log_probs(tokens, order).double()
+    original = token_log_probs(model, tokens, order).double()
     log_probs = original.expand(members, *original.shape).clone()
     for step in range(2, T):  # the first two steps have a single context
         for member in range(1, members):
             stream = RandomStream(draw, 2 + step, member)
             permuted = permute_context(order, step, seed, stream, rows)
-            log_probs[member, :, step] = model.token_log_probs(tokens, permuted)[
+            log_probs[member, :, step] = token_log_probs(model, tokens, permuted)[
                 :, step
             ].double()
     nll = -ensemble_log_probs(log_probs, sizes)

@@ -18,6 +18,7 @@ import aogpt
 from aogpt.checkpoints import Loaded
 from aogpt.playground import app
 from aogpt.sampling import gaps
+from aogpt.scoring import masked_logits, token_log_probs
 
 GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
@@ -76,13 +77,13 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
         order = [*known, position, *(i for i in fill.blanks if i != position)]
         x = torch.tensor([[token or 0 for token in fill.tokens]]).repeat(257, 1)
         x[:, position] = torch.arange(257)
-        along = text.model.token_log_probs(x, torch.tensor([order]).expand(257, T))
+        along = token_log_probs(text.model, x, torch.tensor([order]).expand(257, T))
         got = fill.log_probs(position)
         expected = along[:, len(known)].double()
         assert (got - expected).abs().max() < tolerance and got.dtype == torch.float64
         if number == 0 or text.model.config.is_encoder:
             masked = torch.tensor([[token is None for token in fill.tokens]])
-            logits = text.model.masked_logits(x[:1].where(~masked, 0), masked)
+            logits = masked_logits(text.model, x[:1].where(~masked, 0), masked)
             every = torch.stack([fill.log_probs(i) for i in fill.blanks])
             assert (every - logits.log_softmax(dim=-1)[:, :257]).abs().max() < 1e-12
         best = fill.best(position, 8)
@@ -96,7 +97,7 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
     known = T - 6
 
     def total(order, start):
-        log_probs = text.model.token_log_probs(tokens, torch.tensor([order]))
+        log_probs = token_log_probs(text.model, tokens, torch.tensor([order]))
         return float(log_probs[0, start:].double().sum())
 
     blanks = [i for i in range(T) if fill.context[i] is None]

@@ -16,6 +16,7 @@ from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
+from aogpt.scoring import token_log_probs
 from convert import convert
 
 # ruff: noqa: F811  (fixtures are imported by their names)
@@ -122,7 +123,7 @@ def test_models_of_other_blocks_and_kinds(
         rows = tokens[:, :LENGTH], tokens[:, LENGTH:]
         model = load_model(path)
         nll = [
-            -model.token_log_probs(r, torch.arange(r.shape[1])[None]).double()
+            -token_log_probs(model, r, torch.arange(r.shape[1])[None]).double()
             for r in rows
         ]
         expected = torch.cat(nll, dim=1).mean().item()

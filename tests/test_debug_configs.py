@@ -11,6 +11,7 @@ import eval_ppl
 import sample
 import train
 from aogpt.checkpoints import load_model, store
+from aogpt.scoring import token_log_probs
 from aogpt.training import config as configuration
 
 SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
@@ -69,8 +70,8 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path)
 
     tokens = torch.randint(257, (3, 64), generator=torch.Generator().manual_seed(0))
     order = torch.arange(64).expand(3, 64)
-    before = load_model(source).token_log_probs(tokens, order)
-    after = load_model(tmp_path / "any_order", weights="raw").token_log_probs(
-        tokens, order
+    before = token_log_probs(load_model(source), tokens, order)
+    after = token_log_probs(
+        load_model(tmp_path / "any_order", weights="raw"), tokens, order
     )
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)  # float32

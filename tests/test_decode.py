@@ -50,6 +50,7 @@ from aogpt.sampling import (
     token_choice,
 )
 from aogpt.sampling.plans import Pace, Rule
+from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import log_linear_noise
 
 # positions and tokens of the enumerable models: 81 sequences
@@ -362,7 +363,8 @@ def test_the_weighted_bound_falls_with_its_orders_to_the_mean_of_the_probabiliti
     sequences = all_sequences(V, 3)
     orders = torch.tensor(list(itertools.permutations(range(3))))
     log_p = [
-        model.token_log_probs(sequences, order.expand_as(sequences)) for order in orders
+        token_log_probs(model, sequences, order.expand_as(sequences))
+        for order in orders
     ]
     nll = torch.stack([-p.double().sum(1) for p in log_p], dim=1)
     scored = torch.full((len(sequences),), 3.0, dtype=torch.float64)
@@ -512,7 +514,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
                 now = got.step[b, :length] == step
                 masked = (got.step[b, :length] >= step)[None]
                 if step >= 0:
-                    log_probs[now] = model.masked_log_probs(row[None], masked)[0, now]
+                    log_probs[now] = masked_log_probs(model, row[None], masked)[0, now]
         else:
             one = slice(b, b + 1)
             log_probs = reference.uncached_log_probs(model, got.tokens[one], plan[one])[

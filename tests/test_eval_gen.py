@@ -20,6 +20,7 @@ from aogpt.data.prepare import Prepare, prepare
 from aogpt.data.tokenizers import BytesTokenizer
 from aogpt.evaluation import judges, scoring
 from aogpt.runtime.processes import Processes
+from aogpt.scoring import token_log_probs
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -294,7 +295,7 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
         for ids in tokens:
             order = torch.arange(len(ids))[None]
             expected.append(
-                -float(model.token_log_probs(torch.tensor([ids]), order).sum())
+                -float(token_log_probs(model, torch.tensor([ids]), order).sum())
             )
         np.testing.assert_allclose(
             [s["nll"] for s in row["per_sample"]], expected, rtol=1e-5
@@ -313,7 +314,7 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     judge = load(run)
     tokens = list(b"predict the model")
     window = torch.tensor([tokens[:LENGTH]])  # the second window has nothing to score
-    log_probs = loaded.model.token_log_probs(window, torch.arange(LENGTH)[None])[0, 1:]
+    log_probs = token_log_probs(loaded.model, window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
     assert count == LENGTH - 1 and nll == pytest.approx(
         -float(log_probs.sum()), rel=1e-6

@@ -29,6 +29,7 @@ from aogpt.evaluation.likelihood import BatchRunner, Task
 from aogpt.objectives import ObjectiveConfig, token_score_entropy
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
+from aogpt.scoring import masked_log_probs, token_log_probs
 from convert import convert
 
 
@@ -70,7 +71,7 @@ def direct(run, data, kind, draws, seed, count, weights="ema"):
     tokens = blocks_of(data, count)
     for draw in range(draws):
         order = orders_at(OrderConfig(kind), seed, draw, rows, LENGTH, SCORED_ORDERS)
-        along = -model.token_log_probs(tokens, order).double()
+        along = -token_log_probs(model, tokens, order).double()
         nll.append(torch.empty_like(along).scatter_(1, order, along))
     return torch.stack(nll, dim=1).numpy()
 
@@ -204,7 +205,7 @@ def test_what_is_left_after_the_last_block_counts(evaluate, run, left_over, tmp_
     result = results["l2r", 1]
     rows = [*dataset.blocks(list(range(12))), dataset.tail()[0]]
     nll = [
-        -model.token_log_probs(row[None], torch.arange(len(row))[None]).double()
+        -token_log_probs(model, row[None], torch.arange(len(row))[None]).double()
         for row in rows
     ]
     tokens = 12 * LENGTH + left_over
@@ -261,7 +262,7 @@ def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     count = 0
     for row in rows:
         tokens = torch.tensor([[*(row["prompt"] + row["text"]).encode(), 256]])
-        scored = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
+        scored = token_log_probs(model, tokens, torch.arange(tokens.shape[1])[None])
         total -= scored[0, len(row["prompt"]) :].sum().item()
         count += len(row["text"]) + 1
     for result in report.values():
@@ -331,7 +332,7 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
         for start in range(0, LENGTH, size):
             now = (step_of >= start) & (step_of < start + size)
             if kind == "encoder":
-                log_probs = model.masked_log_probs(tokens, step_of >= start)
+                log_probs = masked_log_probs(model, tokens, step_of >= start)
                 nll -= float(log_probs[now].double().sum())
                 continue
             for (
@@ -340,7 +341,9 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
             ) in now.nonzero().tolist():  # alone, after the groups before it
                 context = order[b, :start].tolist()
                 single = torch.tensor([order_through(context, position, LENGTH)])
-                nll -= float(model.token_log_probs(tokens[b : b + 1], single)[0, start])
+                nll -= float(
+                    token_log_probs(model, tokens[b : b + 1], single)[0, start]
+                )
         assert results[name, 1]["nll"] == pytest.approx(nll / (4 * LENGTH), rel=1e-5)
     assert (f"groups of {size}" in report["terminal"]) == (size > 1)
 

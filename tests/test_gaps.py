@@ -26,6 +26,7 @@ from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.sampling import gaps
 from aogpt.sampling.resampling import fill_by_resampling
+from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
 
 BOOKS = "results/books_model"
 BOTH_SIDES = [name for name in (*DECODERS, *ENCODERS) if name != "GPT-2"]
@@ -127,15 +128,15 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     for masked in ([1], [0, 3, 8]):
         mask = torch.zeros(1, 9, dtype=torch.bool)
         mask[0, masked] = True
-        logits = text.model.masked_logits(tokens, mask)
+        logits = masked_logits(text.model, tokens, mask)
         got = logits.double().log_softmax(-1)[
             range(len(masked)), [ids[i] for i in masked]
         ]
-        expected = text.model.masked_log_probs(tokens, mask)[0, masked]
+        expected = masked_log_probs(text.model, tokens, mask)[0, masked]
         assert (got - expected).abs().max() < 1e-5
     each = text.score_each("a cat sat").log_probs
     mask = torch.eye(9, dtype=torch.bool)
-    expected = text.model.masked_log_probs(tokens.expand(9, 9), mask).diagonal()
+    expected = masked_log_probs(text.model, tokens.expand(9, 9), mask).diagonal()
     assert max(abs(a - b) for a, b in zip(each, expected.tolist(), strict=True)) < 1e-5
 
 
@@ -214,7 +215,7 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
     for row in found:
         tokens = torch.tensor([list(row.text.encode())])
         order = torch.arange(tokens.shape[1])[None]
-        total = float(text.model.token_log_probs(tokens, order).double().sum())
+        total = float(token_log_probs(text.model, tokens, order).double().sum())
         assert abs(row.log_prob - total) < 1e-4
     assert [row.log_prob for row in found] == sorted(
         (r.log_prob for r in found), reverse=True
@@ -656,7 +657,7 @@ def exact_fillings(model, gapped, tokens):
             rest = iter(filling)
             row = [next(rest) if token is None else token for token in context]
             order = torch.arange(len(row))[None]
-            found = model.token_log_probs(torch.tensor([row]), order).double()
+            found = token_log_probs(model, torch.tensor([row]), order).double()
             log_probs[(tuple(row), sizes)] = float(
                 found[0, len(gapped.known[0]) :].sum()
             )

@@ -31,6 +31,7 @@ from aogpt.sampling import (
     speculative_plan,
 )
 from aogpt.sampling.token_choice import choose_tokens
+from aogpt.scoring import token_log_probs
 from aogpt.systems import build_model
 from aogpt.training.batches import make_batch
 from aogpt.training.config import load_toml
@@ -233,16 +234,16 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     for plan in plans:
         done = engine_of(model, plan).generate(plan, uniforms=uniforms)
         log_probs = done.log_probs.gather(1, plan.order)
-        expected = model.token_log_probs(
-            done.tokens.to(device), plan.order.to(device)
+        expected = token_log_probs(
+            model, done.tokens.to(device), plan.order.to(device)
         ).cpu()
         assert (log_probs - expected).abs().max() < 1e-4
     plan = plans[0]
     model = copy.deepcopy(exact).bfloat16().to(device)
     done = engine_of(model, plan).generate(plan, uniforms=uniforms)
-    expected = exact.token_log_probs(done.tokens, plan.order)
-    uncached = model.token_log_probs(
-        done.tokens.to(device), plan.order.to(device)
+    expected = token_log_probs(exact, done.tokens, plan.order)
+    uncached = token_log_probs(
+        model, done.tokens.to(device), plan.order.to(device)
     ).cpu()
     cached = done.log_probs.gather(1, plan.order)
     of_cached, of_uncached = (

@@ -20,6 +20,7 @@ from aogpt.evaluation import harness
 from aogpt.sampling.engine import generate
 from aogpt.sampling.plans import l2r_plan
 from aogpt.sampling.token_choice import TokenChoice
+from aogpt.scoring import masked_log_probs, token_log_probs
 
 BYTES = get_tokenizer("bytes")
 EOT = BYTES.eot
@@ -67,7 +68,7 @@ def tokens_of(context, end):
 
 def left_to_right(model, known, new):
     tokens = torch.tensor([known + new])
-    log_probs = model.token_log_probs(tokens, torch.arange(tokens.shape[1])[None])
+    log_probs = token_log_probs(model, tokens, torch.arange(tokens.shape[1])[None])
     return float(log_probs[0, len(known) :].double().sum())
 
 
@@ -81,12 +82,12 @@ def any_order(model, known, new):
         orders = torch.tensor(
             [[*range(c), *order] for order in itertools.permutations(rest)]
         )
-        log_probs = model.token_log_probs(tokens.expand(len(orders), -1), orders)
+        log_probs = token_log_probs(model, tokens.expand(len(orders), -1), orders)
         return float(log_probs[:, c:].sum(dim=1).mean())
     given = {}  # log p(x_target | all but the masked positions)
     for subset in mask_sets(n):
         masked = torch.tensor([[p - c in subset for p in range(c + n)]])
-        values = model.masked_log_probs(tokens, masked)[0]
+        values = masked_log_probs(model, tokens, masked)[0]
         given |= {
             (frozenset(subset), target): float(values[c + target]) for target in subset
         }
@@ -250,7 +251,7 @@ def test_greedy_generation_left_to_right_whatever_the_batches(adapter):
         for _ in range(6):
             rows = torch.tensor([known + new + [t] for t in range(BYTES.vocab_size)])
             order = torch.arange(rows.shape[1]).expand_as(rows)
-            new.append(int(lm.model.token_log_probs(rows, order)[:, -1].argmax()))
+            new.append(int(token_log_probs(lm.model, rows, order)[:, -1].argmax()))
         assert answer == BYTES.decode(new[: new.index(EOT)] if EOT in new else new)
 
 

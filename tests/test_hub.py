@@ -24,6 +24,7 @@ from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.race import draw
 from aogpt.sampling.simple import simple_generate
+from aogpt.scoring import token_log_probs
 from aogpt.systems import log_linear_noise
 from convert import convert
 from train import train
@@ -190,13 +191,14 @@ def test_transformers_computes_what_the_project_computes(found, system):
                 if model.config.noise
                 else None
             )
-            logits = model.logits(inputs["input_ids"], masked, sigma)
+            with_masks = model.with_masks(inputs["input_ids"], masked)
+            logits = model.head_logits(model.hidden(with_masks, sigma))
             log_p = logits.log_softmax(-1)[masked].gather(1, labels[masked][:, None])
         else:
             order = inputs["order"]
             order = torch.arange(12).expand(2, 12) if order is None else order
-            logits = model.logits(inputs["input_ids"], order)
-            log_p = model.token_log_probs(labels, order)[:, int(system == "GPT-2") :]
+            logits = model.head_logits(model.hidden(inputs["input_ids"], order))
+            log_p = token_log_probs(model, labels, order)[:, int(system == "GPT-2") :]
     torch.testing.assert_close(found[system]["logits"], logits, rtol=0, atol=1e-6)
     assert found[system]["loss"] == pytest.approx(-log_p.mean().item(), abs=1e-5)
 

@@ -17,6 +17,7 @@ from aogpt.evaluation.infilling import (
     middle_nll,
     rouge,
 )
+from aogpt.scoring import masked_log_probs, token_log_probs
 
 T = 9
 TOKENS = 11
@@ -87,10 +88,10 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
         for position in range(start, end):
             if system in ENCODERS:
                 masked = torch.tensor([[p not in context for p in range(T)]])
-                total -= float(model.masked_log_probs(row, masked)[0, position])
+                total -= float(masked_log_probs(model, row, masked)[0, position])
             else:
                 order = torch.tensor([order_through(context, position, T)])
-                total -= float(model.token_log_probs(row, order)[0, len(context)])
+                total -= float(token_log_probs(model, row, order)[0, len(context)])
             context.append(position)
         assert float(got[b]) == pytest.approx(total / (end - start), abs=1e-5)
 

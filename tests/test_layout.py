@@ -19,7 +19,8 @@ SOURCES = [
 PAPER = {
     "model": set(),
     "orders": {"model", "runtime"},
-    "objectives": {"model", "orders", "runtime", "systems"},
+    "scoring": {"model", "runtime"},
+    "objectives": {"model", "orders", "runtime", "scoring", "systems"},
 }
 PACKAGES = {
     "runtime",

@@ -26,14 +26,14 @@ import eval_ppl
 import train
 from aogpt.model import ModelConfig
 from aogpt.objectives import ao_ar_loss
-from aogpt.systems import (
-    build_model,
-    flops_per_token,
+from aogpt.scoring import (
     group_log_probs,
     group_starts,
-    parameter_counts,
-    set_block_size,
+    masked_log_probs,
+    masked_logits,
+    token_log_probs,
 )
+from aogpt.systems import build_model, flops_per_token, parameter_counts, set_block_size
 from aogpt.training.warm_start import warm_start
 
 LENGTH = TINY["block_size"]
@@ -73,7 +73,7 @@ def test_it_computes_its_formulas_in_groups_of_any_size(group, variant):
         -model(tokens, order, group_starts(order, group)) - expected
     ).abs().max() < 1e-9
     assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
-    logits = model.logits(tokens, order).log_softmax(dim=-1)
+    logits = model.head_logits(model.hidden(tokens, order)).log_softmax(dim=-1)
     if group == 1:  # attention without a mask
         assert (-model(tokens, order) - expected).abs().max() < 1e-9
         own = logits.gather(2, tokens.gather(1, order)[..., None]).squeeze(2)
@@ -113,7 +113,7 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(
 def test_a_step_depends_on_the_tokens_before_it_and_on_no_other(variant):
     model = make_variant(variant, 4)
     tokens, order = random_tokens(TOKENS, 1, LENGTH, 0), random_orders(1, LENGTH, 1)
-    before = model.logits(tokens, order)
+    before = model.head_logits(model.hidden(tokens, order))
     for step in range(LENGTH):
         changed = tokens.clone()
         changed[0, order[0, step]] = (tokens[0, order[0, step]] + 1) % TOKENS
@@ -129,12 +129,12 @@ def test_masked_tokens_are_scored_as_each_target_alone(variant):
     tokens = random_tokens(TOKENS, 8, LENGTH, seed=2)
     masked = torch.rand(8, LENGTH, generator=seeded(3)) < 0.5
     masked[0], masked[1] = True, False
-    got = model.masked_log_probs(tokens, masked)
-    logits = iter(model.masked_logits(tokens, masked).log_softmax(dim=-1))
+    got = masked_log_probs(model, tokens, masked)
+    logits = iter(masked_logits(model, tokens, masked).log_softmax(dim=-1))
     for b, target in masked.nonzero().tolist():
         context = (~masked[b]).nonzero().flatten().tolist()
         order = torch.tensor([order_through(context, target, LENGTH)])
-        alone = model.token_log_probs(tokens[b : b + 1], order)[0, len(context)]
+        alone = token_log_probs(model, tokens[b : b + 1], order)[0, len(context)]
         assert abs(got[b, target] - alone) < 1e-12
         assert abs(next(logits)[tokens[b, target]] - alone) < 1e-12
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
@@ -143,9 +143,9 @@ def test_masked_tokens_are_scored_as_each_target_alone(variant):
 def test_dropout_acts_in_training_only_on_attention_too():
     """With dropout, attention takes the path with a mask: at a rate near 0 it is the same."""
     tokens, order = random_tokens(TOKENS, 2, LENGTH, 0), random_orders(2, LENGTH, 0)
-    exact = make_variant("rotary").token_log_probs(tokens, order)
+    exact = token_log_probs(make_variant("rotary"), tokens, order)
     model = make_variant("rotary", dropout=0.5)
-    assert torch.equal(model.token_log_probs(tokens, order), exact)
+    assert torch.equal(token_log_probs(model, tokens, order), exact)
     assert not torch.allclose(model.train()(tokens, order), -exact, atol=1e-2)
     model = make_variant("rotary", dropout=1e-9).train()
     assert (model(tokens, order) + exact).abs().max() < 1e-7
@@ -181,7 +181,7 @@ def test_its_parameters_and_its_length():
         random_orders(2, LENGTH + 3, 1),
     )
     expected = log_probs(model.config, parameters(model), tokens, order)
-    assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-9
+    assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -213,13 +213,16 @@ def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
         each.blocks[0].register_forward_hook(
             lambda block, inputs, out: states.append(out[0])
         )
-        each.logits(tokens, order)
+        each.head_logits(each.hidden(tokens, order))
     # Input i + 1 of the GPT is content i.
     assert (states[0][:, : LENGTH - 1] - states[1][:, 1:]).abs().max() < 1e-12
     own = make_variant("learned", 2)
     again = build_model(own.config).double().eval()
     warm_start(again, own)
-    assert torch.equal(again.logits(tokens, order), own.logits(tokens, order))
+    assert torch.equal(
+        again.head_logits(again.hidden(tokens, order)),
+        own.head_logits(own.hidden(tokens, order)),
+    )
 
 
 @pytest.mark.parametrize(

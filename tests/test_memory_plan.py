@@ -10,8 +10,9 @@ from helpers import ROOT, change, torchrun, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from aogpt import model as model_page
 from aogpt.model import ModelConfig
-from aogpt.systems import build_model, chunked_head
+from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training import plan as planning
 from aogpt.training.config import Config, TrainConfig
@@ -143,7 +144,7 @@ def test_the_peak_of_a_step_is_the_plans_within_a_factor(changes, dtype, monkeyp
     changes = {"train__batch_size": 16, "train__micro_batch_size": 16} | changes
     chunk = changes.pop("chunk", 2**25)
     for device in ("cpu", "cuda"):  # a plan is for GPUs
-        monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, device, chunk)
+        monkeypatch.setitem(model_page.CHUNK_ELEMENTS, device, chunk)
     config = small(6, dtype, **changes)
     torch.manual_seed(0)
     model = build_model(config.model)

@@ -18,6 +18,7 @@ from aogpt.data.loader import TokenDataset, spread
 from aogpt.objectives import evaluation_masks, token_nll
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
+from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training import metrics, plot, validation
 from aogpt.training.config import ObjectiveConfig, StageConfig
@@ -224,10 +225,10 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(
     for draw in range(3):
         if system == "encoder":
             masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
-            nll = -model.masked_log_probs(tokens, masks.masked) * masks.weight[:, None]
+            nll = -masked_log_probs(model, tokens, masks.masked) * masks.weight[:, None]
         else:
             order = orders_at(RANDOM, 7, draw, range(7), LENGTH, SCORED_ORDERS)
-            nll = -model.token_log_probs(tokens, order)
+            nll = -token_log_probs(model, tokens, order)
         means.append(float(nll.double().mean()))
     loss, error = any_order(model, data, change(config, eval__draws=3))
     assert loss == pytest.approx(np.mean(means), rel=1e-5)

@@ -20,14 +20,15 @@ from reference import (
     seeded,
 )
 
+from aogpt import model as model_page
 from aogpt import sampling
 from aogpt.model import ModelConfig, PermutationGather
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.modes import contexts_of
+from aogpt.scoring import masked_log_probs, parallel_log_probs, token_log_probs
 from aogpt.systems import (
     build_model,
     check_config,
-    chunked_head,
     flops_per_token,
     init_weights,
     set_block_size,
@@ -78,7 +79,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
     order = random_orders(3, length, seed=2)
     order[0] = torch.arange(length)
     expected = log_probs(model.config, parameters(model), tokens, order)
-    got = model.token_log_probs(tokens, order)
+    got = token_log_probs(model, tokens, order)
     assert got.shape == (3, length) and not got.requires_grad
     assert (got - expected).abs().max() < 1e-9
     assert (-model(tokens, order) - expected).abs().max() < 1e-9
@@ -110,8 +111,8 @@ def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
     tokens = random_tokens(TOKENS, 2, 9, seed=0)
     order = random_orders(2, 9, seed=0)
-    exact = make_system("AO-GPT").token_log_probs(tokens, order)
-    assert torch.equal(model.token_log_probs(tokens, order), exact)
+    exact = token_log_probs(make_system("AO-GPT"), tokens, order)
+    assert torch.equal(token_log_probs(model, tokens, order), exact)
     model.train()
     assert not torch.allclose(model(tokens, order), -exact, atol=1e-2)
 
@@ -135,11 +136,11 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
     masked = torch.rand(8, length, generator=seeded(3)) < rates
     one = torch.eye(length, dtype=torch.bool)
     masked = torch.cat([masked, one[:1], ~one[length // 2, None]])
-    got = model.masked_log_probs(tokens, masked)
+    got = masked_log_probs(model, tokens, masked)
     for b, target in masked.nonzero().tolist():
         context = (~masked[b]).nonzero().flatten().tolist()
         order = torch.tensor([order_through(context, target, length)])
-        alone = model.token_log_probs(tokens[b : b + 1], order)[0, len(context)]
+        alone = token_log_probs(model, tokens[b : b + 1], order)[0, len(context)]
         assert abs(got[b, target] - alone) < 1e-12
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
 
@@ -151,7 +152,7 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
 def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
     monkeypatch, elements, tied
 ):
-    monkeypatch.setitem(chunked_head.CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(model_page.CHUNK_ELEMENTS, "cpu", elements)
     model = make_system("AO-GPT", tied_head=tied)
     generator = seeded(1)
     x = torch.randn(
@@ -164,7 +165,7 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
         lambda module, inputs, output: chunks.append(len(output))
     )
 
-    got = model.head_loss(x, targets)
+    got = model.loss(model.head_logits, x, targets)
     assert chunks == ([256, 256, 88] if elements == 1 else [600])
     logits = x @ model.head.weight.T + model.head.bias
     expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
@@ -176,7 +177,7 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
     for a, b in zip(*grads, strict=True):
         assert (a - b).abs().max() < 1e-11  # sums of 600 float64 terms
     with torch.no_grad():
-        assert torch.equal(model.head_loss(x, targets), got)
+        assert torch.equal(model.loss(model.head_logits, x, targets), got)
 
 
 @pytest.mark.parametrize("target", ["adaln", "input"])
@@ -305,16 +306,16 @@ UNFIT = [
 def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
     for model in (make_system("AO-GPT"), make_system("RADD")):
         with pytest.raises(ValueError, match=words):
-            model.masked_log_probs(tokens, torch.ones(shape).bool())
+            masked_log_probs(model, tokens, torch.ones(shape).bool())
         with pytest.raises(
             ValueError, match="every row of order must be a permutation of 0..4"
         ):
-            model.token_log_probs(
-                torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]])
+            token_log_probs(
+                model, torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]])
             )
     with pytest.raises(ValueError, match=words):
-        make_system("AO-GPT").token_log_probs(
-            tokens, torch.arange(shape[-1]).expand(shape)
+        token_log_probs(
+            make_system("AO-GPT"), tokens, torch.arange(shape[-1]).expand(shape)
         )
 
 
@@ -326,13 +327,13 @@ def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_sho
     model = make_system("target rotary", 4)
     tokens = random_tokens(TOKENS, 3, LENGTH, seed=1)
     order = random_orders(3, LENGTH, seed=2)
-    expected = model.token_log_probs(tokens, order)
+    expected = token_log_probs(model, tokens, order)
     set_block_size(model, 2 * LENGTH)
-    assert (model.token_log_probs(tokens, order) - expected).abs().max() < 1e-12
+    assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-12
     longer = random_tokens(TOKENS, 2, 2 * LENGTH, 3)
     order = random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
-    assert (model.token_log_probs(longer, order) - reference).abs().max() < 1e-9
+    assert (token_log_probs(model, longer, order) - reference).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])
@@ -343,12 +344,12 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
     for take in (
         *(
-            functools.partial(m.masked_log_probs, tokens)
+            functools.partial(masked_log_probs, m, tokens)
             for m in (decoder, two_stream, encoder)
         ),
         lambda m: encoder(tokens, m),
-        lambda m: encoder.logits(tokens, m),
-        lambda m: encoder.parallel_log_probs(tokens, order, torch.ones(2), steps=m),
+        lambda m: encoder.masked_hidden(tokens, m),
+        lambda m: parallel_log_probs(encoder, tokens, order, torch.ones(2), steps=m),
         lambda m: sampling.l2r_plan(2, 4, m),
         lambda m: sampling.random_plan(2, 4, torch.Generator(), m),
         lambda m: contexts_of(tokens, m, torch.tensor([4, 4])),
@@ -367,7 +368,7 @@ def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
     masked = torch.rand(3, 6) < 0.5
     lengths = torch.tensor([6, 2, 4])
     masked[:, 0] = True
-    got = model.masked_log_probs(tokens, masked, lengths)
+    got = masked_log_probs(model, tokens, masked, lengths)
     for b, n in enumerate(lengths.tolist()):
-        alone = model.masked_log_probs(tokens[b : b + 1, :n], masked[b : b + 1, :n])[0]
+        alone = masked_log_probs(model, tokens[b : b + 1, :n], masked[b : b + 1, :n])[0]
         assert (got[b, :n] - alone).abs().max() < 1e-5 and not got[b, n:].any()

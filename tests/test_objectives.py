@@ -17,6 +17,7 @@ from reference import (
 from aogpt.objectives import ao_ar_loss, evaluation_masks, token_nll
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
+from aogpt.scoring import parallel_log_probs, token_log_probs
 
 # positions and tokens: 81 sequences, 24 orders, 15 masks
 N = 4
@@ -64,7 +65,7 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     for known in range(N):  # l - 1
         lengths = torch.full((len(orders),), known)
         for i, x in enumerate(sequences):
-            logs = model.parallel_log_probs(x.expand(len(orders), N), orders, lengths)
+            logs = parallel_log_probs(model, x.expand(len(orders), N), orders, lengths)
             middle[i] -= logs.sum(dim=1).mean() / (
                 N - known
             )  # n * (1/n) * the sum over l
@@ -79,7 +80,7 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert (
         loss.shape == ()
-        and abs(loss + model.token_log_probs(tokens, order).mean()) < 1e-14
+        and abs(loss + token_log_probs(model, tokens, order).mean()) < 1e-14
     )
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
@@ -94,7 +95,7 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
     assert nll.dtype == torch.float64 and nll.shape == (5, N)
     assert torch.equal(
-        nll.gather(1, order), -model.token_log_probs(tokens, order).double()
+        nll.gather(1, order), -token_log_probs(model, tokens, order).double()
     )
     late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
     assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()

@@ -34,7 +34,12 @@ from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_
 from aogpt.orders import OrderConfig, Roles, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
-from aogpt.systems import group_starts
+from aogpt.scoring import (
+    group_starts,
+    masked_log_probs,
+    parallel_log_probs,
+    token_log_probs,
+)
 from aogpt.training.batches import make_batch, roles_of
 from aogpt.training.config import Config, TrainConfig
 
@@ -238,7 +243,7 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
         total = 0.0
         for row, own, its_order in rows_of(tokens, order):
             scored = roles.predicted[row].gather(0, its_order[0])
-            total -= (model.token_log_probs(own, its_order)[0] * scored).sum().item()
+            total -= (token_log_probs(model, own, its_order)[0] * scored).sum().item()
         return total
 
     losses = []
@@ -273,13 +278,13 @@ def test_groups_begin_after_what_is_given(system, group):
             if model.config.is_encoder:
                 masked = torch.zeros(1, LENGTHS[row], dtype=torch.bool)
                 masked[0, its_order[0, start:]] = True
-                expected = -model.masked_log_probs(own, masked)[0, its_order[0, step]]
+                expected = -masked_log_probs(model, own, masked)[0, its_order[0, step]]
             elif system == "two_stream":
                 starts = group_starts(its_order, group, torch.tensor([first]))
-                expected = -model.token_log_probs(own, its_order, starts)[0, step]
+                expected = -token_log_probs(model, own, its_order, starts)[0, step]
             else:
                 known = torch.tensor([start])
-                expected = -model.parallel_log_probs(own, its_order, known)[0, step]
+                expected = -parallel_log_probs(model, own, its_order, known)[0, step]
             assert nll[row, its_order[0, step]].item() == pytest.approx(
                 expected.item(), abs=1e-12
             )
@@ -346,7 +351,7 @@ def test_an_encoder_does_not_see_what_is_absent(system):
             masked = batch.masks.masked[row : row + 1, : LENGTHS[row]]
             n = int(roles.predicted[row].sum())
             k = int(masked.sum())
-            total -= n / k * model.masked_log_probs(own, masked).sum().item()
+            total -= n / k * masked_log_probs(model, own, masked).sum().item()
         assert losses[0].item() == pytest.approx(total / 15, rel=1e-6)
 
 

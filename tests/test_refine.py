@@ -30,6 +30,7 @@ from aogpt.sampling import TokenChoice, generate, l2r_plan, modes, random_plan
 from aogpt.sampling.race import fresh_uniforms
 from aogpt.sampling.refine import ROWS, given_others, redraw, redrawn, refine
 from aogpt.sampling.token_choice import choose_tokens, without_repeats
+from aogpt.scoring import masked_log_probs
 
 N = 3
 V = 3
@@ -148,7 +149,7 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         row = samples.tokens[b : b + 1, : length[b]]
         if model.config.is_encoder:
             masked = torch.arange(int(length[b])) == p
-            expected = model.masked_log_probs(row, masked[None])[0, p]
+            expected = masked_log_probs(model, row, masked[None])[0, p]
         else:
             logits = model.logits(row, torch.tensor([[*others, p]]))[0, -1, :11]
             expected = logits.log_softmax(dim=-1)[samples.tokens[b, p]]

@@ -29,6 +29,7 @@ from aogpt.checkpoints import CheckpointError, load, load_model, store
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
+from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training.config import Config
 from aogpt.training.optimizers import EMA
@@ -189,7 +190,7 @@ def test_a_released_decoder_gives_the_probabilities_of_its_formulas(
         name: log_probs(model.config, plain(model), tokens, order)
         for name, model in (("ema", average), ("raw", raw))
     }
-    got = loaded.model.double().token_log_probs(tokens, order)
+    got = token_log_probs(loaded.model.double(), tokens, order)
     # float64 rounding only: the weights themselves are the file's, exactly
     assert (got - expected[weights]).abs().max() < 1e-9
     assert (expected["ema"] - expected["raw"]).abs().max() > 0.1
@@ -245,7 +246,7 @@ def test_radd_gives_the_probabilities_of_its_formulas(tmp_path, file):
     assert (loaded.weights, loaded.step) == ("raw", 0)
     assert loaded.model.config.block_size == 1024  # the file does not say
     tokens, masked = masked_case(0)
-    got = loaded.model.double().masked_log_probs(tokens, masked)
+    got = masked_log_probs(loaded.model.double(), tokens, masked)
     logits = encoder_outputs(model.config, plain(model), tokens, masked)
     expected = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2) * masked
     assert (got - expected).abs().max() < 1e-9
@@ -263,7 +264,7 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
     tokens, masked = masked_case(1)
     sigma = -(1 - (1 - 1e-3) * masked.double().mean(1)).log()
     got, (normaliser, output) = (
-        model.masked_log_probs(tokens, masked),
+        masked_log_probs(model, tokens, masked),
         model(tokens, masked, sigma),
     )
     outputs = encoder_outputs(reference.config, plain(reference), tokens, masked, sigma)
@@ -336,8 +337,8 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     tokens = random_tokens(VOCAB, 3, BLOCK, seed=5)
     logits = reference(tokens).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    got = loaded.model.double().token_log_probs(
-        tokens, torch.arange(BLOCK).expand(3, BLOCK)
+    got = token_log_probs(
+        loaded.model.double(), tokens, torch.arange(BLOCK).expand(3, BLOCK)
     )
     assert (got[:, loaded.scored_from :] - expected).abs().max() < 1e-9
     assert got[:, 0].isfinite().all()
@@ -364,7 +365,7 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
     ):  # only the modulation has to move for the model to depend on its targets
         logits = model.logits(tokens, order)
         assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
-        assert torch.equal(model.token_log_probs(tokens, order), -nll)
+        assert torch.equal(token_log_probs(model, tokens, order), -nll)
         assert (
             model.wtpe.weight.std() > 0
             and model.blocks[0].adaln.weight.abs().max() == 0
@@ -729,7 +730,7 @@ def test_the_weights_in_this_repository_know_english_in_every_order():
     tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
     length = tokens.shape[1]
     orders = torch.stack([torch.arange(length), *random_orders(3, length, 0)])
-    nll = -loaded.model.token_log_probs(tokens.expand_as(orders), orders).mean(dim=1)
+    nll = -token_log_probs(loaded.model, tokens.expand_as(orders), orders).mean(dim=1)
     assert (nll < 4.5).all()
     mixed = tokens[:, random_orders(1, length, 1)[0]]
-    assert -loaded.model.token_log_probs(mixed, orders[:1]).mean() > nll[0] + 2
+    assert -token_log_probs(loaded.model, mixed, orders[:1]).mean() > nll[0] + 2

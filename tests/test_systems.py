@@ -46,10 +46,14 @@ from aogpt.objectives import (
 )
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.sampling import Plan, generate
-from aogpt.systems import (
-    build_model,
+from aogpt.scoring import (
     group_log_probs,
     group_starts,
+    masked_log_probs,
+    token_log_probs,
+)
+from aogpt.systems import (
+    build_model,
     log_linear_noise,
     parameter_counts,
 )
@@ -110,7 +114,7 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
     true = outputs.gather(-1, tokens[..., None]).squeeze(-1)
     expected = (true - normaliser) * masked
     assert expected[masked].std() > 0.3
-    assert (model.masked_log_probs(tokens, masked) - expected).abs().max() < 1e-9
+    assert (masked_log_probs(model, tokens, masked) - expected).abs().max() < 1e-9
     if model.config.noise:
         got = model(tokens, masked, sigma)
         assert ((got - torch.stack([normaliser, true])) * masked).abs().max() < 1e-9
@@ -205,7 +209,7 @@ def pattern_index(masked):
 def ao_ar_of_encoder(model, tokens):
     """Mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n: (rows,)."""
     of_mask = [
-        model.masked_log_probs(tokens, p.expand(len(tokens), N)) for p in PATTERNS
+        masked_log_probs(model, tokens, p.expand(len(tokens), N)) for p in PATTERNS
     ]
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for order in itertools.permutations(range(N)):
@@ -263,7 +267,7 @@ def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
     got = expected_estimate(kind, model, tokens)
     if kind == "t_dce":
         rows = tokens.repeat_interleave(len(PATTERNS), dim=0)
-        log_probs = model.masked_log_probs(rows, PATTERNS.repeat(len(tokens), 1))
+        log_probs = masked_log_probs(model, rows, PATTERNS.repeat(len(tokens), 1))
         losses = -log_probs.sum(1).view(len(tokens), len(PATTERNS))
         for i, m in enumerate(PATTERNS.sum(dim=1).tolist()):
             if m:  # r^m / r: one masked position fewer
@@ -408,7 +412,7 @@ def test_an_encoder_has_a_likelihood_along_every_order(system):
     model, conditional = enumerable_system(system, 3)
     sequences = all_sequences(V, N)
     for order in random_orders(4, N, 5):
-        log_probs = model.token_log_probs(sequences, order.expand(len(sequences), N))
+        log_probs = token_log_probs(model, sequences, order.expand(len(sequences), N))
         for step, target in enumerate(order.tolist()):
             context = tuple(order[:step].tolist())
             expected = conditional[context, target].log()
@@ -456,7 +460,7 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     order = random_orders(3, LENGTH, 1)
     with pytest.raises(ValueError, match="predicts one token at a time"):
         group_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
-    got = model.token_log_probs(tokens, order, group_starts(order, 4))
+    got = token_log_probs(model, tokens, order, group_starts(order, 4))
     for i in range(
         LENGTH
     ):  # the second and later of a group: the step that begins it, of them
@@ -464,7 +468,7 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
         first = order.clone()
         first[:, start] = order[:, i]
         first[:, i] = order[:, start]
-        expected = model.token_log_probs(tokens, first)[:, start]
+        expected = token_log_probs(model, tokens, first)[:, start]
         assert (
             got[:, i] - expected
         ).abs().max() < 1e-12  # float64 sums in another order

@@ -21,8 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = [
     "model.py",
     "runtime/errors.py",
-    "systems/chunked_head.py",
-    "systems/scoring.py",
+    "scoring.py",
 ]
 SOURCES += ["systems/encoder.py", "systems/two_stream.py", "systems/mask_query.py"]
 SOURCES += ["sampling/cached.py"]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.randomness import ENSEMBLES, philox_bits, to_uniform
+from ..scoring import parallel_log_probs
 
 # what the fields of a RandomStream hold
 MAX_DRAWS = 2**24
@@ -117,7 +118,7 @@ def cheap_gains(
     log_probs = []
     for parts in zip(sequences, contexts, lengths, strict=True):
         sequence, context, length = (part.to(tokens.device) for part in parts)
-        log_prob = model.parallel_log_probs(tokens[sequence], context, length)
+        log_prob = parallel_log_probs(model, tokens[sequence], context, length)
         log_probs.append(log_prob.double().cpu())
     log_probs = torch.cat(log_probs).view(members, len(rows), T)
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from ..checkpoints import Loaded, load
 from ..data.tokenizers import without_lone_surrogates
+from ..model import in_chunks
 from ..orders import OrderConfig, orders_at
 from ..runtime.command_line import ModelOptions
 from ..runtime.devices import (
@@ -352,9 +353,8 @@ class HarnessModel(TemplateLM):
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
-            results = self.model.in_chunks(
-                self._score_tokens, hidden[scored][None], targets[None]
-            )
+            vocab_size = self.model.config.vocab_size
+            results = in_chunks(self._score_tokens, hidden[scored], targets, vocab_size)
         log_probs, hits = results.double().cpu().unbind(dim=1)
         parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
         return [

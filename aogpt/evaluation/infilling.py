@@ -14,6 +14,7 @@ from ..data.loader import spread
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
+from ..scoring import masked_log_probs, token_log_probs
 
 SENTENCE_ENDS = (".", "!", "?")
 AFTER_THEM = " \n\"')”’"  # what may be between a sentence's end and the next one
@@ -113,7 +114,7 @@ def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
             place = (passages.start + i)[:, None]
             masked = ~known & (positions >= place)
             log_probs = (
-                model.masked_log_probs(tokens.to(device), masked.to(device))
+                masked_log_probs(model, tokens.to(device), masked.to(device))
                 .cpu()
                 .double()
             )
@@ -124,7 +125,7 @@ def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     middle = ~known & (positions < passages.end[:, None])
     order = torch.where(known, 0, torch.where(middle, 1, 2)).argsort(dim=1, stable=True)
     log_probs = (
-        model.token_log_probs(tokens.to(device), order.to(device)).cpu().double()
+        token_log_probs(model, tokens.to(device), order.to(device)).cpu().double()
     )
     return -(log_probs * middle.gather(1, order)).sum(dim=1) / length
 

@@ -17,6 +17,7 @@ from ..checkpoints import load
 from ..data.tokenizers import END_OF_TEXT, get_tokenizer
 from ..runtime.errors import UserError
 from ..runtime.validation import expand_home, read_bounded
+from ..scoring import token_log_probs
 from ..systems import parameter_counts
 
 MAX_LOGITS = (
@@ -132,7 +133,7 @@ class DecoderJudge(Judge):
         left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
             tokens
         )
-        return -self.model.token_log_probs(tokens, left_to_right)
+        return -token_log_probs(self.model, tokens, left_to_right)
 
 
 class TransformersJudge(Judge):

@@ -32,6 +32,7 @@ from ..sampling.adaptive import scores_of
 from ..sampling.modes import Context
 from ..sampling.resampling import fill_by_resampling
 from ..sampling.token_choice import TokenChoice, choose_tokens
+from ..scoring import masked_logits
 
 RULES = {
     "left to right": "l2r",
@@ -87,7 +88,7 @@ class Fill:
                 order,
             )
             given = (torch.tensor(v, device=self.text.device) for v in values)
-            logits = self.text.model.masked_logits(*given).cpu().double()
+            logits = masked_logits(self.text.model, *given).cpu().double()
             # ids that only pad the token table are never drawn
             self._log_probs = logits.log_softmax(dim=-1)[
                 :, : self.text.loaded.vocab_size

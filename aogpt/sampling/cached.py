@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model import AOGPT, MLP, ModelConfig, Pass, attention
-from ..systems.scoring import without_start
+from ..scoring import without_start
 
 
 @dataclass
@@ -166,7 +166,8 @@ class CachedPass(Pass):
             dtype = cache.keys[0].dtype
             self.tiles = kernel.make_tiles(step, config.n_head, config.kv_heads, dtype)
         self.per_input = step.inputs < config.block_size
-        if tables is None and (condition := model.condition()) is not None:
+        if tables is None and config.has_adaln:
+            condition = model.condition()
             self.condition = condition[self.targets] if self.per_input else condition
 
     def places(self, slots: Tensor, row: Tensor) -> Tensor:
@@ -275,9 +276,9 @@ def cached_hidden(
 def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     """adaLN's outputs for all positions, (block_size, 6 D) of each block and (block_size, 2 D) of
     the final norm; None without adaLN."""
-    condition = model.condition()
-    if condition is None:
+    if not model.config.has_adaln:
         return None
+    condition = model.condition()
     return [
         *(block.adaln(condition) for block in model.blocks),
         model.adaln_f(condition),
@@ -342,11 +343,9 @@ def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGP
     many_sizes: compile code that serves any number of inputs."""
     weight = model.wte.weight
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    # What would be computed in every pass.
+    # What would be converted in every pass.
     if model.angles is not None:
         model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
-    condition = model.condition()
-    model.condition = lambda: condition
     if compile:
         for block in (
             model.blocks
@@ -354,9 +353,10 @@ def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGP
             block.compile(dynamic=None if many_sizes else False)
     elif weight.device.type == "cpu" and weight.dtype == torch.float32:
         if torch.backends.mkldnn.is_available():
-            packed = {MLP: PackedMLP, nn.Linear: PackedLinear}
             for module in list(model.modules()):
                 for name, child in list(module.named_children()):
-                    if type(child) in packed and not getattr(child, "gate", None):
-                        setattr(module, name, packed[type(child)](child))
+                    if type(child) is MLP and child.gate is None:
+                        setattr(module, name, PackedMLP(child))
+                    elif isinstance(child, nn.Linear):
+                        setattr(module, name, PackedLinear(child))
     return model

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model import AOGPT
+from ..model import AOGPT, head_chunk
 from ..runtime import devices
 from ..runtime.command_line import show
 from ..runtime.errors import UserError
-from ..systems import head_chunk, log_linear_noise
+from ..systems import log_linear_noise
 from . import cached as caching
 from .adaptive import adapt, reorder
 from .cached import KVCache, Step, decoding_copy

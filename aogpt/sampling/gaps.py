@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
-from ..systems import group_log_probs
+from ..scoring import group_log_probs
 from .modes import Context
 
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")

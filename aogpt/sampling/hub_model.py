@@ -15,11 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..model import AOGPT, ModelConfig
+from ..model import AOGPT, ModelConfig, Transformer
 from ..runtime.errors import UserError
-from ..systems.encoder import Encoder, at_least_float32, log_linear_noise
+from ..scoring import (
+    at_least_float32,
+    check_permutations,
+    check_tokens,
+    masked_log_probs,
+    token_log_probs,
+)
+from ..systems.encoder import Encoder, log_linear_noise
 from ..systems.mask_query import MaskQuery
-from ..systems.scoring import Decoder, check_permutations, check_tokens
 from ..systems.two_stream import TwoStream
 from .race import draw
 from .simple import simple_generate
@@ -43,7 +49,7 @@ class AOGPTConfig(PreTrainedConfig):
 
 
 class AOGPTModel(PreTrainedModel):
-    """The model itself is `.model`: its `token_log_probs(tokens, order)` and
+    """The model itself is `.model`; `token_log_probs(tokens, order)` and
     `masked_log_probs(tokens, masked)` score known sequences. Mistakes in the arguments raise
     ValueError."""
 
@@ -63,17 +69,17 @@ class AOGPTModel(PreTrainedModel):
             settings["rope_scaling"] = tuple(settings["rope_scaling"])
         shape = ModelConfig(**settings)
         if shape.is_encoder:
-            self.model: AOGPT = Encoder(shape)
+            self.model: Transformer = Encoder(shape)
         elif shape.target == "two_stream":
             self.model = TwoStream(shape)
         elif shape.target == "mask_query":
             self.model = MaskQuery(shape)
         else:
-            self.model = Decoder(shape)
+            self.model = AOGPT(shape)
         self.post_init()
 
     def _init_weights(self, module) -> None:
-        if isinstance(module, AOGPT):  # angles are not in the file of weights
+        if isinstance(module, Transformer):  # angles are not in the file of weights
             module.make_angles(module.wte.weight.device)
 
     def forward(
@@ -97,14 +103,15 @@ class AOGPTModel(PreTrainedModel):
             sigma = (
                 log_linear_noise(masked.double().mean(dim=1)) if config.noise else None
             )
-            logits = model.logits(input_ids, masked, sigma)
+            inputs = model.with_masks(input_ids, masked)
+            logits = model.head_logits(model.hidden(inputs, sigma))
             wanted = labels
         else:
             if masked.any():
                 raise UserError(
                     "a decoder scores known tokens; generate fills in [MASK]"
                 )
-            logits = model.logits(input_ids, order)
+            logits = model.head_logits(model.hidden(input_ids, order))
             wanted = None if labels is None else labels.gather(1, order)
         loss = None
         if (
@@ -114,6 +121,14 @@ class AOGPTModel(PreTrainedModel):
             scored = at_least_float32(logits[:, first:].flatten(0, 1))
             loss = F.cross_entropy(scored, wanted[:, first:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
+
+    def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """log p of every token along an order, (B, T): see `token_log_probs`."""
+        return token_log_probs(self.model, tokens, order)
+
+    def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """log p of every masked token given all others, (B, T): see `masked_log_probs`."""
+        return masked_log_probs(self.model, tokens, masked)
 
     @torch.no_grad()
     def generate(

@@ -27,7 +27,7 @@ from ..runtime.validation import (
     check_values,
     flag,
 )
-from ..systems.scoring import check_boolean
+from ..scoring import check_boolean
 from . import plans
 from .engine import Generation, generate
 from .plans import Plan, Schedule, Score

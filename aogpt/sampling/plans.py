@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..runtime.errors import UserError
 from ..runtime.validation import check_value
-from ..systems.scoring import check_boolean
+from ..scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]

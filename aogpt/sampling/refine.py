@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..model import AOGPT, inverse_permutation
-from ..systems import head_chunk
+from ..model import AOGPT, head_chunk, inverse_permutation
 from .cached import float32_logits
 from .engine import Generation, generate
 from .plans import Plan

@@ -20,9 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model import AOGPT, Block, ModelConfig, Pass, attention, inverse_permutation
-from .chunked_head import ChunkedHead
-from .scoring import Scoring, check_permutations, check_tokens
+from ..model import (
+    Block,
+    ModelConfig,
+    Pass,
+    PositionTable,
+    Transformer,
+    attention,
+    inverse_permutation,
+)
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -137,31 +143,29 @@ class MaskQueryBlock(Block):
         return queries + self.drop(self.mlp(self.norm2(queries))), values
 
 
-class MaskQuery(ChunkedHead, Scoring, AOGPT):
+class MaskQuery(Transformer):
     """A decoder whose queries are a [MASK] at their targets."""
 
-    block_type = MaskQueryBlock
+    conditions = ("query",)
+    separate_queries = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.blocks[-1].is_last = True  # nothing reads the contents after it
-
-    def make_inputs(self) -> None:
-        c = self.config
-        self.wpe = (
-            nn.Embedding(c.block_size, c.n_embd) if c.position != "rotary" else None
-        )
-        self.wtpe = None
+        c = config
         self.query = nn.Parameter(torch.empty(c.n_embd))  # the embedding of [MASK]
+        if c.position != "rotary":
+            self.wpe = PositionTable(c, c.block_size, c.n_embd)
+        self.add_blocks(MaskQueryBlock)
+        self.blocks[-1].is_last = True  # nothing reads the contents after it
 
     def forward(
         self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """As `AOGPT.forward`; group_start: see `hidden`."""
-        wanted = torch.empty_like(tokens).scatter_(
-            1, inverse_permutation(order), tokens
-        )
-        return self.head_loss(self.hidden(tokens, order, group_start), wanted)
+        steps = inverse_permutation(order)
+        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
+        x = self.hidden(tokens, order, group_start)
+        return self.loss(self.head_logits, x, wanted)
 
     def hidden(
         self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
@@ -180,16 +184,13 @@ class MaskQuery(ChunkedHead, Scoring, AOGPT):
         """Inputs (..., D) plus their rows of the table of positions, if the model has one."""
         return x if self.wpe is None else x + self.wpe(positions)
 
+    def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
+        """Inputs (..., D) at positions (...) -> final hidden states (..., D)."""
+        if self.config.rotates:
+            p.key_angles = p.query_angles = self.angles_at(positions, x.dtype)
+        return self.run_blocks(x, p)
+
     def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """As `Scoring.parallel_hidden`: queries from `known` on see the contents before `known`."""
+        """As `scoring.parallel_hidden`: queries from `known` on see the contents before `known`."""
         steps = torch.arange(order.shape[1], device=order.device)
         return self.hidden(tokens, order, torch.minimum(steps, known[:, None]))
-
-    @torch.no_grad()
-    def token_log_probs(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
-    ) -> Tensor:
-        """As `Scoring.token_log_probs`; group_start: see `hidden`."""
-        check_tokens(self, tokens, order)
-        check_permutations(order)
-        return -self(tokens, order, group_start)

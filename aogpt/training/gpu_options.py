@@ -5,12 +5,14 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from ..model import AOGPT, Pass, RMSNorm
+from ..model import Pass, RMSNorm, Transformer
 from ..runtime.errors import UserError
 from .config import TrainConfig
 
 
-def use_gpu_options(model: AOGPT, train: TrainConfig, device: torch.device) -> None:
+def use_gpu_options(
+    model: Transformer, train: TrainConfig, device: torch.device
+) -> None:
     """Let a model take the kernels that a config asks for. Raises UserError where there are
     none of them, or none for this model."""
     if train.fused_norm:
@@ -46,7 +48,7 @@ def can_run_triton(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def check_fused_norm(model: AOGPT, device: torch.device) -> None:
+def check_fused_norm(model: Transformer, device: torch.device) -> None:
     if not can_run_triton(device):
         raise UserError(
             "train.fused_norm needs an NVIDIA GPU and Triton: pass --train.no-fused-norm"

@@ -6,7 +6,7 @@ processes."""
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .parallel import local
@@ -29,22 +29,18 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: list,
-        fused: list,
-        sizes: list[int],
+        matrices: list[tuple[nn.Parameter, list[int]]],
         lr: float,
-        weight_decay,
-        momentum,
+        weight_decay: float,
+        momentum: float,
     ):
-        """matrices: weights (rows, columns). fused: weights with the rows of queries, keys and
-        values, `sizes` of each."""
-        common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        groups = [
-            {"params": matrices, "sizes": None},
-            {"params": fused, "sizes": sizes},
-        ]
-        super().__init__([group for group in groups if group["params"]], common)
-        self.found_inf = None
+        """matrices: weights (rows, columns), with the rows of each part that is a matrix of
+        its own (queries, keys, values), or of the whole."""
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        in_order = sorted(matrices, key=lambda matrix: len(matrix[1]))
+        super().__init__([p for p, _ in in_order], defaults)
+        self.rows_of_parts = dict(matrices)
+        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -58,7 +54,7 @@ class Muon(torch.optim.Optimizer):
             return
         finite = None if self.found_inf is None else self.found_inf == 0
         updates = [self._momentum(p, group["momentum"], finite) for p, group in weights]
-        sizes = [group["sizes"] or [len(p)] for p, group in weights]
+        sizes = [self.rows_of_parts[p] for p, _ in weights]
         updates = orthogonal_updates(updates, sizes)
         for (p, group), update in zip(weights, updates, strict=True):
             go = (

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..model import AOGPT
+from ..model import Transformer
 from ..runtime.devices import supports_float64
 from .config import Config
 from .muon import Muon
@@ -38,11 +38,23 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
     return rates
 
 
-def make_optimizer(model: AOGPT, config: Config) -> "torch.optim.AdamW | MuonAdamW":
+def set_learning_rates(optimizer, step: int, config: Config) -> None:
+    """Set the rates of a step (from 0)."""
+    rates = learning_rates(step, config)
+    for each in optimizers(optimizer):
+        rate = rates["muon_lr" if isinstance(each, Muon) else "lr"]
+        for group in each.param_groups:
+            group["lr"] = rate
+
+
+def make_optimizer(
+    model: Transformer, config: Config
+) -> "torch.optim.AdamW | MuonAdamW":
     """The optimizer of optim.kind, with weight decay on matrices only."""
     o = config.optim
-    matrices = muon_matrices(model) if o.kind == "muon" else {}
-    rest = [p for name, p in model.named_parameters() if name not in matrices]
+    matrices = muon_matrices(model) if o.kind == "muon" else []
+    orthogonalised = {p for p, _ in matrices}
+    rest = [p for p in model.parameters() if p not in orthogonalised]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -50,21 +62,18 @@ def make_optimizer(model: AOGPT, config: Config) -> "torch.optim.AdamW | MuonAda
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
     if o.kind == "adamw":
         return adamw
-    fused = [p for name, p in matrices.items() if name.endswith("qkv.weight")]
-    whole = [p for name, p in matrices.items() if not name.endswith("qkv.weight")]
-    sizes = [heads * model.config.head_dim for heads in model.blocks[0].attn.heads_of]
-    return MuonAdamW(
-        adamw, Muon(whole, fused, sizes, o.muon_lr, o.weight_decay, o.muon_momentum)
-    )
+    muon = Muon(matrices, o.muon_lr, o.weight_decay, o.muon_momentum)
+    return MuonAdamW(adamw, muon)
 
 
-def muon_matrices(model: AOGPT) -> dict[str, torch.nn.Parameter]:
-    """The matrices of attention and MLP, by name."""
-    return {
-        name: p
-        for name, p in model.blocks.named_parameters("blocks")
-        if p.dim() == 2 and (".attn." in name or ".mlp." in name)
-    }
+def muon_matrices(model: Transformer) -> list[tuple[torch.nn.Parameter, list[int]]]:
+    """What the layers of the model give to Muon, with the rows of each part."""
+    return [
+        matrix
+        for layer in model.modules()
+        if hasattr(layer, "matrices")
+        for matrix in layer.matrices()
+    ]
 
 
 class MuonAdamW:
@@ -92,7 +101,7 @@ def optimizers(optimizer) -> list[torch.optim.Optimizer]:
     return [optimizer.adamw, optimizer.muon] if both else [optimizer]
 
 
-def named_state(model: AOGPT, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def named_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """{parameter name: optimizer state}; PyTorch's numbers depend on the groups."""
     names = {p: name for name, p in model.named_parameters()}
     states = (state for each in optimizers(optimizer) for state in each.state.items())

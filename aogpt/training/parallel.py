@@ -2,7 +2,6 @@
 and compilation, all from outside the model."""
 
 import contextlib
-import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from ..data.loader import LENGTHS
-from ..model import AOGPT
+from ..model import Transformer
 from ..runtime.devices import has_compiler, pick_dtype
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -32,7 +31,7 @@ def build(
     procs: Processes,
     weights: Mapping[str, Tensor] | None = None,
     empty=False,
-) -> AOGPT:
+) -> Transformer:
     """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
     than one block in full. weights: initial values by name; None: random, or with `empty` zeros to
     load a checkpoint into."""
@@ -57,7 +56,7 @@ def build(
                     # From a generator per weight, on the CPU: the same on any device.
                     seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
                     generator = torch.Generator().manual_seed(int.from_bytes(seed))
-                    init_weight(config.model, name, value, generator)
+                    init_weight(model, name, value, generator)
                 parent, _, leaf = name.rpartition(".")
                 parameter = nn.Parameter(
                     value.to(procs.device, copy=weights is not None)
@@ -67,7 +66,8 @@ def build(
     for i, block in enumerate(model.blocks):
         materialize(f"blocks.{i}.")
         if config.train.activation_checkpointing != "none":
-            checkpoint_activations(block, config)
+            block = RecomputedBlock(block, config)
+            model.blocks[i] = block
         shard(block)
     materialize("")
     model.make_angles(procs.device)
@@ -86,7 +86,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
     dtype = pick_dtype(config.train.dtype, procs.device)
 
     def shard(module: nn.Module) -> None:
-        cast = dtype != torch.float32 and not isinstance(module, AOGPT)
+        cast = dtype != torch.float32 and not isinstance(module, Transformer)
         precision = {
             "param_dtype": dtype if cast else None,
             "reduce_dtype": torch.float32,
@@ -97,30 +97,47 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
     return shard
 
 
-def checkpoint_activations(block: nn.Module, config: Config) -> None:
-    """Let the backward pass recompute the parts that train.activation_checkpointing names."""
-    kind = config.train.activation_checkpointing
-    dropout = config.model.dropout > 0
-    options = {"use_reentrant": False, "preserve_rng_state": dropout}
-    if kind == "selective":
-        # Attention with dropout is recomputed: if saved, it would not consume its random numbers.
-        saved = SAVED[:2] if dropout else SAVED
+class RecomputedBlock(nn.Module):
+    """A block, parts of whose activations the backward pass computes again: those that
+    train.activation_checkpointing names. It has the block's layers under their names."""
 
-        def policy(
-            context, operation, *arguments, **keywords
-        ) -> checkpoint.CheckpointPolicy:
-            save = operation.__name__.startswith(saved)
-            return checkpoint.CheckpointPolicy[
-                "MUST_SAVE" if save else "PREFER_RECOMPUTE"
-            ]
+    def __init__(self, block: nn.Module, config: Config):
+        super().__init__()
+        for name, layer in block.named_children():
+            self.add_module(name, layer)
+        self.of_block = (block,)  # a tuple, so that no parameter is registered twice
+        # Attention with dropout is recomputed: if saved, it would not consume its random
+        # numbers.
+        dropout = config.model.dropout > 0
+        self.preserve_rng_state = dropout
+        self.saved: tuple[str, ...] | None = None
+        if config.train.activation_checkpointing == "selective":
+            self.saved = SAVED[:2] if dropout else SAVED
 
-        contexts = checkpoint.create_selective_checkpoint_contexts
-        options["context_fn"] = functools.partial(contexts, policy)
-    block.forward = functools.partial(checkpoint.checkpoint, block.forward, **options)
+    def forward(self, *inputs):
+        (block,) = self.of_block
+        contexts = checkpoint.noop_context_fn
+        if self.saved is not None:
+            contexts = self.selective_contexts
+        return checkpoint.checkpoint(
+            block,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=self.preserve_rng_state,
+            context_fn=contexts,
+        )
+
+    def selective_contexts(self) -> tuple:
+        return checkpoint.create_selective_checkpoint_contexts(self.policy)
+
+    def policy(self, context, operation, *arguments, **keywords):
+        if operation.__name__.startswith(self.saved):
+            return checkpoint.CheckpointPolicy.MUST_SAVE
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
-def compiled(model: AOGPT, procs: Processes, mode: str):
+def compiled(model: Transformer, procs: Processes, mode: str):
     """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
     whole and last batches in validation. mode: of torch.compile. Raises UserError without a
     compiler."""
@@ -132,7 +149,7 @@ def compiled(model: AOGPT, procs: Processes, mode: str):
         # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
             block.compile(dynamic=False, mode=mode)
-        model.head_loss = torch.compile(model.head_loss, dynamic=False, mode=mode)
+        model.loss.compile(dynamic=False, mode=mode)
     else:
         model.compile(dynamic=False, mode=mode)
     # Beyond torch.compile's default limit of 8 shapes the model would silently run uncompiled.
@@ -140,7 +157,7 @@ def compiled(model: AOGPT, procs: Processes, mode: str):
         yield
 
 
-def replicate(model: AOGPT, procs: Processes) -> nn.Module:
+def replicate(model: Transformer, procs: Processes) -> nn.Module:
     """What a training step calls: the model, in DDP if processes hold replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model

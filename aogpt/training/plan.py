@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Interval
 
-from ..model import AOGPT
+from ..model import Transformer, head_chunk
 from ..runtime.command_line import run_script, show
 from ..runtime.validation import Count, check_values
-from ..systems import build_model, flops_per_token, head_chunk, parameter_counts
+from ..systems import build_model, flops_per_token, parameter_counts
 from ..systems.parameters import block_matrices
 from .config import Config, from_command_line, refuse
 from .metrics import GPU, GPUS, TIME, in_units
@@ -88,7 +88,7 @@ def plan_run(
     )
 
 
-def meta_model(config: Config) -> AOGPT:
+def meta_model(config: Config) -> Transformer:
     """The model on the meta device: names and shapes without weights."""
     with torch.device("meta"):
         return build_model(config.model)
@@ -98,19 +98,19 @@ def count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]:
+def state_bytes(config: Config, model: Transformer, world_size: int) -> dict[str, int]:
     """Bytes of weights, gradients, optimizer state and averages of the fullest process."""
     shards = world_size if config.train.parallel == "fsdp" else 1
-    muon = muon_matrices(model) if config.optim.kind == "muon" else {}
+    muon = set()
+    if config.optim.kind == "muon":
+        muon = {p for p, _ in muon_matrices(model)}
     weights = optimizer = 0
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         size = (
             FLOAT * -(-len(p) // shards) * math.prod(p.shape[1:])
         )  # FSDP2 shards rows
         weights += size
-        optimizer += (
-            size if name in muon else 2 * size + FLOAT
-        )  # AdamW counts its steps
+        optimizer += size if p in muon else 2 * size + FLOAT  # AdamW counts its steps
     averages = (1 + len(config.optim.more_ema_decays)) * weights
     return {
         "weights": weights,
@@ -121,7 +121,7 @@ def state_bytes(config: Config, model: AOGPT, world_size: int) -> dict[str, int]
 
 
 def memory_of(
-    config: Config, model: AOGPT, world_size: int, sequences: int
+    config: Config, model: Transformer, world_size: int, sequences: int
 ) -> dict[str, int]:
     """Bytes of the fullest process by part, with micro-batches of `sequences`."""
     t = config.train

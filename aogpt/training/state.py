@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from ..checkpoints import CheckpointError, load, store
 from ..data.loader import changed_files
 from ..data.tokenizers import RECORDED, other_tokenizer
-from ..model import AOGPT
+from ..model import Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.processes import Processes
 from ..systems import build_model
@@ -73,7 +73,7 @@ class Progress:
 class State:
     """Everything that training changes; data, orders and learning rate depend on the step."""
 
-    model: AOGPT
+    model: Transformer
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
     optimizer: torch.optim.AdamW | MuonAdamW
     progress: Progress

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..data.loader import TokenDataset, spread
-from ..model import AOGPT
+from ..model import Transformer
 from ..objectives import token_nll
 from ..orders import OrderConfig, Roles
 from ..runtime.devices import autocast, pick_dtype
@@ -29,7 +29,7 @@ Losses = dict[str, Loss]  # by the name of the orders: l2r, random, fixed, own
 
 
 def evaluate(
-    model: AOGPT,
+    model: Transformer,
     averages: list[EMA],
     val_data: TokenDataset,
     config: Config,

@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoints import CheckpointError
-from ..model import AOGPT, ModelConfig
+from ..model import ModelConfig, PositionTable, Transformer
 from ..systems import length_is_fixed
 
 # Keys that may differ from those of the source in any way.
@@ -64,7 +65,7 @@ def differences(
 
 
 @torch.no_grad()
-def warm_start(model: AOGPT, source: AOGPT) -> None:
+def warm_start(model: Transformer, source: Transformer) -> None:
     """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
     starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
     first the model computes what the source does, except with two streams or queries that are a
@@ -78,23 +79,23 @@ def warm_start(model: AOGPT, source: AOGPT) -> None:
         raise CheckpointError(
             f"{refused}: set model.{name} = {before!r} (it is {now!r})"
         )
-    if length_is_fixed(theirs) and theirs.block_size < ours.block_size:
+    if length_is_fixed(source) and theirs.block_size < ours.block_size:
         size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
         raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
-    weights = dict(source.named_parameters())
-    own = dict(model.named_parameters())
-    if ours.target == "mask_query" and theirs.target != "mask_query":
-        del weights["start"]
-        if "wpe.weight" in weights:
-            weights["wpe.weight"] = weights["wpe.weight"][1:]  # row 0 is [None]'s
-    for name, weight in weights.items():
-        table = name.endswith(("wpe.weight", "wtpe.weight"))  # a row per position
-        own[name].copy_(weight[: len(own[name])] if table else weight)
-    for name in own.keys() - weights.keys():
-        if "adaln" in name or (
-            name.endswith("wtpe.weight") and model.config.target != "adaln"
-        ):
-            own[name].zero_()
-        if name.endswith("adaln.bias"):
-            width = model.config.n_embd  # shift1, scale1, gate1, shift2, scale2, gate2
-            own[name][2 * width : 3 * width] = own[name][5 * width :] = 1
+    layers = dict(source.named_modules())
+    for name, layer in model.named_modules():
+        if name not in layers:
+            if hasattr(layer, "make_neutral"):
+                layer.make_neutral()
+            continue
+        weights = dict(layers[name].named_parameters(recurse=False))
+        for leaf, p in layer.named_parameters(recurse=False):
+            if leaf in weights:
+                p.copy_(rows_of(layers[name], layer, weights[leaf]))
+
+
+def rows_of(source: nn.Module, layer: nn.Module, weight: Tensor) -> Tensor:
+    """A weight of `source`; of a table of positions, the rows that `layer` has, too."""
+    if not (isinstance(source, PositionTable) and isinstance(layer, PositionTable)):
+        return weight
+    return weight[source.rows_before - layer.rows_before :][: layer.num_embeddings]

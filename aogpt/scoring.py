@@ -1,0 +1,293 @@
+"""Log-probabilities of known sequences under any model, in nats: along an order, of masked
+tokens, in groups of steps.
+
+Shapes: B sequences, T positions, V vocabulary."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .model import (
+    ModelConfig,
+    Pass,
+    Transformer,
+    attention,
+    inverse_permutation,
+    shifted_inputs,
+)
+from .runtime.errors import UserError
+
+
+@torch.no_grad()
+def token_log_probs(
+    model: Transformer,
+    tokens: Tensor,
+    order: Tensor,
+    group_start: Tensor | None = None,
+) -> Tensor:
+    """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
+
+    One pass of a decoder; T of an encoder, each of which masks what is left.
+
+    Args:
+        tokens: LongTensor (B, T) in sequence order.
+        order: LongTensor (B, T), rows are permutations of 0..T-1.
+        group_start: LongTensor (B, T), for models whose one pass predicts groups: step i
+            is predicted from the tokens of steps < group_start[:, i].
+
+    Raises UserError for tokens outside the vocabulary, other shapes, and rows of `order`
+    that are not permutations."""
+    if model.config.is_encoder:
+        return group_log_probs(model, tokens, order, group=1)
+    check_tokens(model, tokens, order)
+    check_permutations(order)
+    if group_start is None:
+        return -model(tokens, order)
+    return -model(tokens, order, group_start)
+
+
+@torch.no_grad()
+def masked_log_probs(
+    model: Transformer,
+    tokens: Tensor,
+    masked: Tensor,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """log p(true token | all unmasked tokens) at every masked position, in one pass.
+
+    tokens LongTensor (B, T); masked BoolTensor (B, T); lengths LongTensor (B,) of rows
+    that are shorter than T. Returns (B, T) in sequence order, nats; 0 at unmasked
+    positions."""
+    check_mask(model, tokens, masked)
+    unknown = masked
+    if lengths is not None:  # padding is neither context nor predicted
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        padding = positions >= lengths[:, None]
+        unknown = masked | padding
+        masked = masked & ~padding
+    if model.config.is_encoder:
+        return model.log_probs(tokens, masked, lengths)
+    # The context comes first.
+    order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
+    log_probs = parallel_log_probs(model, tokens, order, known=(~unknown).sum(1))
+    return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
+
+
+@torch.no_grad()
+def masked_logits(
+    model: Transformer,
+    tokens: Tensor,
+    masked: Tensor,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Logits of every masked token given all unmasked ones, in one pass: (masked tokens,
+    V), row after row, by position.
+
+    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): in which
+    a decoder reads the unmasked tokens, the masked ones last; by default from left to
+    right."""
+    check_mask(model, tokens, masked)
+    if model.config.is_encoder:
+        return model.head_logits(model.masked_hidden(tokens, masked)[masked])
+    if order is None:
+        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+    x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
+    row, position = masked.nonzero(as_tuple=True)
+    step = inverse_permutation(order)[row, position]
+    return model.head_logits(x[row, step])
+
+
+@torch.no_grad()
+def parallel_log_probs(
+    model: Transformer,
+    tokens: Tensor,
+    order: Tensor,
+    known: Tensor,
+    steps: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >= known[b], in one
+    pass.
+
+    Args:
+        known: LongTensor (B,), how many positions of the order are the context.
+        steps: BoolTensor (B, T), the steps to score; by default all from `known` on.
+        lengths: LongTensor (B,) of an encoder's rows that are shorter than T.
+
+    Returns (B, T) in prediction order, nats; 0 at all other steps."""
+    if steps is None:
+        steps = torch.arange(order.shape[1], device=order.device) >= known[:, None]
+    else:
+        check_boolean(steps, "steps")
+    if not model.config.is_encoder:
+        x = parallel_hidden(model, tokens, order, known)
+        log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
+        return log_probs.where(steps, torch.zeros_like(log_probs))
+    step_of = inverse_permutation(order)
+    masked = step_of >= known[:, None]
+    if lengths is not None:
+        masked &= step_of < lengths[:, None]
+    row, step = steps.nonzero(as_tuple=True)
+    position = order[row, step]
+    x = model.masked_hidden(tokens, masked, lengths)[row, position]
+    logits = at_least_float32(model.head_logits(x))
+    scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
+    log_probs = torch.zeros(order.shape, device=order.device, dtype=scored.dtype)
+    log_probs[row, step] = scored.squeeze(1)
+    return log_probs
+
+
+@torch.no_grad()
+def group_log_probs(
+    model: Transformer,
+    tokens: Tensor,
+    order: Tensor,
+    group: int,
+    prompt_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """As `token_log_probs`, but the `group` steps of a group are predicted at once from
+    the groups before it: what decoding in such groups draws from. A pass for each group;
+    models whose queries are inputs of their own need one for all.
+
+    Args:
+        prompt_lengths: LongTensor (B,), steps before the first group; the result means
+            nothing there.
+        lengths: LongTensor (B,) of an encoder's rows that are shorter than T; their
+            orders end with the positions that they do not have."""
+    config = model.config
+    if group == 1 and not config.is_encoder:
+        return token_log_probs(model, tokens, order)
+    if config.l2r_only:
+        raise UserError(
+            "this model has no target positions and predicts one token at a time"
+        )
+    if model.separate_queries:
+        starts = group_starts(order, group, prompt_lengths)
+        return token_log_probs(model, tokens, order, starts)
+    check_tokens(model, tokens, order)
+    check_permutations(order)
+    result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
+    for known, steps in groups_of(order, group, prompt_lengths):
+        log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
+        result = log_probs.where(steps, result.to(log_probs.dtype))
+    return result
+
+
+class MaskedPass(Pass):
+    """A training pass in which step i sees the inputs that a mask (B, 1, T, T) allows."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        targets: Tensor,
+        condition: Tensor | None,
+        allowed: Tensor,
+    ):
+        super().__init__(config, targets, condition)
+        self.allowed = allowed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask=self.allowed)
+
+
+def parallel_hidden(
+    model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
+) -> Tensor:
+    """Final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are those of
+    training; all later ones are predicted from the first `known` tokens.
+
+    Each of these is a copy of input `known`, the last known token, with a target of its
+    own; it sees the inputs before that one and itself, never another copy. Models whose
+    queries are inputs of their own have a method `parallel_hidden` instead."""
+    if model.separate_queries:
+        return model.parallel_hidden(tokens, order, known)
+    steps = torch.arange(order.shape[1], device=order.device)
+    source = torch.minimum(steps, known[:, None])  # (B, T) the input of each step
+    in_tokens, in_positions = shifted_inputs(tokens, order)
+    in_tokens = in_tokens.gather(1, source)
+    in_positions = in_positions.gather(1, source)
+    allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
+    allowed = without_start(allowed, steps[:, None], model.config)
+    p = MaskedPass(model.config, order, model.condition(), allowed.unsqueeze(1))
+    return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
+
+
+def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
+    """A mask (..., keys) in which a hidden [None] is visible only to queries that see
+    nothing else: those whose last input, of the shape (..., 1), is 0."""
+    if config.start != "hidden":
+        return allowed
+    keys = torch.arange(allowed.shape[-1], device=allowed.device)
+    return allowed & ((keys > 0) | (last == 0))
+
+
+def group_starts(
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
+) -> Tensor:
+    """The first step of every step's group, (B, T). Steps of the prompt are groups of
+    one."""
+    steps = torch.arange(order.shape[1], device=order.device)
+    if prompt_lengths is None:
+        return (steps - steps % group).expand_as(order)
+    past = steps - prompt_lengths[:, None]  # steps since the first group began
+    return torch.where(past < 0, steps, steps - past % group)
+
+
+def groups_of(
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each group, the step where it begins in each row (B,) and its steps,
+    BoolTensor (B, T)."""
+    B, T = order.shape
+    if prompt_lengths is None:
+        prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
+    steps = torch.arange(T, device=order.device)
+    for start in range(0, T - int(prompt_lengths.min()), group):
+        known = (prompt_lengths + start).clamp(max=T)
+        yield known, (steps >= known[:, None]) & (steps < known[:, None] + group)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
+    """Raise UserError if tokens, and an order or a mask of them, do not fit the model."""
+    if tokens.shape != companion.shape or tokens.dim() != 2:
+        raise UserError(
+            f"tokens {tuple(tokens.shape)} and {tuple(companion.shape)} must both be "
+            "(batch, length)"
+        )
+    T = tokens.shape[1]
+    limit = model.config.block_size
+    if not 1 <= T <= limit:
+        raise UserError(f"{T} tokens a sequence; this model takes 1 to {limit}")
+    V = model.config.vocab_size
+    low = int(tokens.min())
+    high = int(tokens.max())
+    if low < 0 or high >= V:
+        raise UserError(
+            f"tokens run from {low} to {high}; this model knows 0 to {V - 1}"
+        )
+
+
+def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
+    check_tokens(model, tokens, masked)
+    check_boolean(masked, "masked")
+
+
+def check_boolean(mask: Tensor, name: str) -> None:
+    """Raise UserError for a mask of integers: indexing and ~ would mean something else."""
+    if mask.dtype != torch.bool:
+        raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
+
+
+def check_permutations(order: Tensor) -> None:
+    """Raise UserError if a row of (B, T) is not a permutation of 0..T-1."""
+    steps = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    if not torch.equal(order.sort(dim=1).values, steps):
+        raise UserError(
+            f"every row of order must be a permutation of 0..{order.shape[1] - 1}"
+        )
