@@ -1,4 +1,4 @@
-"""The pages of systems on tasks, in results/tasks: README.md, tasks.details.md and the figure.
+"""The pages of systems on tasks, in results/tasks: README.md, the figure and the details.
 `entries` are the systems of a task, as `runner.train` returns them, with the "decoders" of each
 run.
 """
@@ -132,10 +132,9 @@ def page(results: dict[str, Entries]) -> str:
 
 
 def details(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
-    """tasks.details.md: every system and decoder, losses, rates, commits."""
-    sizes = ", ".join(
-        f"{n} {e['parameters']:,}" for n, e in next(iter(results.values())).items()
-    )
+    """Return every system and decoder, losses, rates and commits as Markdown."""
+    first = next(iter(results.values()), {})
+    sizes = ", ".join(f"{name} {e['parameters']:,}" for name, e in first.items())
     markers = ", ".join(f"`{marker}` {name}" for name, marker in MARKERS.items())
     setting = next(iter(tasks.values())).setting
     lines = ["# Tasks: details", "", f"{setting} Parameters: {sizes}.", ""]

@@ -97,10 +97,10 @@ def draw_panels(
     return png(drawing, dpi=120)
 
 
-def figure(experiment: Experiment, found: dict) -> bytes:
+def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
     """A panel for each recipe and, if the experiment has families, each family in it."""
     panels: dict[str, Entries] = {}
-    for recipe, entries in found["recipes"].items():
+    for recipe, entries in recipes.items():
         for name, entry in entries.items():
             family = f", {name.split('_')[0]}" * experiment.families
             panels.setdefault(f"{experiment.name}, {title_of(recipe)}{family}", {})[

@@ -2,11 +2,12 @@
 
     python -m studies.findings E13 --seeds 1 --quick   # does it run? Three minutes
     python -m studies.findings E13 --jobs 2            # what is missing: results/findings/E13.*
-    python -m studies.findings page                      # all pages of what has results
+    python -m studies.findings details E13             # all its figures, claims, rates tried
+    python -m studies.findings page                    # all pages of what has results
 
 An experiment is a file of studies/configs/findings. An interrupted one is resumed: finished runs in
 out/findings are not trained again, nor those with a row in results/findings/E13.runs.jsonl (remove
-the file to repeat them).
+the file to repeat them). Pages, figures and details are made of these rows.
 """
 
 from dataclasses import dataclass
@@ -17,82 +18,85 @@ import tyro
 
 from aogpt.data.prepare import Prepare, prepare
 from aogpt.runtime.command_line import run_script, show
-from aogpt.runtime.files import to_json, write_atomically, write_text
-from aogpt.runtime.outputs import versions
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_atomically, write_text
 from aogpt.runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure
-from studies.runner import Results, Runner, RunOptions, commits_of
+from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
-    experiment: Annotated[str, tyro.conf.Positional]
-    """A file of studies/configs/findings without its suffix, or: page."""
+    words: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """An experiment (a file of studies/configs/findings without its suffix), `details` and an
+    experiment, or `page`."""
 
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
-    if a.experiment == "page":
-        for name in experiment_names():
-            if (file := pages.RESULTS / f"{name}.json").exists():
-                write_page(file, *pages.results_of(name))
-        write_text(pages.RESULTS / "README.md", pages.overview())
-        front = pages.filled((CONFIGS / "front.md").read_text())
-        write_text(pages.RESULTS.parent / "README.md", front)
-        show("wrote results/README.md and results/findings")
-    else:
-        run(load_experiment(a.experiment), a)
+    match a.words:
+        case ["page"]:
+            write_pages()
+        case ["details", name]:
+            load_experiment(name)  # its name is checked first
+            show(*pages.details_of(*pages.load_results(name)), sep="\n")
+        case [name]:
+            run(load_experiment(name), a)
+        case _:
+            raise UserError("name one experiment, or: details EXPERIMENT, or: page")
 
 
 def run(experiment: Experiment, a: Arguments) -> None:
-    """Train what is missing; write the results, their page and figure, and print the tables."""
+    """Train what is missing; write the page and the figure, and print the tables. Where seeds are
+    left out there is no page, whose text may speak of them, and the figure is in out/findings."""
+    name = experiment.name
     seeds = a.seeds or experiment.seeds
-    results = Results(
-        None if a.quick else pages.RESULTS / f"{experiment.name}.runs.jsonl"
-    )
+    complete = seeds >= experiment.seeds and not a.quick
+    file = None
     if a.quick:
         prepare_quick_text(experiment)
-    runner = Runner(experiment, results, jobs=a.jobs, quick=a.quick)
-    trained = runner.train(seeds)
-    rows = (
-        row
-        for entries in trained.values()
-        for e in entries.values()
-        for row in e["runs"]
-    )
-    found = {"experiment": experiment.name, "recipes": trained}
-    found |= {"commit": commits_of(rows), "torch": versions()["torch"]}
-    complete = seeds >= experiment.seeds and not a.quick
-    partial = experiments.OUT / ("quick" if a.quick else "part")
-    file = (pages.RESULTS if complete else partial) / f"{experiment.name}.json"
-    write_page(file, experiment, found, whole=complete)
-    show(
-        *pages.details_of(experiment, found),
-        f"wrote {file}, a page and a figure",
-        sep="\n",
-    )
+    else:
+        file = pages.RESULTS / f"{name}.runs.jsonl"
+    runner = Runner(experiment, Results(file), jobs=a.jobs, quick=a.quick)
+    recipes = pages.reported(experiment, runner.train(seeds))
+    show(*pages.details_of(experiment, recipes), sep="\n")
+    folder = pages.RESULTS
+    if not complete:
+        folder = experiments.OUT / ("quick" if a.quick else "part")
+    write_figure(folder, experiment, recipes)
+    if complete:
+        write_page(experiment, recipes)
 
 
-def write_page(
-    file: Path, experiment: Experiment, found: dict, whole: bool = True
-) -> None:
-    """The file of results with the claims and their p values, the figure and the details beside it,
-    and unless a part of them is missing, which the text may speak of, the page."""
-    judged = found | {"claims": pages.judgements(experiment, found)}
-    write_text(
-        file, to_json(judged) + "\n"
-    )  # first, so that an error below loses nothing
-    details = pages.details_of(experiment, found)
-    write_text(file.with_suffix(".details.md"), "\n".join(details))
-    image = figure(experiment, {"recipes": pages.reported(experiment, found)})
-    write_atomically(file.with_suffix(".png"), lambda f: f.write(image))
-    if whole:
-        write_text(file.with_suffix(".md"), "\n".join(pages.page_of(experiment, found)))
+def write_pages() -> None:
+    """Write the pages of all experiments that have results."""
+    for name in experiment_names():
+        if pages.has_results(name):
+            experiment, recipes = pages.load_results(name)
+            write_figure(pages.RESULTS, experiment, recipes)
+            write_page(experiment, recipes)
+    write_text(pages.RESULTS / "README.md", pages.overview())
+    front = pages.filled((CONFIGS / "front.md").read_text())
+    write_text(pages.RESULTS.parent / "README.md", front)
+    show("wrote results/README.md and results/findings")
+
+
+def write_page(experiment: Experiment, recipes: Recipes) -> None:
+    file = pages.RESULTS / f"{experiment.name}.md"
+    write_text(file, "\n".join(pages.page_of(experiment, recipes)))
+    show(f"wrote {file}")
+
+
+def write_figure(folder: Path, experiment: Experiment, recipes: Recipes) -> None:
+    file = folder / f"{experiment.name}.png"
+    image = figure(experiment, recipes)
+    write_atomically(file, lambda f: f.write(image))
+    show(f"wrote {file}")
 
 
 def prepare_quick_text(experiment: Experiment) -> None:

@@ -1,5 +1,5 @@
-"""The pages of the experiments in results/findings, made from their JSON: no number or verdict on
-them is written by hand. Texts name the numbers in them:
+"""The pages of the experiments in results/findings, made from the rows of their runs: no number or
+verdict on them is written by hand. Texts name the numbers in them:
 
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
@@ -14,8 +14,9 @@ import statistics
 from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
-from aogpt.runtime.validation import read_results, read_toml
+from aogpt.runtime.validation import read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
+from studies.runner import MissingRow, Recipes, Results, Runner, commits_of
 from studies.runs import ROOT
 from studies.verdicts import (
     Claim,
@@ -54,36 +55,55 @@ def title_of(kind: str) -> str:
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def reported(experiment: Experiment, found: dict) -> dict[str, dict[str, dict]]:
-    """The run configs of each recipe without the runs of seeds that the rates were tuned on, if
-    there are others: one seed with --quick is not tuned."""
-    tuned_on = experiment.tuning_seeds
-
-    def kept(entry: dict) -> dict:
-        runs = [row for row in entry["runs"] if row.get("seed") not in tuned_on]
-        return entry | {"runs": runs or entry["runs"]}
-
-    return {
-        recipe: {name: kept(entry) for name, entry in entries.items()}
-        for recipe, entries in found["recipes"].items()
-    }
+@functools.cache
+def load_results(name: str) -> tuple[Experiment, Recipes]:
+    """Return an experiment and its reported results, made of the rows of its runs. Raises
+    MissingRow if a run is not there."""
+    experiment = load_experiment(name)
+    rows = Results(RESULTS / f"{name}.runs.jsonl", complete=True)
+    trained = Runner(experiment, rows).train(experiment.seeds)
+    return experiment, reported(experiment, trained)
 
 
-def judgements(experiment: Experiment, found: dict) -> dict[str, list[dict]]:
-    """The experiment's claims under each recipe, with the verdicts of the primary ones."""
+def has_results(name: str) -> bool:
+    """Return whether all runs of an experiment have rows."""
+    try:
+        load_results(name)
+    except MissingRow:
+        return False
+    return True
+
+
+def reported(experiment: Experiment, recipes: Recipes) -> Recipes:
+    """Return results without the runs of seeds that the rates were tuned on, unless there are no
+    others: one seed with --quick is not tuned."""
+    result: Recipes = {}
+    for recipe, entries in recipes.items():
+        result[recipe] = {}
+        for name, entry in entries.items():
+            seeds = experiment.tuning_seeds
+            others = [row for row in entry["runs"] if row.get("seed") not in seeds]
+            result[recipe][name] = entry | {"runs": others or entry["runs"]}
+    return result
+
+
+def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]]:
+    """Return the experiment's claims under each recipe, with the verdicts of the primary ones."""
     claims: dict[str, list[dict]] = {}
-    for recipe, entries in reported(experiment, found).items():
-        pairs = [
-            (claim, judged(claim, experiment.kind, entries))
-            for claim in experiment.claims
-        ]
-        claims[recipe] = [
-            c | {"primary": recipe in claim.primary} for claim, c in pairs if c
-        ]
-    with_verdicts(
-        [c for of_recipe in claims.values() for c in of_recipe if c["primary"]]
-    )
+    for recipe, entries in recipes.items():
+        claims[recipe] = []
+        for claim in experiment.claims:
+            judgement = judged(claim, experiment.kind, entries)
+            if judgement:
+                judgement["primary"] = recipe in claim.primary
+                claims[recipe].append(judgement)
+    with_verdicts(primary_of(claims))
     return claims
+
+
+def primary_of(claims: dict[str, list[dict]]) -> list[dict]:
+    """Return the primary claims under all recipes."""
+    return [claim for under in claims.values() for claim in under if claim["primary"]]
 
 
 def value_of(row: dict, kind: str) -> float | None:
@@ -125,63 +145,74 @@ def tuned_cell(entry: dict) -> str:
 
 
 def filled(
-    text: str, experiment: Experiment | None = None, found: dict | None = None
+    text: str, experiment: Experiment | None = None, recipes: Recipes | None = None
 ) -> str:
-    """A text with its numbers. Raises UserError for one that names what is not there."""
+    """Return a text with its numbers. Raises UserError for one that names what is not there."""
 
     def number(match: re.Match) -> str:
         name, recipe, sides = match.groups()
-        of, results = (experiment, found) if not name else results_of(name.strip())
-        entries = reported(of, results).get(recipe)
-        kind = of.kind
+        if name:
+            source, results = load_results(name.strip())
+        else:
+            source = experiment
+            results = recipes
+        entries = results.get(recipe)
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
         claim = Claim("", lower or "0", higher)
-        judgement = entries and judged(claim, kind, entries)
+        judgement = entries and judged(claim, source.kind, entries)
         if not judgement or judgement["mean"] is None:
             raise UserError(
-                f"{of.name} has no {match[0]}; see its run configs and measures"
+                f"{source.name} has no {match[0]}; see its run configs and measures"
             )
         if lower:
             return difference_cell(judgement, ".3f")
-        name, _, of_side = higher.partition(":")
-        values = [value_of(row, of_side or kind) for row in entries[name]["runs"]]
-        one_by_one = ", ".join(f"{value:.3f}" for value in sorted(values))
-        return one_by_one if sides.endswith(" each") else mean_cell(values)
+        run_config, _, kind = higher.partition(":")
+        rows = entries[run_config]["runs"]
+        values = [value_of(row, kind or source.kind) for row in rows]
+        if sides.endswith(" each"):
+            return ", ".join(f"{value:.3f}" for value in sorted(values))
+        return mean_cell(values)
 
     return re.sub(r"\{(E\d+ )?([^{}:]+): ([^{}]+)\}", number, text)
-
-
-@functools.cache
-def results_of(name: str) -> tuple[Experiment, dict]:
-    return load_experiment(name), read_results(
-        RESULTS / f"{name}.json", "make it again"
-    )
 
 
 # ---- the page of an experiment -------------------------------------------------------------------
 
 
-def page_of(experiment: Experiment, found: dict) -> list[str]:
-    """Question, answer, figure, a table of at most five columns, primary claims, caveats."""
+def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
+    """Return the lines of a page: question, answer, figure, a table of at most five columns,
+    primary claims, caveats."""
     e = experiment
+    lines = [
+        f"# {e.name}. {e.title}",
+        "",
+        filled(e.answer, e, recipes).strip(),
+        "",
+        f"![{e.name}]({e.name}.png)",
+        "",
+        *main_table(e, recipes),
+        "",
+        interval_of(recipes),
+        "",
+    ]
     verdicts = []
-    for recipe, claims in judgements(e, found).items():
-        verdicts += [
-            f"- *{title_of(recipe)}*: {verdict_line(claim)}"
-            for claim in claims
-            if claim["primary"]
-        ]
-    lines = [f"# {e.name}. {e.title}", ""]
-    lines += [filled(e.answer, e, found).strip(), "", f"![{e.name}]({e.name}.png)", ""]
-    lines += [*main_table(e, found), "", interval_of(reported(e, found)), ""]
-    lines += [*verdicts, ""] if verdicts else []
+    for recipe, claims in judgements(e, recipes).items():
+        for claim in claims:
+            if claim["primary"]:
+                verdicts.append(f"- *{title_of(recipe)}*: {verdict_line(claim)}")
+    if verdicts:
+        lines += [*verdicts, ""]
     lines += [f"**Setting.** {e.setting}", ""]
-    lines += [f"**Elsewhere.** {e.source}", ""] * bool(e.source)
-    lines += [f"**Caveats.** {filled(e.caveats, e, found).strip()}", ""] * bool(
-        e.caveats
-    )
-    again = f"`python -m studies.findings {e.name} --jobs 2`"
-    return [*lines, f"Repeat it: {again}. [Details]({e.name}.details.md).", ""]
+    if e.source:
+        lines += [f"**Elsewhere.** {e.source}", ""]
+    if e.caveats:
+        lines += [f"**Caveats.** {filled(e.caveats, e, recipes).strip()}", ""]
+    return [
+        *lines,
+        f"Repeat it: `python -m studies.findings {e.name} --jobs 2`. "
+        f"Details: `python -m studies.findings details {e.name}`.",
+        "",
+    ]
 
 
 def verdict_line(claim: dict) -> str:
@@ -196,70 +227,79 @@ def verdict_line(claim: dict) -> str:
     return f"{claim['says']}: {difference}{p}: **{claim['verdict']}**"
 
 
-def interval_of(recipes: dict[str, dict]) -> str:
-    """What the numbers of a table are over."""
-    counts = sorted(
-        {len(e["runs"]) for entries in recipes.values() for e in entries.values()}
-    )
-    told = " or ".join(map(str, counts))
-    if counts[-1] < FEW:
-        return f"{told} seeds, one by one."
-    few = " (fewer than four: one by one)" if counts[0] < FEW else ""
-    return f"±: 95% interval over {told} seeds{few}."
+def interval_of(recipes: Recipes) -> str:
+    """Return what the numbers of a table are over."""
+    counts = set()
+    for entries in recipes.values():
+        counts |= {len(entry["runs"]) for entry in entries.values()}
+    words = " or ".join(map(str, sorted(counts)))
+    if max(counts) < FEW:
+        return f"{words} seeds, one by one."
+    if min(counts) < FEW:
+        words += " seeds (fewer than four: one by one)"
+    else:
+        words += " seeds"
+    return f"±: 95% interval over {words}."
 
 
-def main_table(experiment: Experiment, found: dict) -> list[str]:
-    """Figures of each run config under each recipe: the compared one and, as far as there is room
-    in four columns and for some 18 numbers, others."""
-    recipes = reported(experiment, found)
-    lines = []
-    names = list(
-        dict.fromkeys(name for entries in recipes.values() for name in entries)
-    )
-    room = max(1, min(4, 18 // len(names)) // len(recipes))
+def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
+    """Return the figures of each run config under each recipe: the compared one and, as far as
+    there is room in four columns and for some 18 numbers, others."""
+    descriptions = {}
+    for entries in recipes.values():
+        for name, entry in entries.items():
+            descriptions.setdefault(name, entry["description"] or name)
+    room = max(1, min(4, 18 // len(descriptions)) // len(recipes))
     kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
     columns = [(recipe, kind) for recipe in recipes for kind in kinds]
-    for name in names:
-        cells = [
-            mean_cell([value_of(row, kind) for row in recipes[recipe][name]["runs"]])
-            if name in recipes[recipe]
-            else ""
-            for recipe, kind in columns
-        ]
-        described = next(e[name]["description"] for e in recipes.values() if name in e)
-        lines.append([described or name, *cells])
-    several = [len(recipes) > 1, len(columns) > len(recipes)]
-    head = [
-        ", ".join(
-            title_of(one) for one, told in zip(column, several, strict=True) if told
-        )
-        for column in columns
-    ]
-    first = "" if all(several) or not several[0] else f"{title_of(columns[0][1])}, "
-    return markdown_table([first + "nats per token", *head], lines)
+    lines = []
+    for name, description in descriptions.items():
+        line = [description]
+        for recipe, kind in columns:
+            if name in recipes[recipe]:
+                rows = recipes[recipe][name]["runs"]
+                line.append(mean_cell([value_of(row, kind) for row in rows]))
+            else:
+                line.append("")
+        lines.append(line)
+    head = []
+    for recipe, kind in columns:
+        words = []
+        if len(recipes) > 1:
+            words.append(title_of(recipe))
+        if len(kinds) > 1:
+            words.append(title_of(kind))
+        head.append(", ".join(words))
+    corner = "nats per token"
+    if len(recipes) > 1 and len(kinds) == 1:
+        corner = f"{title_of(kinds[0])}, {corner}"
+    return markdown_table([corner, *head], lines)
 
 
-def details_of(experiment: Experiment, found: dict) -> list[str]:
-    """All figures, claims, rates tried and commits."""
-    claims = judgements(experiment, found)
+def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
+    """Return all figures, claims, rates tried and commits."""
+    claims = judgements(experiment, recipes)
     lines = [f"# {experiment.name}: details", ""]
-    for recipe, entries in reported(experiment, found).items():
-        description = experiment.descriptions.get(recipe)
-        lines += [
-            f"## {title_of(recipe)}" + (f": {description}" if description else ""),
-            "",
-        ]
-        lines += [*losses_table(experiment, entries), ""]
-        lines += [*claims_table(claims[recipe]), ""] if claims[recipe] else []
-        for ratio in (
-            ratio_of(one, experiment.kind, entries) for one in experiment.ratios
-        ):
-            lines += (
-                [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""] if ratio else []
-            )
+    rows = []
+    for recipe, entries in recipes.items():
+        title = title_of(recipe)
+        if description := experiment.descriptions.get(recipe):
+            title += f": {description}"
+        lines += [f"## {title}", "", *losses_table(experiment, entries), ""]
+        if claims[recipe]:
+            lines += [*claims_table(claims[recipe]), ""]
+        for one in experiment.ratios:
+            if ratio := ratio_of(one, experiment.kind, entries):
+                lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""]
+        for entry in entries.values():
+            rows += entry["runs"]
     seeds = ", ".join(map(str, experiment.tuning_seeds))
-    tuned = f"Rates are tuned on seeds {seeds}, which no table holds."
-    return [*lines, f"{tuned} Commit {found['commit']}, torch {found['torch']}.", ""]
+    return [
+        *lines,
+        f"Rates are tuned on seeds {seeds}, which no table holds. "
+        f"Commit {commits_of(rows)}.",
+        "",
+    ]
 
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
@@ -318,20 +358,19 @@ def claims_table(claims: list[dict]) -> list[str]:
 
 
 def overview() -> str:
-    """results/findings/README.md: studies/configs/findings/page.md with a row an experiment."""
+    """Return results/findings/README.md: studies/configs/findings/page.md with a row for each
+    experiment."""
     rows = []
     missing = []
     for name in experiment_names():
-        if not (RESULTS / f"{name}.json").exists():
+        if not has_results(name):
             missing.append(name)
             continue
-        experiment, found = results_of(name)
-        told, says = (
-            filled(experiment.row.get(key, ""), experiment, found)
-            for key in ("found", "says")
-        )
+        experiment, recipes = load_results(name)
+        texts = [experiment.row.get("found", ""), experiment.row.get("says", "")]
+        answer, elsewhere = (filled(text, experiment, recipes) for text in texts)
         link = f"[{experiment.title}]({name}.md)"
-        rows.append([link, told, says, how_sure(experiment, found)])
+        rows.append([link, answer, elsewhere, how_sure(experiment, recipes)])
     head = ["question", "found, by recipe", "elsewhere", "how sure"]
     table = markdown_table(head, rows, left=4)
     text = filled((CONFIGS / "page.md").read_text())
@@ -340,18 +379,14 @@ def overview() -> str:
     return text.replace("TABLE", "\n".join(table))
 
 
-def how_sure(experiment: Experiment, found: dict) -> str:
-    """The verdicts on the primary claims, or the number of seeds that a look is of."""
-    claims = [
-        c for of in judgements(experiment, found).values() for c in of if c["primary"]
-    ]
+def how_sure(experiment: Experiment, recipes: Recipes) -> str:
+    """Return the verdicts on the primary claims, or the number of seeds that a look is of."""
+    claims = primary_of(judgements(experiment, recipes))
     if not claims:
-        runs = [
-            e["runs"]
-            for es in reported(experiment, found).values()
-            for e in es.values()
-        ]
-        return f"looked at, {min(map(len, runs))} seeds"
+        counts = []
+        for entries in recipes.values():
+            counts += [len(entry["runs"]) for entry in entries.values()]
+        return f"looked at, {min(counts)} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     return f"{', '.join(counts)}; {claims[0]['seeds']} seeds"

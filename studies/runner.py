@@ -30,7 +30,7 @@ from studies.measures import least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from studies.verdicts import figure_of
 
-Found = dict[str, dict[str, dict]]
+Recipes = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
 "parameters", "runs": [the result of each seed]}."""
 
@@ -46,11 +46,18 @@ class RunOptions:
     Results go to out/findings/quick."""
 
 
-class Results:
-    """The rows of a JSONL file, and those that are added; its methods may be called by threads."""
+class MissingRow(UserError):
+    """A result is asked for whose run has no row."""
 
-    def __init__(self, file: Path | None = None):  # None saves nothing
+
+class Results:
+    """The rows of a JSONL file, and those that are added; its methods may be called by threads.
+
+    file: None saves nothing. complete: nothing is added; a missing row raises MissingRow."""
+
+    def __init__(self, file: Path | None = None, complete: bool = False):
         self.file = file
+        self.complete = complete
         self.lock = threading.Lock()
         self.rows = {}
         if file and file.exists():
@@ -65,6 +72,8 @@ class Results:
         """The result of a run that is measured by these commands: the saved one, or else that of
         `make`, which is saved."""
         key = key_of(config, commands)
+        if key not in self.rows and self.complete:
+            raise MissingRow(f"{self.file} has no row of {config.run_folder}")
         if key not in self.rows:
             row = {"run": str(config.run_folder), "key": key, "result": make()}
             with self.lock:
@@ -154,7 +163,7 @@ class Runner:
     quick: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def train(self, seeds: int) -> Found:
+    def train(self, seeds: int) -> Recipes:
         """Tune every run config, then train its seeds with the best value, and measure them.
         Nothing is tuned with `quick`.
 

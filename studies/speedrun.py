@@ -1,18 +1,19 @@
 """How few tokens does an any-order model need? Train run configs of a benchmark.
 
-    python -m studies.speedrun bytes                              # the leaderboard again
+    python -m studies.speedrun bytes                              # the leaderboard
     python -m studies.speedrun bytes paper fast --jobs 2          # train, resumed if interrupted
     python -m studies.speedrun bytes paper fast --repetitions 3   # measure their speed, in turn
 
 A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss;
 it fixes data, block size and evaluation. Run configs are tuned alike: the benchmark's tuning seeds
 are trained with values under `tune`, and the lowest final loss decides.
-Results are in results/speedrun: BENCHMARK.json, the leaderboard in BENCHMARK.details.md, single
-runs in BENCHMARK.runs.jsonl.
+Results are the rows of results/speedrun/BENCHMARK.runs.jsonl, of which the leaderboard is made.
 """
 
+import contextlib
 import itertools
 import math
+import re
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import tyro
 
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import write_json, write_text
+from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, markdown_table, versions
 from aogpt.runtime.validation import (
     Count,
@@ -37,7 +38,7 @@ from aogpt.training.config import Config
 from studies.bench_common import cpu_name, spread_of
 from studies.experiment import Experiment, laid_over, read_run_configs
 from studies.pages import mean_cell, mean_tokens_to, tuned_cell, value_of
-from studies.runner import Results, Runner, commits_of
+from studies.runner import MissingRow, Results, Runner, commits_of
 from studies.runs import ROOT, finished_run, speed_of
 
 CONFIGS = ROOT / "studies" / "configs" / "speedrun"
@@ -68,40 +69,35 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     benchmark = load_benchmark(a.benchmark)
-    known = benchmark.recipes[RECIPE]
-    entries = read_entries(benchmark)
+    run_configs = benchmark.recipes[RECIPE]
     for name in a.run_configs:
-        if name not in known:
+        if name not in run_configs:
             raise UserError(
-                f"no run config is {name!r}; {a.benchmark} has {', '.join(known)}"
-            )
-        if a.repetitions and name not in entries:
-            raise UserError(
-                f"{name} has no results: run it first, without --repetitions"
+                f"no run config is {name!r}; {a.benchmark} has {', '.join(run_configs)}"
             )
     if a.repetitions and a.run_configs:
-        measure_speeds(benchmark, entries, a)
+        measure_speeds(benchmark, a)
         show(*time_table(benchmark), sep="\n")
     elif a.run_configs:
-        train(benchmark, entries, a)
+        train(benchmark, a)
     else:
         show(*table(benchmark), sep="\n")
-    if file_of(benchmark, ".json").exists():
-        write_text(file_of(benchmark, ".details.md"), details(benchmark))
 
 
-def train(benchmark: Experiment, entries: dict[str, dict], a: Arguments) -> None:
-    """Train run configs, and write and print their results, beside those that there are."""
-    chosen = {name: benchmark.recipes[RECIPE][name] for name in a.run_configs}
-    experiment = replace(benchmark, recipes={RECIPE: chosen})
+def train(benchmark: Experiment, a: Arguments) -> None:
+    """Train run configs; print their results."""
     results = Results(file_of(benchmark, ".runs.jsonl"))
+    experiment = only(benchmark, a.run_configs)
     runner = Runner(experiment, results, jobs=a.jobs, processes=a.processes)
-    for name, entry in runner.train(a.seeds)[RECIPE].items():
-        entries[name] = entry | {"commit": commits_of(entry["runs"])}
-    made = {"experiment": benchmark.name, "recipes": {RECIPE: entries}}
-    write_json(file_of(benchmark, ".json"), made | {"torch": versions()["torch"]})
-    lines = [line(name, entries[name], benchmark.goal) for name in chosen]
+    entries = runner.train(a.seeds)[RECIPE]
+    lines = [line(name, entries[name], benchmark.goal) for name in a.run_configs]
     show(*markdown_table(HEAD, lines), sep="\n")
+
+
+def only(benchmark: Experiment, names: tuple[str, ...]) -> Experiment:
+    """Return the benchmark with these run configs."""
+    chosen = {name: benchmark.recipes[RECIPE][name] for name in names}
+    return replace(benchmark, recipes={RECIPE: chosen})
 
 
 def load_benchmark(name: str) -> Experiment:
@@ -113,6 +109,7 @@ def load_benchmark(name: str) -> Experiment:
     ):
         values = read_values(name)
         run_configs = read_run_configs(values.pop("run_configs"), f"benchmark {name}")
+        values.pop("retired", None)
         return Experiment(
             name=name, out=OUT / name, recipes={RECIPE: run_configs}, **values
         )
@@ -145,21 +142,51 @@ def file_of(benchmark: Experiment, suffix: str) -> Path:
     return RESULTS / f"{benchmark.name}{suffix}"
 
 
-def read_entries(benchmark: Experiment) -> dict[str, dict]:
-    """The results by run config; also of some that the benchmark no longer has."""
-    file = file_of(benchmark, ".json")
-    if not file.exists():
-        return {}
-    return read_results(file, "remove it, and run its run configs again")["recipes"][
-        RECIPE
-    ]
+def load_entries(benchmark: Experiment) -> dict[str, dict]:
+    """Return the results of each run config that has some, made of the rows of its runs; also of
+    retired ones, which the benchmark no longer trains."""
+    results = Results(file_of(benchmark, ".runs.jsonl"), complete=True)
+    seeds_of: dict[str, int] = {}
+    for row in results.rows.values():
+        name, seed = re.fullmatch(
+            r"(.*?)(?:_.*)?_s(\d+)", Path(row["run"]).name
+        ).groups()
+        seeds_of[name] = max(seeds_of.get(name, 0), int(seed) + 1)
+    entries = {}
+    for name in benchmark.recipes[RECIPE]:
+        # Seeds after the first may be of a rate that is no longer the best.
+        for seeds in range(seeds_of.get(name, 0), 0, -1):
+            with contextlib.suppress(MissingRow):
+                runner = Runner(only(benchmark, (name,)), results)
+                entries[name] = runner.train(seeds)[RECIPE][name]
+                break
+    for name, retired in read_retired(benchmark.name).items():
+        place = re.compile(rf"{re.escape(name)}_{retired['runs']}_s\d+")
+        rows = [
+            row["result"]
+            for row in results.rows.values()
+            if place.fullmatch(Path(row["run"]).name)
+        ]
+        runs = sorted(rows, key=lambda result: result["seed"])
+        entries[name] = retired | {"runs": runs}
+    return entries
 
 
-def measure_speeds(
-    benchmark: Experiment, entries: dict[str, dict], a: Arguments
-) -> None:
+def read_retired(name: str) -> dict[str, dict]:
+    """Return the run configs that a benchmark no longer trains: {"description", "tuned",
+    "at_boundary", "runs": the tuned value as it is in the names of their runs}."""
+    return read_toml(CONFIGS / f"{name}.toml").get("retired", {})
+
+
+def measure_speeds(benchmark: Experiment, a: Arguments) -> None:
     """Write the tokens per second of run configs with results, measured in turn, so that other work
     of the machine affects all of them alike."""
+    entries = load_entries(benchmark)
+    for name in a.run_configs:
+        if name not in entries:
+            raise UserError(
+                f"{name} has no results: run it first, without --repetitions"
+            )
     speeds: dict[str, list[float]] = {name: [] for name in a.run_configs}
     for _, name in itertools.product(range(a.repetitions), speeds):
         run_config = benchmark.recipes[RECIPE][name]
@@ -199,7 +226,7 @@ def time_table(benchmark: Experiment) -> list[str]:
         file_of(benchmark, ".speeds.json"), "remove it, and measure again"
     )
     speeds = speeds["tokens_per_second"]
-    entries = read_entries(benchmark)
+    entries = load_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]
 
@@ -246,7 +273,7 @@ HEAD += ["tuned", "commit", "description"]
 def table(benchmark: Experiment) -> list[str]:
     """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
     Ingredients that did not pay stay there, though the benchmark no longer has them."""
-    known = read_entries(benchmark)
+    known = load_entries(benchmark)
     place = {
         n: (tokens_of(e), statistics.mean(losses_of(e).values()))
         for n, e in known.items()
@@ -275,7 +302,7 @@ def line(name: str, entry: dict, goal: float) -> list[str]:
     tokens = [
         "-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)
     ]
-    told = [tuned_cell(entry), entry["commit"], entry["description"]]
+    told = [tuned_cell(entry), commits_of(entry["runs"]), entry["description"]]
     return [name, *losses, str(len(rows)), *tokens, f"{minutes:.1f}", *told]
 
 
@@ -308,11 +335,6 @@ def ingredients(known: dict[str, dict]) -> list[str]:
         "",
         *markdown_table(["one change", "loss minus fast's", "description"], lines),
     ]
-
-
-def details(benchmark: Experiment) -> str:
-    """BENCHMARK.details.md."""
-    return "\n".join([f"# {benchmark.name}: leaderboard", "", *table(benchmark), ""])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Tasks in which order matters, or does not: systems of equal size, decoded in many ways.
 
     python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
-    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.json and so on
+    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.runs.jsonl, ...
     python -m studies.tasks star --quick             # does it run? A few steps of every system
-    python -m studies.tasks page                     # the pages again, of all that has results
+    python -m studies.tasks details star             # every system and decoder of what has results
+    python -m studies.tasks page                     # the page and the figure of all tasks
 
 Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing dataset is
 made first. Finished runs are not trained again, nor those with a row in
-results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is resumed.
+results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is resumed. The
+page, the figure and the details are made of these rows.
 """
 
 import contextlib
@@ -22,26 +24,26 @@ from aogpt.checkpoints import load
 from aogpt.evaluation.answers import answer, open_questions
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import write_atomically, write_json, write_text
-from aogpt.runtime.outputs import versions
+from aogpt.runtime.files import write_atomically, write_text
 from aogpt.runtime.processes import Processes
-from aogpt.runtime.validation import check_values, read_results, read_toml
+from aogpt.runtime.validation import check_values, read_toml
 from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from aogpt.training.config import Config
 from studies.answer_pages import (
     CONFIGS,
     RECIPE,
     RESULTS,
+    Entries,
     details,
     figure,
     page,
     task_table,
 )
-from studies.experiment import OUT, Experiment, read_run_configs
+from studies.experiment import Experiment, read_run_configs
 from studies.pages import reported
 from studies.prepare import DATASETS, PrepareStudy, prepare
 from studies.puzzles import TASKS
-from studies.runner import Results, Runner, RunOptions
+from studies.runner import MissingRow, Results, Runner, RunOptions
 from studies.runs import ROOT, finished_run
 
 # records decoded together; and with --quick, in all
@@ -52,96 +54,116 @@ QUICK_RECORDS = 100
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
     tasks: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Tasks of studies/configs/tasks/systems.toml, or: page. By default all, and then the page."""
+    """Tasks of studies/configs/tasks/systems.toml, by default all and then the page; `details`, or
+    `details` and tasks; or `page`."""
 
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     torch.set_num_threads(1)  # decoding is timed
-    known, decoders = load_tasks()
+    tasks, decoders = load_tasks()
+    first, *others = a.tasks or (None,)
+    names = others if first == "details" else a.tasks
     if a.tasks == ("page",):
-        write_page(known)
+        write_page(tasks, decoders)
         return
-    for name in a.tasks:
-        if name not in known:
-            raise UserError(f"there is no task {name!r}; choose of {', '.join(known)}")
-    complete = [run(name, known[name], decoders, a) for name in a.tasks or known]
-    if not a.tasks and all(complete):
-        write_page(known)
+    for name in names:
+        if name not in tasks:
+            raise UserError(f"there is no task {name!r}; choose of {', '.join(tasks)}")
+    chosen = {name: tasks[name] for name in names or tasks}
+    if first == "details":
+        show(details(chosen, load_results(chosen, decoders)), end="")
+        return
+    complete = True
+    for name, experiment in chosen.items():
+        run(name, experiment, decoders, a)
+        complete &= not a.quick and (a.seeds or experiment.seeds) >= experiment.seeds
+    if complete and not a.tasks:
+        write_page(tasks, decoders)
 
 
 def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
-    """An experiment for each task, with what it asks as its title; decoding options by name."""
+    """Return an experiment for each task, with what it asks as its title, and decoding options by
+    name."""
     values = read_toml(CONFIGS / "systems.toml")
-    parts = "run_configs", "tune", "tasks", "decoders"
-    run_configs, tune, tasks, decoders = (values.pop(part) for part in parts)
-    found = {}
-    for task, changes in tasks.items():
-        of = {"name": f"tasks/{task}", "title": changes.pop("says")}
-        of["seeds"] = changes.pop("seeds", values["seeds"])
-        changes |= {
-            "data.folder": f"data/{task}",
-            "model.block_size": TASKS[task].length,
-        }
-        of["recipes"] = {
-            RECIPE: read_run_configs(run_configs, task, {"tune": tune} | changes)
-        }
-        found[task] = Experiment(**values | of)
-    return found, decoders
+    run_configs = values.pop("run_configs")
+    tune = values.pop("tune")
+    tables = values.pop("tasks")
+    decoders = values.pop("decoders")
+    tasks = {}
+    for task, changes in tables.items():
+        settings = values | {"name": f"tasks/{task}", "title": changes.pop("says")}
+        settings["seeds"] = changes.pop("seeds", values["seeds"])
+        changes.setdefault("tune", tune)
+        changes["data.folder"] = f"data/{task}"
+        changes["model.block_size"] = TASKS[task].length
+        settings["recipes"] = {RECIPE: read_run_configs(run_configs, task, changes)}
+        tasks[task] = Experiment(**settings)
+    return tasks, decoders
 
 
 def run(
     task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments
-) -> bool:
-    """Train what is missing of a task, decode, and write and print the results. Returns whether
-    they are complete."""
+) -> Entries:
+    """Train what is missing of a task, decode, print the results and return the systems."""
     if not (ROOT / "data" / task / "meta.json").exists():
         prepare(PrepareStudy(task), DATASETS)
-    seeds = a.seeds or experiment.seeds
-    limit = QUICK_RECORDS if a.quick else None
-    results = Results(None if a.quick else RESULTS / f"{task}.runs.jsonl")
-    found = Runner(experiment, results, jobs=a.jobs, quick=a.quick).train(seeds)
-    entries = found[RECIPE]
+    file = None if a.quick else RESULTS / f"{task}.runs.jsonl"
+    runner = Runner(experiment, Results(file), jobs=a.jobs, quick=a.quick)
+    entries = answered(task, runner, decoders, a.seeds or experiment.seeds)
+    show(*task_table(entries), sep="\n")
+    return entries
+
+
+def load_results(
+    tasks: dict[str, Experiment], decoders: dict[str, dict]
+) -> dict[str, Entries]:
+    """Return the systems of each task, made of the rows of its runs, without tasks that lack
+    one."""
+    results = {}
+    for task, experiment in tasks.items():
+        rows = Results(RESULTS / f"{task}.runs.jsonl", complete=True)
+        with contextlib.suppress(MissingRow):
+            runner = Runner(experiment, rows)
+            results[task] = answered(task, runner, decoders, experiment.seeds)
+    return results
+
+
+def answered(
+    task: str, runner: Runner, decoders: dict[str, dict], seeds: int
+) -> Entries:
+    """Return the systems of a task with the "decoders" of each run: how it answers, decoded in each
+    way that it can be. Trains and decodes what has no row."""
+    experiment = runner.experiment
     systems = experiment.recipes[RECIPE]
-
-    def config(system: str, seed: int) -> Config:
-        tuned = entries[system]["tuned"]
-        return experiment.config(RECIPE, systems[system], seed, tuned, a.quick)
-
+    entries = runner.train(seeds)[RECIPE]
+    limit = QUICK_RECORDS if runner.quick else None
     for seed in range(seeds):
-        for entry in entries.values():
+        configs = {}
+        for system, entry in entries.items():
             entry["runs"][seed]["decoders"] = {}
-        for (
-            name,
-            values,
-        ) in decoders.items():  # times are compared: one system after the other
-            settings = [
-                f"limit {limit}",
-                *(f"{key} {value}" for key, value in values.items()),
-            ]
-            for system, entry in entries.items():
-                if options := decoding_options(values, task, config(system, seed)):
-                    make = functools.partial(
-                        decode, config(system, seed), options, limit
-                    )
-                    answers = results.of(config(system, seed), [settings], make)
-                    entry["runs"][seed]["decoders"][name] = answers
-    complete = seeds >= experiment.seeds and not a.quick
-    folder = RESULTS if complete else OUT / ("quick" if a.quick else "part") / "tasks"
-    file = folder / f"{task}.json"
-    origin = {"torch": versions()["torch"]}
-    values = {"experiment": experiment.name, "recipes": found} | origin
-    write_json(file, values)
-    show(*task_table(reported(experiment, values)[RECIPE]), f"wrote {file}", sep="\n")
-    return complete
+            configs[system] = experiment.config(
+                RECIPE, systems[system], seed, entry["tuned"], runner.quick
+            )
+        for name, values in decoders.items():
+            words = [f"{key} {value}" for key, value in values.items()]
+            commands = [[f"limit {limit}", *words]]
+            # Times are compared: one system after the other.
+            for system, config in configs.items():
+                options = decoding_options(values, task, config)
+                if options:
+                    make = functools.partial(decode, config, options, limit)
+                    result = runner.results.of(config, commands, make)
+                    entries[system]["runs"][seed]["decoders"][name] = result
+    return reported(experiment, {RECIPE: entries})[RECIPE]
 
 
 def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
     """Options with the task's temperature; None if the model does not support them, as a plain GPT
     only decodes left to right."""
-    settings = {"temperature": TASKS[task].temperature, "batch_size": BATCH}
-    options = with_mode_defaults(DecodingOptions(**values | settings))
+    settings = values | {"temperature": TASKS[task].temperature, "batch_size": BATCH}
+    options = with_mode_defaults(DecodingOptions(**settings))
     with contextlib.suppress(UserError):
         check_mode(options, config.model)
         return options
@@ -157,19 +179,12 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     return answer(loaded, questions, options, config.seed, alone).summary()
 
 
-def write_page(known: dict[str, Experiment]) -> None:
-    """The pages and the figure of all tasks that have results."""
-    files = {
-        task: file for task in known if (file := RESULTS / f"{task}.json").exists()
-    }
-    found = {task: read_results(file, "make it again") for task, file in files.items()}
-    results = {
-        task: reported(known[task], values)[RECIPE] for task, values in found.items()
-    }
+def write_page(tasks: dict[str, Experiment], decoders: dict[str, dict]) -> None:
+    """Write the page and the figure of all tasks that have results."""
+    results = load_results(tasks, decoders)
     image = figure(results)
     write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
     write_text(RESULTS / "README.md", page(results))
-    write_text(RESULTS / "tasks.details.md", details(known, results))
     show("wrote results/tasks")
 
 

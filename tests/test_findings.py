@@ -90,35 +90,31 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     assert experiment.figure in figures.DRAWINGS
 
 
-WITH_RESULTS = [name for name in SHIPPED if (pages.RESULTS / f"{name}.json").exists()]
+WITH_ROWS = [
+    name for name in SHIPPED if (pages.RESULTS / f"{name}.runs.jsonl").exists()
+]
 
 
-@pytest.mark.parametrize("name", WITH_RESULTS)
-def test_the_pages_are_those_of_the_runs_that_are_shipped(name, monkeypatch):
-    """Every claim is of something that was measured; with the rows nothing is trained again."""
-    experiment, found = pages.results_of(name)
-    said = [
-        c for claims in pages.judgements(experiment, found).values() for c in claims
-    ]
-    assert not any(claim["verdict"] == verdicts.UNMEASURED for claim in said)
-    for suffix, lines in (
-        ("md", pages.page_of(experiment, found)),
-        ("details.md", pages.details_of(experiment, found)),
-    ):
-        assert (pages.RESULTS / f"{name}.{suffix}").read_text() == "\n".join(lines)
-    monkeypatch.setattr(runner, "finished_run", None)
-    monkeypatch.setattr(runner, "find_dataset", None)
-    results = runner.Results(pages.RESULTS / f"{name}.runs.jsonl")
-    again = runner.Runner(experiment, results).train(experiment.seeds)
-    assert json.loads(json.dumps(again)) == found["recipes"]
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_the_pages_are_those_of_the_runs_that_are_shipped(name):
+    """Every claim is of something that was measured, and no row is missing."""
+    experiment, recipes = pages.load_results(name)
+    for claims in pages.judgements(experiment, recipes).values():
+        assert not any(claim["verdict"] == verdicts.UNMEASURED for claim in claims)
+    page = "\n".join(pages.page_of(experiment, recipes))
+    assert (pages.RESULTS / f"{name}.md").read_text() == page
+    for entries in recipes.values():
+        for entry in entries.values():
+            seeds = [row["seed"] for row in entry["runs"]]
+            assert seeds and not set(seeds) & set(experiment.tuning_seeds)
 
 
-@pytest.mark.parametrize("name", WITH_RESULTS)
+@pytest.mark.parametrize("name", WITH_ROWS)
 def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(name):
-    experiment, found = pages.results_of(name)
+    experiment, recipes = pages.load_results(name)
     primary = any(claim.primary for claim in experiment.claims)
     audited = audit_findings.audited(name, ROOT) if primary else {}
-    for recipe, claims in pages.judgements(experiment, found).items():
+    for recipe, claims in pages.judgements(experiment, recipes).items():
         for claim in (claim for claim in claims if claim["primary"]):
             mean, p = audited.pop(f"{recipe}: {claim['says']}")
             assert claim["mean"] == pytest.approx(mean)
@@ -623,7 +619,7 @@ def tiny(data, tmp_path, monkeypatch, script):
     for module in (experiments, pages, findings):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(findings, "CONFIGS", tmp_path)
-    pages.results_of.cache_clear()
+    pages.load_results.cache_clear()
     monkeypatch.setattr(experiments, "OUT", tmp_path / "runs")
     monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
     for module in (runs, measures):
@@ -650,9 +646,9 @@ run = functools.partial(run_main, findings)
 
 def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, capsys):
     out = run(monkeypatch, capsys, "E7")
-    found = json.loads((tiny / "results" / "E7.json").read_text())
-    entries = found["recipes"]["slow"]
-    claims = pages.judgements(load_experiment("E7"), found)["slow"]
+    experiment, recipes = pages.load_results("E7")
+    entries = recipes["slow"]
+    claims = pages.judgements(experiment, recipes)["slow"]
     for entry in entries.values():
         best = min(entry["tuning"], key=lambda tried: tried["loss"])
         assert entry["tuned"] == best["tuned"] and len(entry["tuning"]) == 2
@@ -678,26 +674,46 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     assert first["measured"]["unigram"][0] == pytest.approx(entropy)
     assert len(first["losses"]["random_error"]) == 4 and first["tokens_per_second"] > 0
     assert "| moving" in out and "also looked at" in out and claims[0]["verdict"] in out
-    assert (tiny / "results" / "E7.png").read_bytes().startswith(b"\x89PNG")
+    figure = tiny / "results" / "E7.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
     assert entries["moving"]["at_boundary"] and "(boundary)" in out
     assert entries["moving"]["parameters"] > 10_000 and "parameters" in out
-    run(monkeypatch, capsys, "E7", "--seeds", "1")
-    part = json.loads((tiny / "runs" / "part" / "E7.json").read_text())
-    assert part["recipes"]["slow"]["moving"]["runs"][0] == first
-    assert json.loads((tiny / "results" / "E7.json").read_text()) == found
-    monkeypatch.setattr(runs, "run_alone", None)
-    for _ in range(2):
-        run(monkeypatch, capsys, "E7")
-        assert json.loads((tiny / "results" / "E7.json").read_text()) == found
-        shutil.rmtree(tiny / "runs", ignore_errors=True)
-    run(monkeypatch, capsys, "page")
     page = (tiny / "results" / "E7.md").read_text()
     assert (
         "# E7. learning" in page and f"learn: {difference:.3f} (2 seeds) nats." in page
     )
     assert f"**{claims[0]['verdict']}**" in page
+    # Nothing is trained again, with the folders of the runs or with the rows alone.
+    monkeypatch.setattr(runs, "run_alone", None)
+    for _ in range(2):
+        assert run(monkeypatch, capsys, "E7") == out
+        assert (tiny / "results" / "E7.md").read_text() == page
+        shutil.rmtree(tiny / "runs", ignore_errors=True)
+    details = run(monkeypatch, capsys, "details", "E7")
+    assert details and out.startswith(details)
+    # With fewer seeds there is a figure, and the page stays that of all.
+    figure.unlink()
+    run(monkeypatch, capsys, "E7", "--seeds", "1")
+    assert (tiny / "runs" / "part" / "E7.png").exists() and not figure.exists()
+    assert (tiny / "results" / "E7.md").read_text() == page
+    run(monkeypatch, capsys, "page")
+    assert (tiny / "results" / "E7.md").read_text() == page and figure.exists()
     assert "[learning](E7.md)" in (tiny / "results" / "README.md").read_text()
     assert (tiny / "README.md").read_text().startswith("It learns: ")
+
+
+def test_pages_are_of_experiments_whose_rows_are_all_there(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "run_alone", None)  # and nothing is trained for a page
+    with pytest.raises(
+        runner.MissingRow, match=r"E7\.runs\.jsonl has no row of .*still"
+    ):
+        run(monkeypatch, capsys, "details", "E7")
+    (tiny / "front.md").write_text("Nothing yet.\n")
+    run(monkeypatch, capsys, "page")
+    assert "Not run yet: E7." in (tiny / "results" / "README.md").read_text()
+    for words in ((), ("E7", "E8"), ("page", "E7")):
+        with pytest.raises(ValueError, match="name one experiment, or: details"):
+            run(monkeypatch, capsys, *words)
 
 
 def test_results_are_kept_of_the_runs_that_were_not_changed_since(

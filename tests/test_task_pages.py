@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from helpers import run_main
 
-from studies import runner, tasks
+from aogpt.runtime.errors import UserError
+from studies import tasks
 from studies.answer_pages import (
     RESULTS,
     details,
@@ -13,7 +15,6 @@ from studies.answer_pages import (
     summary_table,
     task_table,
 )
-from studies.pages import reported
 from studies.puzzles import TASKS
 
 KNOWN, DECODERS = tasks.load_tasks()
@@ -33,27 +34,30 @@ def test_systems_are_tuned_alike_and_differ_in_what_they_are_only():
                 assert getattr(config.model, key) == getattr(configs[0].model, key)
 
 
-def test_the_shipped_results_are_those_of_the_rows_and_the_page_is_made_of_them(
-    monkeypatch,
-):
+def test_the_shipped_page_is_made_of_the_rows():
     """Nothing is trained or decoded again."""
-    monkeypatch.setattr(runner, "finished_run", None)
-    monkeypatch.setattr(tasks, "decode", lambda *arguments: pytest.fail("it decodes"))
-    monkeypatch.setattr(tasks, "prepare", lambda options, datasets: None)
-    written = []
-    entries = {}
-    monkeypatch.setattr(tasks, "write_json", lambda file, made: written.append(made))
-    for name in (name for name in KNOWN if (RESULTS / f"{name}.json").exists()):
-        assert tasks.run(name, KNOWN[name], DECODERS, tasks.Arguments())
-        shipped = json.loads((RESULTS / f"{name}.json").read_text())
-        assert json.loads(json.dumps(written[-1]["recipes"])) == shipped["recipes"]
-        entries[name] = reported(KNOWN[name], shipped)["fast"]
-        seeds = [
-            run["seed"] for entry in entries[name].values() for run in entry["runs"]
-        ]
-        assert not set(seeds) & set(KNOWN[name].tuning_seeds)
-    assert (RESULTS / "README.md").read_text() == page(entries)
-    assert (RESULTS / "tasks.details.md").read_text() == details(KNOWN, entries)
+    results = tasks.load_results(KNOWN, DECODERS)
+    assert results.keys() == KNOWN.keys()
+    for name, entries in results.items():
+        for entry in entries.values():
+            seeds = [run["seed"] for run in entry["runs"]]
+            assert not set(seeds) & set(KNOWN[name].tuning_seeds)
+    assert (RESULTS / "README.md").read_text() == page(results)
+    assert f"## {name}: " in details(KNOWN, results)
+
+
+def test_a_task_without_all_rows_has_no_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "RESULTS", tmp_path)
+    chosen = {"mirror": KNOWN["mirror"]}
+    lines = (RESULTS / "mirror.runs.jsonl").read_text().splitlines(keepends=True)
+    for count, expected in ((len(lines), ["mirror"]), (len(lines) - 1, [])):
+        (tmp_path / "mirror.runs.jsonl").write_text("".join(lines[:count]))
+        assert list(tasks.load_results(chosen, DECODERS)) == expected
+    assert "Not run yet: mirror." in run_main(
+        tasks, monkeypatch, capsys, "details", "mirror"
+    )
+    with pytest.raises(UserError, match="there is no task 'mirrors'"):
+        run_main(tasks, monkeypatch, capsys, "details", "mirrors")
 
 
 def made_up(shares):
