@@ -26,7 +26,7 @@ install = if $(1) -m pip --version >/dev/null 2>&1; then $(PIP) -r $(2); else $(
 RUN := out/quickstart
 SMOKE := out/eval_smoke
 SMALL := --tokenizer english --block-size 128
-CHOICE := --temperature 0.8 --top-p 0.9
+CHOICE := --temperature 0.7 --top-p 0.9
 # Tensors as small as the quickstart's gain nothing from more threads.
 quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
@@ -35,28 +35,21 @@ eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
-	@echo "== 1/6 data: nine children's books, in tokens of a small vocabulary"
+	@echo "== 1/5 data: nine children's books, in tokens of a small vocabulary"
 	$(PY) data/prepare.py stories
-	@echo "== 2/6 training: a small AO-GPT, 80% random and 20% left-to-right orders"
+	@echo "== 2/5 training: a small AO-GPT, 80% random and 20% left-to-right orders; two to five minutes"
 	$(PY) train.py configs/quickstart.toml
-	@echo "== 3/6 evaluation: left to right and in any order"
+	@echo "== 3/5 evaluation: left to right and in any order"
 	$(PY) eval_ppl.py $(RUN) --datasets stories --num-orders 2
-	@echo "== 4/6 a continuation, left to right"
-	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the"
-	@echo "== 5/6 an infill: text on both sides is given, the most confident positions come first"
-	$(PY) sample.py $(RUN) --mode adaptive --num-samples 3 $(CHOICE) \
-		--infill "The old horse was tired,[MASK:24] and so they gave him some water."
-	@echo "== 6/6 in random order, and the page on which the samples fill in"
-	$(PY) sample.py $(RUN) --mode mdm --num-samples 2 $(CHOICE) --html $(RUN)/samples.html \
-		--overwrite
+	@echo "== 4/5 left to right, then a gap whose text on both sides is given: the most confident positions come first"
+	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the" --new-tokens 40
+	$(PY) sample.py $(RUN) --mode confidence --num-samples 3 $(CHOICE) \
+		--infill "The old horse was tired,[MASK:12] and so they gave him some water."
+	@echo "== 5/5 the page on which samples fill in, and a picture of the losses"
+	$(PY) sample.py $(RUN) --mode confidence --num-samples 2 --length 64 $(CHOICE) --html $(RUN)/samples.html --overwrite
 	$(PY) -m aogpt.training.plot $(RUN) --out $(RUN)/loss.png --overwrite
-	@echo "== done. Look at $(RUN)/loss.png, and open $(RUN)/samples.html in a browser. Try next:"
-	@echo "   source $(VENV)/bin/activate"
-	@echo "   python sample.py $(RUN) --mode even --steps 16 $(CHOICE)   # fewer, larger steps"
-	@echo "   python eval_gen.py $(RUN) --judge $(RUN) --mode l2r --settings 0.8,0.9"
-	@echo "   python train.py configs/quickstart.toml --name longer --train.steps 5000"
-	@echo "   python data/prepare.py text --source MY.txt --out data/own --tokenizer english   # your own text:"
-	@echo "   python train.py configs/quickstart.toml --name own --data.folder data/own"
+	@echo "== done. Open $(RUN)/samples.html in a browser; the losses are in $(RUN)/loss.png. Next, with a larger model that comes along:"
+	@echo "   source $(VENV)/bin/activate; python -m aogpt blanks results/books_model \"The[MASK] smiled at her children.\""
 
 test: $(VENV)/.requirements-dev lint
 	$(PY) -m pytest -m "not slow"

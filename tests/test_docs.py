@@ -25,7 +25,16 @@ from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
 from aogpt.training import plan, plot
-from studies import bench, findings, gpu_day, music, puzzle_answers, speedrun, tasks
+from studies import (
+    bench,
+    findings,
+    gpu_day,
+    music,
+    puzzle_answers,
+    reproduce,
+    speedrun,
+    tasks,
+)
 from studies import prepare as study_data
 
 PAGES = [
@@ -59,6 +68,7 @@ SCRIPTS = {
     "studies.music": music,
     "studies.prepare": study_data,
     "studies.puzzle_answers": puzzle_answers,
+    "studies.reproduce": reproduce,
     "studies.speedrun": speedrun,
     "studies.tasks": tasks,
 }
@@ -227,6 +237,10 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
 # Options that make a run small; the last of two counts.
 SMALL = {
     "sample.py": ["--num-samples", "1", "--overwrite"],
+    "aogpt blanks": [],
+    "aogpt fill": [],
+    "aogpt generate": [],
+    "aogpt rank": [],
     "aogpt score": [],
     "convert.py": [],
     "aogpt.training.plan": [],
@@ -261,12 +275,14 @@ LEFT_OUT = {
     "score_entropy": "no SEDD at hand",
     "raw": "the books model has averaged weights alone",
     "openai-community/gpt2-medium": "a download",
+    "HuggingFaceTB/SmolLM2-135M": "a download",
     "FOLDER/tokenizer.json": "of another model",
     "--push": "an upload",
     "data/chorales_alto": "a download",
     "out/chorales": "no model of chorales at hand",
     "--train.init-from": "of another size than the small run",
     "--order.file": "no orders at hand",
+    "file:file=orders.npy": "no orders at hand",
     "configs/own_text.toml": "no such config",
     "CONFIG.toml": "a placeholder",
     "SRC": "a placeholder",
@@ -399,7 +415,7 @@ def test_the_papers_page_has_a_command_for_every_script_and_few_words():
     text = (ROOT / "docs" / "paper.md").read_text()
     used = {script_of(words)[0] for words in commands_of(text)}
     scripts = {"data/prepare.py", "train.py", "sample.py", "eval_gen.py", "eval_ppl.py"}
-    assert used == scripts | {"studies.bench"}
+    assert used == scripts | {"studies.bench", "reproduce"}  # make reproduce
     assert len(re.sub(r"`[^`]*`", "", text).split()) <= 600
 
 
