@@ -117,9 +117,11 @@ class Experiment:
     measures: list[Measure] = field(default_factory=list)
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
-    figure: str = ""  # curves, points, lines or scatter: see figures.py
+    figure: str = ""  # curves, points, lines, scatter or runs: see figures.py
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
+    # Run configs in a table of costs, and those that stand for them where compute is equal.
+    equal_time: dict[str, str] = field(default_factory=dict)
     # The x coordinate of each run config (lines), or of each measure that is drawn (points).
     x: dict[str, float] = field(default_factory=dict)
     x_label: str = ""  # lines
@@ -156,6 +158,11 @@ class Experiment:
             if isinstance(stage["step"], float):
                 stage["step"] = round(stage["step"] * values["train"]["steps"])
         return configuration.from_dict(values, f"run config {run_config.name}")
+
+    @property
+    def success(self) -> float | None:
+        """The figure from which on a run succeeds, if claims are about the number of those."""
+        return next((c.success for c in self.claims if c.success is not None), None)
 
     def seeds_in(self, recipe: str, count: int) -> range:
         """Return the seeds of a recipe's runs, `count` of them or fewer."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
-from studies.pages import FEW, title_of, value_of
+from studies.pages import FEW, title_of, unit_of, value_of
 
 Entries = dict[str, dict]
 # Places in COLORS, the same for a system everywhere: AO-GPT, GPT, encoder, two streams, and others.
@@ -213,6 +213,28 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
     axes.set(xlabel=x, ylabel=y)
 
 
-DRAWINGS = dict(
-    curves=draw_curves, lines=draw_lines, points=draw_points, scatter=draw_scatter
-)
+def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
+    """The compared figure, a point for each run, since a mean says little of runs that succeed or
+    fail."""
+    style_of = styles(experiment, entries)
+    for place, (name, entry) in enumerate(entries.items()):
+        values = [value_of(row, experiment.kind) for row in entry["runs"]]
+        values = sorted(value for value in values if value is not None)
+        middle = (len(values) - 1) / 2
+        places = [place + 0.6 * (n - middle) / len(values) for n in range(len(values))]
+        style = style_of[name] | {"linestyle": "", "markersize": 4}
+        axes.plot(places, values, label=label_of(name, entry), **style)
+    axes.set_xticks(range(len(entries)), [""] * len(entries))
+    title = title_of(experiment.kind)
+    axes.set(
+        xlabel="a point for each seed", ylabel=f"{title}, {unit_of(experiment.kind)}"
+    )
+
+
+DRAWINGS = {
+    "curves": draw_curves,
+    "lines": draw_lines,
+    "points": draw_points,
+    "scatter": draw_scatter,
+    "runs": draw_runs,
+}

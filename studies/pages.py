@@ -122,9 +122,35 @@ def mean_cell(values: list[float | None], form: str = ".3f") -> str:
     return f"{mean:{form}} ± {half_width:{form}}"
 
 
+def form_of(kind: str) -> str:
+    """Return how a figure is printed: right answers as a percentage."""
+    return ".1%" if is_share(kind) else ".3f"
+
+
+def unit_of(kind: str) -> str:
+    return "share of test records" if is_share(kind) else "nats per token"
+
+
+def is_share(kind: str) -> bool:
+    return kind.startswith("exact_")
+
+
+def figure_cell(experiment: Experiment, kind: str, rows: list[dict]) -> str:
+    """Return a figure of some runs: the number that succeed if claims are about that, or else the
+    mean."""
+    values = [value_of(row, kind) for row in rows]
+    if experiment.success is not None and kind == experiment.kind:
+        successes = sum(v is not None and v >= experiment.success for v in values)
+        return f"{successes} of {len(values)} runs"
+    return mean_cell(values, form_of(kind))
+
+
 def difference_cell(claim: dict, form: str = "+.3f") -> str:
     if claim["mean"] is None:
         return "-"
+    if claim["successes"]:
+        higher, lower = claim["successes"]
+        return f"{higher} against {lower} of {claim['seeds']} runs"
     if claim["half_width"] is None or claim["seeds"] < FEW:
         return f"{claim['mean']:{form}} ({claim['seeds']} seed{'s' * (claim['seeds'] != 1)})"
     return f"{claim['mean']:{form}} ± {claim['half_width']:.3f}"
@@ -195,6 +221,8 @@ def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
         interval_of(recipes),
         "",
     ]
+    if e.equal_time:
+        lines += equal_time_tables(e, recipes)
     verdicts = []
     for recipe, claims in judgements(e, recipes).items():
         for claim in claims:
@@ -223,6 +251,8 @@ def verdict_line(claim: dict) -> str:
     if claim["ranks"] and claim["median"] is not None:
         difference += f" (median {claim['median']:+.3f})"
         test = " by ranks"
+    if claim["successes"]:
+        test = " by Fisher's test"
     p = "" if claim["p"] is None else f", Holm's p{test} {claim['p_holm']:.2g}"
     return f"{claim['says']}: {difference}{p}: **{claim['verdict']}**"
 
@@ -256,11 +286,10 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
     for name, description in descriptions.items():
         line = [description]
         for recipe, kind in columns:
+            cell = ""
             if name in recipes[recipe]:
-                rows = recipes[recipe][name]["runs"]
-                line.append(mean_cell([value_of(row, kind) for row in rows]))
-            else:
-                line.append("")
+                cell = figure_cell(experiment, kind, recipes[recipe][name]["runs"])
+            line.append(cell)
         lines.append(line)
     head = []
     for recipe, kind in columns:
@@ -270,10 +299,45 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
         if len(kinds) > 1:
             words.append(title_of(kind))
         head.append(", ".join(words))
-    corner = "nats per token"
+    corner = unit_of(experiment.kind)
     if len(recipes) > 1 and len(kinds) == 1:
         corner = f"{title_of(kinds[0])}, {corner}"
     return markdown_table([corner, *head], lines)
+
+
+def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
+    """Return what each run config costs, and its loss beside that of the run config that stands for
+    it at equal compute, a table for each recipe."""
+    lines = [
+        "**At equal time.** FLOPs are of matrices and attention, forward and backward, without the "
+        "tables and projections of adaLN; speeds are medians over runs on a CPU core beside other "
+        "work. Where a token takes twice the compute, the last column is of runs of half as many "
+        "tokens.",
+        "",
+    ]
+    head = ["", "parameters", "MFLOPs a token", "tokens a second"]
+    head += ["equal tokens", "equal compute"]
+    for recipe, entries in recipes.items():
+        rows = []
+        for name, other in experiment.equal_time.items():
+            entry = entries[name]
+            losses = []
+            for runs in (entry["runs"], entries[other]["runs"]):
+                losses.append(figure_cell(experiment, experiment.kind, runs))
+            speeds = [row["tokens_per_second"] for row in entry["runs"]]
+            rows.append(
+                [
+                    entry["description"],
+                    f"{entry['parameters']:,}",
+                    f"{entry['flops'] / 1e6:.2f}",
+                    f"{statistics.median(speeds):,.0f}",
+                    *losses,
+                ]
+            )
+        title = f"{title_of(recipe)}: {title_of(experiment.kind)}"
+        lines += markdown_table([title, *head[1:]], rows)
+        lines.append("")
+    return lines
 
 
 def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
@@ -319,10 +383,7 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     head += ["parameters", "tuned", "losses of the values tried"]
     lines = []
     for name, entry in entries.items():
-        cells = [
-            mean_cell([value_of(row, kind) for row in entry["runs"]])
-            for kind in columns
-        ]
+        cells = [figure_cell(experiment, kind, entry["runs"]) for kind in columns]
         if goal is not None:
             reached = mean_tokens_to(goal, entry["runs"], "training")
             cells.append("-" if reached is None else f"{reached / 1e6:.2f}M")
@@ -336,9 +397,9 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
 
 
 def claims_table(claims: list[dict]) -> list[str]:
-    """A line for each claim: the difference without the margin that its p values allow for, p by
-    Welch's test and by ranks, and of primary claims Holm's p of the one that their verdict is
-    from."""
+    """Return a line for each claim: the difference without the margin that its p values allow
+    for, p by Welch's test (of successes Fisher's) and by ranks, and of primary claims Holm's p of
+    the one that their verdict is from."""
     lines = []
     for claim in claims:
         welch, ranks = (
@@ -346,7 +407,11 @@ def claims_table(claims: list[dict]) -> list[str]:
         )
         holm = ""
         if "p_holm" in claim:
-            holm = f"{claim['p_holm']:.2g}" + (" (ranks)" if claim["ranks"] else "")
+            holm = f"{claim['p_holm']:.2g}"
+            if claim["ranks"]:
+                holm += " (ranks)"
+        if claim["successes"]:
+            welch += " (Fisher)"
         difference = difference_cell(claim) + claim["unit"]
         verdict = claim["verdict"] or "also looked at"
         lines.append([claim["says"], difference, welch, ranks, holm, verdict])

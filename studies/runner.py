@@ -22,6 +22,7 @@ from aogpt.runtime.command_line import show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines, write_jsonl
 from aogpt.runtime.validation import Count
+from aogpt.systems import flops_per_token
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from aogpt.training.plan import meta_model
@@ -32,7 +33,7 @@ from studies.verdicts import figure_of
 
 Recipes = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
-"parameters", "runs": [the result of each seed]}."""
+"parameters", "flops" (per trained token), "runs": [the result of each seed]}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +195,15 @@ class Runner:
             pairs = tuning[tuple(self.tuned_on(one))].result()
             tuned = best_of(one, pairs)
             ends = [tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()]
-            model = meta_model(self.experiment.config(recipe, one, 0, tuned))
+            config = self.experiment.config(recipe, one, 0, tuned)
+            model = meta_model(config)
             entries[one.name] = {
                 "description": one.description,
                 "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
                 "tuned": tuned,
                 "at_boundary": bool(pairs) and any(ends),
                 "parameters": sum(p.numel() for p in model.parameters()),
+                "flops": flops_per_token(config.model, config.model.block_size),
                 "runs": [
                     pool.submit(self.run, recipe, one, seed, tuned)
                     for seed in self.experiment.seeds_in(recipe, seeds)

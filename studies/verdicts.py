@@ -1,11 +1,12 @@
 """Differences between run configs with 95% intervals, and verdicts on primary claims.
 
-Welch's t test, since run configs differ in their spread over seeds and pairing them by seed removes
-none of it. The runs of a config are one sample, however often a claim names it. Beside it the ranks
-of the runs (Mann and Whitney), which a claim can have its verdict from: one failed run in eight
-doubles a mean's interval and leaves ranks nearly as they are. Holm's correction over all primary
-claims of an experiment, whose family-wise error is then at most LEVEL; a p value within a factor of
-two of LEVEL is called borderline. Other claims get an interval and no verdict.
+Welch's t test, since run configs differ in their spread over seeds and pairing them by seed
+removes none of it. The runs of a config are one sample, however often a claim names it. Beside it
+the ranks of the runs (Mann and Whitney), which a claim can have its verdict from: one failed run in
+eight doubles a mean's interval and leaves ranks nearly as they are. Where runs succeed or fail, a
+claim can be about the number of runs that succeed, by Fisher's exact test. Holm's correction over
+all primary claims of an experiment, whose family-wise error is then at most LEVEL; a p value within
+a factor of two of LEVEL is called borderline. Other claims get an interval and no verdict.
 """
 
 import itertools
@@ -58,6 +59,9 @@ class Claim:
         default_factory=list
     )  # recipes under which it gets a verdict
     ranks: bool = False  # the verdict is from ranks, for data where some runs fail
+    # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which are those
+    # whose figure is at least this. Both sides are one term.
+    success: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,10 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     """Return a claim with its difference, higher - lower; None if a run config is missing.
 
     {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank", "seeds",
-    "verdict"}: p values are of the difference plus the margin, p by Welch's test and p_rank by
-    ranks; the verdict is only what stands in the way of one, or nothing."""
+    "successes", "verdict"}: p values are of the difference plus the margin, p by Welch's test and
+    p_rank by ranks; the verdict is only what stands in the way of one, or nothing. Of a claim about
+    successes the mean is a difference of shares, p is Fisher's, and "successes" are those of higher
+    and of lower."""
     coefficients = coefficients_of(claim, kind)
     figures = figures_of(coefficients, entries)
     if figures is None:
@@ -161,10 +167,14 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         "median": None,
         "p_rank": None,
         "seeds": min(map(len, figures.values())),
+        "successes": None,
         "verdict": "",
     }
     if not all(any(of_side) for of_side in figures.values()):
         return judgement | {"verdict": UNMEASURED}
+    if claim.success is not None:
+        higher, lower = (figures[side_of(s, kind)] for s in (claim.higher, claim.lower))
+        return judgement | compared_by_successes(higher, lower, claim.success)
     samples = samples_of(coefficients, figures)
     mean, half_width, p = compared(list(samples.values()), claim.margin)
     judgement |= {"mean": mean, "half_width": half_width, "p": p}
@@ -276,6 +286,25 @@ def compared_by_ranks(
     distinct = len({*shifted, *opposed}) == len(shifted) + len(opposed)
     method = "exact" if distinct else "asymptotic"
     return median, float(stats.mannwhitneyu(shifted, opposed, method=method).pvalue)
+
+
+def compared_by_successes(
+    higher: list[Figure | None], lower: list[Figure | None], least: float
+) -> dict:
+    """Return the difference in the share of runs that succeed, the number of those of each side,
+    and the two-sided p value of Fisher's exact test. A run succeeds if its figure is at least
+    `least`; one that did not end fails."""
+    from scipy import stats
+
+    successes = []
+    for figures in (higher, lower):
+        successes.append(sum(bool(f) and f.value >= least for f in figures))
+    failures = [len(higher) - successes[0], len(lower) - successes[1]]
+    return {
+        "mean": successes[0] / len(higher) - successes[1] / len(lower),
+        "p": float(stats.fisher_exact([successes, failures]).pvalue),
+        "successes": successes,
+    }
 
 
 def combined(factors: list[int], figures: tuple[Figure | None, ...]) -> Figure | None:

@@ -88,6 +88,10 @@ def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
         one for measure in experiment.measures for one in measure.run_configs
     }
     assert experiment.figure in figures.DRAWINGS
+    for claim in experiment.claims:  # of numbers of runs: at one limit, of single terms
+        assert claim.success in (None, experiment.success)
+        if claim.success is not None:
+            assert " - " not in claim.lower + claim.higher and not claim.ranks
 
 
 WITH_ROWS = [
@@ -299,6 +303,79 @@ def test_primary_claims_share_the_error_of_an_experiment():
     ):
         verdicts.with_verdicts(claims)
         assert [c["verdict"] for c in claims] == words
+
+
+def test_successes_are_compared_by_fishers_test(tmp_path):
+    """Against scipy and the independent script. A run that did not end fails."""
+    entries = {"good": by_seed(*[0.95] * 7, 0.9), "bad": by_seed(*[0.4] * 7, 1.0)}
+    claim = Claim("", "bad", "good", success=0.9)
+    found = judged(claim, "training", entries)
+    expected = stats.fisher_exact([[8, 0], [1, 7]]).pvalue
+    assert found["p"] == pytest.approx(expected) and found["mean"] == 7 / 8
+    assert found["successes"] == [8, 1] and found["verdict"] == ""
+    assert pages.difference_cell(found) == "8 against 1 of 8 runs"
+    found["primary"] = True
+    verdicts.with_verdicts([found])
+    assert found["verdict"] == SUPPORTED
+    line = pages.verdict_line(found)
+    assert f"8 against 1 of 8 runs, Holm's p by Fisher's test {expected:.2g}" in line
+    turned = judged(Claim("", "good", "bad", success=0.9), "training", entries)
+    verdicts.with_verdicts([turned])
+    assert turned["verdict"] == OPPOSITE
+    figures = [[0.95] * 7 + [0.9], [0.4] * 7 + [1.0]]
+    mean, p = audit_findings.counted(figures, 0.9)
+    assert mean == found["mean"] and p == pytest.approx(expected)
+    for row in entries["good"]["runs"][:2]:
+        row |= {"tokens": [], "losses": {}, "measured": {}}
+    assert judged(claim, "training", entries)["successes"] == [6, 1]
+    entries["good"] = {
+        "runs": [row | {"losses": {}} for row in entries["good"]["runs"]]
+    }
+    assert judged(claim, "training", entries)["verdict"] == verdicts.UNMEASURED
+
+
+def test_without_successes_differences_are_rarely_found():
+    """Of 2,000 pairs of 20 runs that succeed half of the time, at most 5% differ."""
+    rng = np.random.default_rng(0)
+    claim = Claim("", "a", "b", success=1.0)
+    low = 0
+    for _ in range(2000):
+        entries = {name: by_seed(*rng.integers(2, size=20)) for name in "ab"}
+        low += judged(claim, "training", entries)["p"] < 0.05
+    assert 10 < low <= 100
+
+
+def test_a_page_tells_what_run_configs_cost_and_reach_at_equal_compute(tmp_path):
+    experiment = dataclasses.replace(
+        load_experiment("E22"), equal_time={"rotary": "rotary", "two_stream": "half"}
+    )
+    entries = {
+        "rotary": by_seed(2.0),
+        "two_stream": by_seed(1.9),
+        "half": by_seed(1.95),
+    }
+    for entry in entries.values():
+        entry |= {"description": "d", "parameters": 1234, "flops": 2.5e6}
+        for row in entry["runs"]:
+            row |= {"tokens_per_second": 5000.4, "measured": {}}
+            row["losses"]["eval_random"] = row["losses"]["training"]
+    lines = pages.equal_time_tables(experiment, {"fast": entries})
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in lines if "|" in line
+    ]
+    assert cells[2][2:-1] == ["1,234", "2.50", "5,000", "2.000", "2.000"]
+    assert cells[3][2:-1] == ["1,234", "2.50", "5,000", "1.900", "1.950"]
+    for name in SHIPPED:
+        shipped = load_experiment(name)
+        for entries in shipped.recipes.values():
+            assert {*shipped.equal_time, *shipped.equal_time.values()} <= entries.keys()
+    config = [
+        load_experiment("E22").config(
+            "fast", load_experiment("E22").recipes["fast"][n], 0, {}
+        )
+        for n in ("two_stream", "two_stream_half")
+    ]
+    assert config[0].train.steps == 2 * config[1].train.steps
 
 
 def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
