@@ -6,9 +6,9 @@ run.
 import re
 import statistics
 
-from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.outputs import markdown_table, new_figure
 from studies.experiment import Experiment
-from studies.figures import draw_panels, styles_of
+from studies.figures import styles_of, with_caption
 from studies.pages import mean_cell, tuned_cell, value_of
 from studies.runner import commits_of
 from studies.runs import ROOT
@@ -89,39 +89,82 @@ def summary_table(results: dict[str, Entries]) -> list[str]:
     return markdown_table(["task", *COMPARED], lines)
 
 
-DECODED = "l2r random confidence margin threshold entropy speculative mdm even"
-MARKERS = dict(
-    zip(DECODED.split(), ">os^Dv*XP", strict=True)
-)  # by the first word of a decoder
+# By the first word of a decoder.
+MARKERS = {
+    "l2r": ">",
+    "random": "o",
+    "confidence": "s",
+    "margin": "^",
+    "threshold": "D",
+    "entropy": "v",
+    "speculative": "*",
+    "mdm": "X",
+    "even": "P",
+}
 
 
 def figure(results: dict[str, Entries]) -> bytes:
-    """PNG: a panel for each hard task, exact match over NFE: mean and range of the seeds for each
-    system (its color) and decoder (its marker)."""
-    hard = {task: entries for task, entries in results.items() if is_hard(entries)}
-    return draw_panels(hard, draw_task, min(2, len(hard)))
+    """Return a PNG with a panel for each hard task, right answers over model calls, a point for
+    each seed, system (its color) and decoder (its marker), and a panel with the legend."""
+    panels = [entries for entries in results.values() if is_hard(entries)]
+    titles = [task for task, entries in results.items() if is_hard(entries)]
+    rows = len(panels) // 2 + 1
+    drawing, grid = new_figure(rows, 2, (9.6, 3.9 * rows + 0.4), squeeze=False)
+    drawing.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    places = list(grid.flat)
+    for axes, title, entries in zip(places, titles, panels, strict=False):
+        draw_task(axes, entries)
+        axes.set_title(title, fontsize=10)
+    draw_legend(places[len(panels)], panels[0])
+    for axes in places[len(panels) + 1 :]:
+        axes.remove()
+    caption = (
+        "A point for each seed; a line joins the seeds of a system and decoder. Systems that make "
+        "as many calls are drawn side by side."
+    )
+    return with_caption(drawing, caption, columns=2)
 
 
 def draw_task(axes, entries: Entries) -> None:
-    labels = {name: title.split(",")[0] for title, (name, _) in COMPARED.items()}
-    style_of = styles_of(entries)
-    for name, entry in entries.items():
-        color = style_of[name]["color"]
-        axes.plot([], [], "s", color=color, label=labels.get(name, name))
-        alone = len(decoders_of(entry)) == 1  # larger, or others would hide it
-        style = {"markersize": 9, "zorder": 5} if alone else {"markersize": 5}
-        style |= {"color": color, "alpha": 0.7, "elinewidth": 0.8}
+    from matplotlib.ticker import StrMethodFormatter
+
+    styles = styles_of(entries)
+    for number, (name, entry) in enumerate(entries.items()):
+        aside = 1 + 0.02 * number  # or systems would hide each other
         for decoder in decoders_of(entry):
             shares = values_of(entry, decoder, "exact_match")
-            share = statistics.mean(shares)
-            bar = [[share - min(shares)], [max(shares) - share]]
-            marker = MARKERS.get(re.split(r"\W", decoder)[0], "P")
-            nfe = mean_of(entry, decoder, "nfe")
-            axes.errorbar(nfe, share, yerr=bar, marker=marker, **style)
-    axes.set(
-        xlabel="model calls (NFE)", ylabel="share of right answers", ylim=(-0.05, 1.05)
-    )
+            calls = [aside * mean_of(entry, decoder, "nfe")] * len(shares)
+            is_only = len(decoders_of(entry)) == 1  # larger, or others would hide it
+            axes.plot(
+                calls,
+                shares,
+                color=styles[name]["color"],
+                marker=marker_of(decoder),
+                markersize=9 if is_only else 5,
+                zorder=5 if is_only else 2,
+                linewidth=0.8,
+                alpha=0.7,
+            )
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set(xlabel="model calls (NFE) for a record", ylim=(-0.05, 1.05))
+    axes.set_ylabel("share of test records answered right")
+    axes.grid(alpha=0.3)
+
+
+def draw_legend(axes, entries: Entries) -> None:
+    """Fill a panel with the colors of systems and the markers of decoders."""
+    labels = {name: title.split(",")[0] for title, (name, _) in COMPARED.items()}
+    for name, style in styles_of(entries).items():
+        axes.plot([], [], "s", color=style["color"], label=labels.get(name, name))
+    for decoder, marker in MARKERS.items():
+        axes.plot([], [], marker, color="grey", label=decoder)
+    axes.legend(loc="center", fontsize=9, ncols=2, frameon=False)
+    axes.set_axis_off()
+
+
+def marker_of(decoder: str) -> str:
+    return MARKERS[re.split(r"\W", decoder)[0]]
 
 
 def page(results: dict[str, Entries]) -> str:
@@ -135,10 +178,8 @@ def details(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
     """Return every system and decoder, losses, rates and commits as Markdown."""
     first = next(iter(results.values()), {})
     sizes = ", ".join(f"{name} {e['parameters']:,}" for name, e in first.items())
-    markers = ", ".join(f"`{marker}` {name}" for name, marker in MARKERS.items())
     setting = next(iter(tasks.values())).setting
     lines = ["# Tasks: details", "", f"{setting} Parameters: {sizes}.", ""]
-    lines += [f"Markers of the figure: {markers}.", ""]
     for task, entries in results.items():
         runs = [run for entry in entries.values() for run in entry["runs"]]
         counts = ", ".join(

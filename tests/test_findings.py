@@ -378,6 +378,38 @@ def test_a_page_tells_what_run_configs_cost_and_reach_at_equal_compute(tmp_path)
     assert config[0].train.steps == 2 * config[1].train.steps
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_color_is_used_twice_in_a_panel(name):
+    experiment = load_experiment(name)
+    for run_configs in experiment.recipes.values():
+        families = {}
+        for one in run_configs:
+            family = one.split("_")[0] if experiment.families else ""
+            families.setdefault(family, []).append(one)
+        for names in families.values():
+            colors = [style["color"] for style in figures.styles_of(names).values()]
+            assert len(set(colors)) == len(names)
+
+
+def test_systems_have_their_colors_and_variants_others():
+    names = ["l2r", "random", "encoder", "encoder_dropout", "two_stream", "l2r50"]
+    styles = figures.styles_of(names)
+    places = [figures.PALETTE.index(styles[name]["color"]) for name in names]
+    assert places[:3] == [1, 0, 2] and places[4] == 3
+    assert not {places[3], places[5]} & set(figures.SYSTEMS.values())
+    assert styles["encoder_dropout"]["linestyle"] == "--"
+    assert styles["l2r50"]["linestyle"] == "-"  # not a kind of l2r
+
+
+def test_a_seed_far_from_the_others_is_inside_of_its_figure():
+    """Points beside a mean are shifted, which matplotlib leaves out of the limits."""
+    drawing, axes = figures.new_figure()
+    style = figures.styles_of(["a"])["a"]
+    figures.draw_mean(axes, 0.0, [1.0] * 20 + [9.0], "a", style)
+    assert axes.get_ylim()[1] > 9
+    assert figures.with_caption(drawing, "caption", 1)[:4] == b"\x89PNG"
+
+
 def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
     """Three claims against one baseline of 8 seeds, with spreads that differ fourfold."""
     rng = np.random.default_rng(0)
