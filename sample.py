@@ -28,9 +28,11 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
+from aogpt.runtime.randomness import PLANS, philox_bits
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling import gaps, live, modes
+from aogpt.sampling import gaps, live, modes, resampling
 from aogpt.sampling.engine import Generation
+from aogpt.sampling.gaps import Gapped
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
@@ -57,10 +59,13 @@ class Arguments(ModelOptions, OutputOptions):
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
     tries every length from 2 to 12, --num-samples times each, and shows the best filling.
-    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word after it."""
+    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word after it.
+    A plain GPT draws at least 64 continuations, at 0.75 where --temperature is 1, and takes
+    --num-samples of them in proportion to how probable they and the rest of the text are."""
     candidates: Count | None = None
     """Infilling: show only this many distinct fillings, ranked by the log-probability per token of
-    the known text on their right. By default 1 if a mask has several lengths, else all."""
+    the known text on their right (a plain GPT: of the whole text). By default 1 if a mask has
+    several lengths, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
     {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder of a prepared
@@ -204,7 +209,10 @@ def fill(
     a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs
 ) -> None:
     """Generate the samples of some requests; write and print them as they come."""
-    numbers, contexts = encode_all(requests, tokenizer, a, loaded, procs)
+    encoded = encode_all(requests, tokenizer, a, loaded, procs)
+    gapped = {n: text for n, text in encoded if isinstance(text, Gapped)}
+    numbers = [n for n, text in encoded if not isinstance(text, Gapped)]
+    contexts = [text for _, text in encoded if not isinstance(text, Gapped)]
     lengths = Counter(numbers)  # how many each request has
     fixed_infill = any(
         requests[n].kind == "infill" and count == 1 for n, count in lengths.items()
@@ -215,7 +223,7 @@ def fill(
     # Ranked are whole texts, also after their end, all fillings of a request together.
     ranks = bool(a.candidates) or len(lengths) < len(numbers)
     parts = parts_of(len(contexts), count)
-    if ranks:
+    if ranks and contexts:
         parts = [Part(range(len(contexts)), range(count))]
         if len(contexts) * count > MOST_RANKED:
             raise UserError(
@@ -225,7 +233,7 @@ def fill(
     options = modes.with_default_steps(options, contexts)
     end_token = tokenizer.eot if a.until_end and not ranks else None
     report = Report(a, options, loaded, tokenizer, outputs, procs)
-    report.several = numbers[-1] > 0
+    report.several = encoded[-1][0] > 0
     with outputs:
         for part in parts:
             chosen = contexts[part.contexts.start : part.contexts.stop]
@@ -252,7 +260,56 @@ def fill(
                 record["prompt_index"] = of_part[record["prompt_index"]]
             report.add(records, samples)
         if procs.main:
+            for number, text in gapped.items():
+                report.add(
+                    *resample(a, number, requests[number], text, options, loaded)
+                )
             report.finish()
+
+
+def resample(
+    a: Arguments,
+    number: int,
+    request: Request,
+    gapped: Gapped,
+    options: DecodingOptions,
+    loaded: Loaded,
+) -> tuple[list[dict], Generation]:
+    """Fill the gaps of request `number` with a plain GPT; return the records and samples."""
+    choice = options.choice
+    if choice.temperature == 1:
+        choice = replace(choice, temperature=resampling.TEMPERATURE)
+    seed = a.seed
+    if number:  # other random numbers for each request
+        seed = int(philox_bits(seed, number, range(1), 1, PLANS)[0, 0]) >> 1
+    try:
+        weighted = resampling.fill_by_resampling(
+            loaded.model,
+            gapped,
+            seed=seed,
+            draws=min(max(resampling.DRAWS, a.num_samples), MOST_AT_ONCE),
+            choice=choice,
+            vocab_size=loaded.vocab_size,
+        )
+    except UserError as error:
+        raise UserError(f"{request.place}: {error}") from None
+    ranks = bool(a.candidates) or gapped.combinations > 1
+    if ranks:
+        chosen = list(range(len(weighted.tokens)))[: a.candidates or 1]
+    else:
+        chosen = weighted.resampled(a.num_samples, seed)
+    samples = resampling.as_generation(loaded.model, weighted, chosen)
+    prompts = [("infill", request.text)]
+    records = sample_records(
+        samples, loaded.get_tokenizer(), prompts, a.until_end, a.stop
+    )
+    for record, i in zip(records, chosen, strict=True):
+        record["prompt_index"] = number
+        record["weight"] = weighted.weights[i]
+        record["effective_sample_size"] = weighted.effective_sample_size
+        if ranks:
+            record["scores"] = asdict(weighted.scores[i])
+    return records, samples
 
 
 class Report:
@@ -437,9 +494,9 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
 
 def encode_all(
     requests, tokenizer, a: Arguments, loaded: Loaded, procs
-) -> tuple[list, list]:
-    """The indices of the requests that fit, and their contexts; prints how many are too long.
-    Raises UserError if none fits."""
+) -> list[tuple[int, Context | Gapped]]:
+    """Pairs of the index of a request that fits and one of its texts to fill in; prints how
+    many requests are too long. Raises UserError if none fits."""
     found = {}
     too_long = []
     for number, request in enumerate(requests):
@@ -459,17 +516,17 @@ def encode_all(
             f"{told} (--truncate left cuts prompts); the first is {too_long[0]}",
             file=sys.stderr,
         )
-    pairs = [
+    return [
         (number, context) for number, several in found.items() for context in several
     ]
-    return tuple(map(list, zip(*pairs, strict=True)))
 
 
 def encode(
     request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded
-) -> list[Context]:
-    """The token ids of a sample, None where they are to be generated, for each length that the
-    request allows. Raises UserError if the model cannot fill it in, TooLong if it is too long."""
+) -> list[Context | Gapped]:
+    """The token ids of a sample, None where they are to be generated, for each length that
+    the request allows; for gaps of a plain GPT one `Gapped`. Raises UserError if the model
+    cannot fill it in, TooLong if it is too long."""
     c = loaded.model.config
     if request.kind == "infill":
         lengths = {
@@ -483,9 +540,16 @@ def encode(
             raise UserError(
                 f"the text and its masks set the length: leave out {option}"
             )
-        known = [request.context] if request.context else None
-        found = known or gaps.contexts(request.text, tokenizer, c.block_size)
+        if request.context:
+            gapped = gaps.gapped_of(request.context)
+        else:
+            gapped = gaps.encode_gaps(request.text, tokenizer, c.block_size)
+        if c.l2r_only and not gapped.only_continues:
+            modes.check_start(bool(gapped.known[0]), loaded.scored_from)
+            return [gapped]
+        found = gapped.contexts(c.block_size)
     else:
+        gaps.refuse_masks(request.text, "give it to --infill, or leave it out")
         prompt = tokenizer.encode(request.text)
         total = request.length
         option = "length"

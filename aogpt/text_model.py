@@ -112,10 +112,13 @@ class Alternative:
 
     text: str
     log_prob: float  # of the whole text, nats
-    share: float  # of the probability of all alternatives
+    share: float
+    """Of the probability of all alternatives: p(alternative | left) p(right | left,
+    alternative), normalised over the alternatives."""
     given_both_sides: float | None
     """log p of the tokens that differ between alternatives, given all others, nats.
-    None for a plain GPT, and for the alternative of no text."""
+    None for the alternative of no text, and for a plain GPT, which would have to sum over
+    all other fillings; what it knows of both sides is the `share`."""
 
 
 class Likely(NamedTuple):
@@ -620,16 +623,17 @@ class TextModel:
                 "ranks in the same way"
             )
         options = {"temperature": resampling.TEMPERATURE, **options}
-        decoding = self._decoding(options)
-        self._check_left(gapped)
-        weighted = resampling.fill_by_resampling(
-            self.model,
-            gapped,
-            seed=seed,
-            draws=num_samples or resampling.DRAWS,
-            choice=decoding.choice,
-            vocab_size=self.loaded.vocab_size,
-        )
+        decoding = modes.with_words(self._decoding(options), self.tokenizer)
+        modes.check_start(bool(gapped.known[0]), self.loaded.scored_from)
+        with _python_names():
+            weighted = resampling.fill_by_resampling(
+                self.model,
+                gapped,
+                seed=seed,
+                draws=num_samples or resampling.DRAWS,
+                choice=decoding.choice,
+                vocab_size=self.loaded.vocab_size,
+            )
         by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")
         numbers = list(range(len(weighted.tokens)))
         if rank_by:
@@ -647,11 +651,6 @@ class TextModel:
             )
             for i in numbers[:candidates]
         ]
-
-    def _check_left(self, gapped: gaps.Gapped) -> None:
-        """Raise UserError if there must be text before the first gap, and is none."""
-        if self.loaded.scored_from and not gapped.known[0]:
-            raise UserError("this model has no start token (GPT-2): begin with text")
 
     def _sample(
         self, given: list[Context], count: int, seed: int, options: dict[str, Any]

@@ -737,6 +737,8 @@ def test_a_plain_gpt_fills_gaps_in_text():
     for call, words in (
         (lambda: plain.fill("a[MASK:2]c", rank_by="filling"), "given both sides"),
         (lambda: plain.fill("a[MASK:2]c", mode="random"), "mode random"),
+        (lambda: plain.fill("a[MASK:2]c", ban=("b",)), "without ban"),
+        (lambda: plain.fill("a[MASK:2]c", repetition_penalty=2.0), "without ban"),
         (lambda: other.fill("[MASK:2]c"), "no start token"),
         (lambda: plain.fill("a[MASK:1-20]c[MASK:1-20]e"), "narrower ranges"),
     ):

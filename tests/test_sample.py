@@ -25,6 +25,7 @@ from helpers import (
     wait_for,
 )
 
+import aogpt
 import sample
 from aogpt import checkpoints as checkpoint
 from aogpt.checkpoints import store
@@ -553,10 +554,8 @@ NO_TARGET = "needs a model that is conditioned on the target position"
             for mode in ("mdm", "speculative")
         ),
         ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
-        (
-            "--mode | l2r | --infill | [MASK:1]a",
-            "--infill: this model | can only continue",
-        ),
+        ("--infill | a[MASK:2]b | --ban | x", "without --ban"),
+        ("--infill | a[MASK:2]b | --no-repeat-ngram | 2", "leave them out"),
     ],
 )
 def test_a_model_without_target_positions_goes_left_to_right_only(
@@ -564,6 +563,52 @@ def test_a_model_without_target_positions_goes_left_to_right_only(
 ):
     said = refused(*words(arguments), path=plain)
     assert all(word in said for word in words(message)), said
+
+
+def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
+    model = aogpt.load(plain)
+    text = "the[MASK:2] é[MASK:1] a"
+    samples = draw("--infill", text, "--num-samples", 70, "--seed", 3, path=plain)
+    assert len(samples) == 70
+    expected = model.fill(text, 70, seed=3, num_samples=70)
+    weights = {tuple(filling.tokens): filling.weight for filling in expected}
+    for line in samples:
+        check_given(line, "the", 2, " é", 1, " a")
+        assert line["infill"] == text
+        assert line["weight"] == pytest.approx(weights[tuple(line["tokens"])])
+        assert line["effective_sample_size"] >= 1
+        ids = torch.tensor([line["tokens"]])
+        along = model.model.token_log_probs(ids, torch.arange(ids.shape[1])[None])[0]
+        for log_prob, place in zip(line["log_probs"], line["step"], strict=True):
+            assert place >= 0 or log_prob == 0
+        places = [place for place, step in enumerate(line["step"]) if step >= 0]
+        assert [line["step"][place] for place in places] == [0, 1, 2]
+        found = [line["log_probs"][place] for place in places]
+        assert found == pytest.approx(along[places].tolist(), abs=1e-4)
+    # the most probable filling is drawn most often of all, in proportion to its weight
+    best = max(weights, key=weights.get)
+    count = sum(tuple(line["tokens"]) == best for line in samples)
+    error = (70 * weights[best] * (1 - weights[best])) ** 0.5
+    assert abs(count - 70 * weights[best]) <= 4 * error + 1e-9
+
+    # lengths: the best, as `fill` ranks them; beside prompts, in a file
+    gap = "the[MASK:1-3] step"
+    rows = prompts([{"infill": gap}, {"prompt": "a", "length": 5}, {"infill": gap}])
+    lines = draw("--prompts", rows, "--candidates", 2, "--seed", 3, path=plain)
+    assert [line["prompt_index"] for line in lines] == [1] * 4 + [0] * 2 + [2] * 2
+    expected = model.fill(gap, 2, seed=3)
+    filled = [line["tokens"] for line in lines if line["prompt_index"] == 0]
+    assert filled == [filling.tokens for filling in expected]
+    other = [line["weight"] for line in lines if line["prompt_index"] == 2]
+    assert other != [filling.weight for filling in expected]
+
+
+def test_a_mask_in_a_prompt_is_told(refused, prompts):
+    assert "--prompt: the text has a mask, [MASK:2]: give it to --infill" in refused(
+        "--prompt", "the[MASK:2] end"
+    )
+    file = prompts("the\nthe [MASK] end\n")
+    assert "line 2: the text has a mask, [MASK]" in refused("--prompts", file)
 
 
 def test_a_model_without_a_start_token_needs_text_to_begin_with(

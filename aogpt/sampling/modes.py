@@ -275,14 +275,20 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
 
 def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
-    if scored_from and context[0] is None:
-        raise UserError("this model has no start token (GPT-2): begin with text")
+    check_start(context[0] is not None, scored_from)
     if config.l2r_only and any(
         token is not None for token in context[context.index(None) :]
     ):
         raise UserError(
             "this model can only continue a text: write one mask, at the end"
         )
+
+
+def check_start(has_text: bool, scored_from: int) -> None:
+    """Raise UserError for a model without a start token that gets no text to begin with.
+    scored_from: of `Loaded`."""
+    if scored_from and not has_text:
+        raise UserError("this model has no start token (GPT-2): begin with text")
 
 
 class PlannedSamples(NamedTuple):

@@ -23,18 +23,21 @@ Shapes: K rows (continuations), T positions of the longest text, n tokens of a f
 m tokens of known text after it, V vocabulary."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..model import AOGPT
 from ..runtime.devices import supports_float64
 from ..runtime.errors import UserError
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from .cached import KVCache, cached_hidden, float32_logits, make_steps
-from .gaps import Gapped, Scores, TooLong
-from .modes import Context
+from .engine import Generation
+from .gaps import Gapped, Scores, TooLong, log_probs_along
+from .modes import BATCH_SIZE, Context
 from .race import draw
 from .token_choice import TokenChoice, probabilities
 
@@ -67,6 +70,40 @@ class Weighted:
         return _inverse(
             torch.tensor(self.weights).double(), torch.from_numpy(uniforms[:, 0])
         )
+
+
+@torch.no_grad()
+def as_generation(
+    model: AOGPT, weighted: Weighted, numbers: Sequence[int]
+) -> Generation:
+    """Return fillings, by their numbers, as samples that were made from left to right.
+    Log-probabilities are those of each token of a gap given all text on its left."""
+    rows = [torch.tensor(weighted.tokens[i]) for i in numbers]
+    blanks = [
+        torch.tensor([token is None for token in weighted.contexts[i]]) for i in numbers
+    ]
+    tokens = pad_sequence(rows, batch_first=True)  # (B, T)
+    blank = pad_sequence(blanks, batch_first=True)
+    length = torch.tensor([len(row) for row in rows])
+    order = torch.arange(tokens.shape[1]).repeat(len(rows), 1)
+    log_probs = torch.zeros(tokens.shape, dtype=torch.float64)
+    batches = range(0, len(rows), BATCH_SIZE)
+    for start in batches:
+        part = slice(start, start + BATCH_SIZE)
+        log_probs[part] = log_probs_along(
+            model, tokens[part], order[part], length[part], torch.zeros(1)
+        )
+    model_calls = weighted.model_calls + len(batches)
+    return Generation(
+        tokens=tokens,
+        step=torch.where(blank, blank.cumsum(dim=1) - 1, -1),
+        log_probs=torch.where(blank, log_probs, 0.0),
+        length=length,
+        model_calls=model_calls,
+        token_forwards=weighted.token_forwards + int(length.sum()),
+        nfe=torch.full((len(rows),), model_calls),
+        order=order,
+    )
 
 
 class Rows:
@@ -198,9 +235,15 @@ def fill_by_resampling(
             top-p are never drawn, so with these the result is exact for the rest only.
         vocab_size: only ids below it are drawn.
 
-    Raises UserError where no filling has a probability above 0 in float64, TooLong
-    where the longest text does not fit into a block."""
+    Raises UserError where no filling has a probability above 0 in float64, and for a
+    choice that depends on the tokens before; TooLong where the longest text does not fit
+    into a block."""
     choice = choice or TokenChoice(temperature=TEMPERATURE)
+    if choice.avoids_repeats:
+        raise UserError(
+            "a plain GPT fills gaps without --ban, --repetition-penalty and "
+            "--no-repeat-ngram: leave them out"
+        )
     lengths = _lengths_that_fit(gapped, model.config.block_size)
     longest = [sizes[-1] for sizes in lengths]
     rows = Rows(model, gapped.known[0], draws, len(gapped.context(longest)))
@@ -294,7 +337,7 @@ def _normalised(log_weights: Tensor, draws: int) -> tuple[Tensor, float]:
     if not log_weights.isfinite().any():
         raise UserError(
             f"none of {draws} continuations leads to the text after the gap: draw more "
-            "(num_samples), or at a higher temperature"
+            "(--num-samples), or at a higher temperature"
         )
     weights = log_weights.softmax(dim=0)
     return weights, float(1 / weights.square().sum())
