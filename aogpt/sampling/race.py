@@ -1,6 +1,6 @@
 """A draw from weights and one uniform number, which rounding hardly ever changes.
 
-Shapes: N rows, V ids."""
+Shapes: N rows, V ids, K blocks of ids."""
 
 import torch
 import torch.nn.functional as F
@@ -9,56 +9,90 @@ from torch import Tensor
 BLOCK = 64  # ids whose weights are added up first
 RACES = 4  # the salts of `fresh_uniforms` from this one on are used here
 
-# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the factors of
-# the two mixing steps; minus 2**64, because the integers of torch are signed. Products wrap around.
+# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the
+# factors of the two mixing steps; minus 2**64, because torch's integers are signed.
+# Products wrap around.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index a row with probability proportional to its weight: (N, V) >= 0, (N,) ->
-    LongTensor (N,).
+    """Draw one index a row with probability proportional to its weight: (N, V) >= 0,
+    (N,) -> LongTensor (N,).
 
-    A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of the row's
-    uniform number. The first one is drawn. (-log of the times are log weights with Gumbel noise.)
-    Rounding of the weights, which varies with the batch, changes only races that end in a
-    tie up to rounding; in an inverse CDF it would add up over the ids. Blocks race first, then the
-    ids of the first block: V / 64 + 64 numbers instead of V."""
-    return race(weights, uniforms)[0]
+    A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of
+    the row's uniform number. The first one is drawn. (-log of the times are log weights
+    with Gumbel noise.) Rounding of the weights, which varies with the batch, changes
+    only races that end in a tie up to rounding; in an inverse CDF it would add up over
+    the ids. Blocks race first, then the ids of the first block: V / 64 + 64 numbers
+    instead of V."""
+    index, _ = race(weights, uniforms)
+    return index
 
 
 def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
-    """Other uniform numbers (53 bits), a hash of the bits of these and of `salt`, which broadcast:
-    the output function of splitmix64."""
-    return _hash(uniforms, salt).double() * 2.0**-53
+    """Return other uniform numbers (53 bits), a hash of the bits of these and of
+    `salt`, which broadcast: the output function of splitmix64."""
+    bits = _hash(uniforms, salt)
+    return bits.double() * 2.0**-53
 
 
 def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
-    """The 53 bits of `fresh_uniforms`."""
+    """Return the 53 bits of `fresh_uniforms`."""
     z = uniforms.view(torch.int64) * INCREMENT + salt
-    z = z.bitwise_xor_(_shift_right(z, 30)).mul_(FIRST_FACTOR)
-    z = z.bitwise_xor_(_shift_right(z, 27)).mul_(SECOND_FACTOR)
-    return _shift_right(z.bitwise_xor_(_shift_right(z, 31)), 11)
+    z.bitwise_xor_(_shift_right(z, 30))
+    z.mul_(FIRST_FACTOR)
+    z.bitwise_xor_(_shift_right(z, 27))
+    z.mul_(SECOND_FACTOR)
+    z.bitwise_xor_(_shift_right(z, 31))
+    return _shift_right(z, 11)
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # a shift of int64 copies the sign
+    """Return z shifted with zeros from the left; a shift of int64 copies the sign."""
+    mask = (1 << (64 - bits)) - 1
+    return (z >> bits) & mask
 
 
 def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index (N,) that `draw` draws, and the total weight (N, 1)."""
-    if extra := -weights.shape[1] % BLOCK:
-        weights = F.pad(weights, (0, extra))
-    blocks = weights.unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
-    count = blocks.shape[1]
-    # -E: the log of odd multiples of 2^-53, so that it is never 0, nor infinite.
-    salts = torch.arange(RACES, RACES + BLOCK + count, device=weights.device)
-    noise = (
-        _hash(uniforms[:, None], salts).bitwise_or_(1).double().mul_(2.0**-53).log_()
-    )
-    block = (noise[:, BLOCK:] / sums).argmax(dim=-1, keepdim=True)
-    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1)
-    column = (noise[:, :BLOCK] / within).argmax(dim=-1, keepdim=True)
-    return (block * BLOCK + column).squeeze(1), sums.sum(dim=-1, keepdim=True)
+    """Return the index (N,) that `draw` draws, and the total weight (N, 1), float64."""
+    V = weights.shape[1]
+    missing = -V % BLOCK
+    if missing:
+        weights = F.pad(weights, (0, missing))
+    blocks = weights.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
+    block_sums = blocks.sum(dim=-1, dtype=torch.float64)  # (N, K)
+    K = blocks.shape[1]
+    noise = _minus_exponential(uniforms, BLOCK + K)
+    id_noise = noise[:, :BLOCK]
+    block_noise = noise[:, BLOCK:]
+
+    # 1. The first block.
+    scores = block_noise / block_sums
+    block = scores.argmax(dim=-1, keepdim=True)  # (N, 1)
+
+    # 2. The first id of that block.
+    index = block.unsqueeze(-1)
+    index = index.expand(-1, 1, BLOCK)
+    weights = blocks.gather(1, index)
+    weights = weights.squeeze(1)  # (N, BLOCK)
+    scores = id_noise / weights
+    column = scores.argmax(dim=-1, keepdim=True)  # (N, 1)
+
+    drawn = block * BLOCK + column
+    drawn = drawn.squeeze(1)
+    total = block_sums.sum(dim=-1, keepdim=True)
+    return drawn, total
+
+
+def _minus_exponential(uniforms: Tensor, count: int) -> Tensor:
+    """Return minus `count` exponential numbers a row, float64 (N, count)."""
+    last = RACES + count
+    salts = torch.arange(RACES, last, device=uniforms.device)
+    noise = _hash(uniforms[:, None], salts)
+    # The log of odd multiples of 2^-53, so that it is never 0, nor infinite.
+    noise = noise.bitwise_or_(1)
+    noise = noise.double()
+    noise.mul_(2.0**-53)
+    return noise.log_()
