@@ -1,0 +1,168 @@
+"""The page of model.py is what runs: of the paper recipe and of the fast one, `train.py` and
+`eval_ppl.py` run its lines, and none of them does without one of its methods."""
+
+import ast
+import inspect
+import sys
+
+import coverage
+import pytest
+from helpers import ROOT
+
+import eval_ppl
+import train
+from aogpt import model as page
+from aogpt.model import AOGPT, MLP, Attention, Block, Pass, Transformer
+
+CLASSES = (Pass, Attention, MLP, Block, page.HeadLoss, Transformer, AOGPT)
+SIZES = (
+    "--model.vocab-size 320 --model.block-size 64 --model.n-layer 2 --model.n-head 4 "
+    "--model.n-embd 32 --train.batch-size 8 --train.micro-batch-size 8 "
+    "--train.device cpu --train.no-compile --optim.warmup-steps 1 --eval.interval 2 "
+    "--eval.sequences 4 --checkpoint.interval 2"
+).split()
+RECIPES = {
+    "paper": ROOT / "configs" / "aogpt_small.toml",
+    "fast": ROOT / "configs" / "aogpt_small_fast.toml",
+}
+
+# Lines that neither recipe needs: other targets, a hidden [None], what the Llama family
+# has, and what serves other files.
+UNREACHED = {
+    "first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)",
+    "rest = attention(",
+    "return torch.cat([first.flatten(2), rest], dim=1)",
+    "self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias)",
+    "return self.proj(F.silu(self.gate(x)) * self.fc(x))",
+    "self.wtpe = TargetTable(c, c.n_embd, wave_std=None)",
+    "x = x + p.lookup(self.wtpe.weight)",
+    "x = x + p.added",
+    "self.head.weight = self.wte.weight",
+    "return self.head_logits(self.hidden(*inputs))",
+    "self.wtpe = TargetTable(c, c.n_embd)",
+    "p.added = p.lookup(self.wtpe.weight)",
+}
+
+# Methods that one of the recipes does without, and why; `logits` is for users.
+ONLY_OF = {
+    "paper": {"Pass.modulation", "Pass.modulated_norm", "Pass.lookup"},
+    "fast": {"Transformer.angles_at", "Transformer.target_angles"},
+}
+OF_USERS = {"Transformer.logits"}
+OF_MUON = {"Attention.matrices", "MLP.matrices"}
+OF_LOADING = {"Transformer._apply"}  # training makes the weights where they are
+
+
+def methods():
+    """(class, name) of every method that is written on the page."""
+    for kind in CLASSES:
+        for name, value in vars(kind).items():
+            if inspect.isfunction(value):
+                yield kind, name
+
+
+def run(monkeypatch, script, *words):
+    """Run a script in this process, without its handling of errors."""
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words)])
+    script.main()
+
+
+def train_words(recipe, data, out):
+    words = [RECIPES[recipe], "--data.folder", data, "--out", out, "--name", recipe]
+    return [*words, "--train.steps", "2", *SIZES]
+
+
+def eval_words(run_folder, data):
+    return [run_folder, "--datasets", data, "--max-sequences", 2]
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """A folder with a run of each recipe."""
+    out = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for recipe in RECIPES:
+            run(monkeypatch, train, *train_words(recipe, data, out))
+    return out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_builds_the_class_on_the_page(runs, recipe):
+    from aogpt.checkpoints import load_model
+
+    assert type(load_model(runs / recipe)) is AOGPT
+
+
+def statements_of_methods(path):
+    """The first line of each statement in the methods of CLASSES, {number: text}."""
+    text = path.read_text()
+    lines = text.splitlines()
+    names = {kind.__name__ for kind in CLASSES}
+    found = {}
+    for kind in ast.parse(text).body:
+        if not isinstance(kind, ast.ClassDef) or kind.name not in names:
+            continue
+        for method in kind.body:
+            if not isinstance(method, ast.FunctionDef):
+                continue
+            for node in ast.walk(method):
+                is_docstring = isinstance(node, ast.Expr) and isinstance(
+                    node.value, ast.Constant
+                )
+                if isinstance(node, ast.stmt) and node is not method:
+                    if not is_docstring:
+                        found[node.lineno] = lines[node.lineno - 1].strip()
+    return found
+
+
+def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tmp_path):
+    """But for those of other systems, which are named above. Chunks of the head are small."""
+    path = ROOT / "aogpt" / "model.py"
+    monkeypatch.setitem(page.CHUNK_ELEMENTS, "cpu", 1)
+    recorder = coverage.Coverage(include=[str(path)], data_file=None)
+    recorder.start()
+    try:
+        for recipe in RECIPES:
+            run(monkeypatch, train, *train_words(recipe, data, tmp_path))
+            run(monkeypatch, eval_ppl, *eval_words(tmp_path / recipe, data))
+    finally:
+        recorder.stop()
+    missing = set(recorder.analysis2(str(path))[3])
+    statements = statements_of_methods(path)
+    assert {statements[line] for line in missing & statements.keys()} == UNREACHED
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("command", ["train", "eval_ppl"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_command_does_without_a_method_of_the_page(
+    monkeypatch, data, runs, tmp_path, recipe, command
+):
+    """Each fails if that method does."""
+    (other,) = RECIPES.keys() - {recipe}
+
+    def fail(*arguments, **keywords):
+        raise Broken
+
+    survived = set()
+    for kind, name in methods():
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, fail)
+            try:
+                if command == "train":
+                    out = tmp_path / f"{kind.__name__}.{name}"
+                    run(patch, train, *train_words(recipe, data, out))
+                else:
+                    run(patch, eval_ppl, *eval_words(runs / recipe, data))
+            except Broken:
+                continue
+        survived.add(f"{kind.__name__}.{name}")
+    expected = OF_USERS | ONLY_OF[other]
+    if command == "train":
+        expected |= OF_LOADING
+    if command == "eval_ppl" or recipe == "paper":
+        expected |= OF_MUON
+    assert survived == expected
