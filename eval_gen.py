@@ -40,8 +40,9 @@ from aogpt.runtime.validation import LARGEST, Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
-# Columns of the table: title, key in a row of the results or among the settings of its sampler, and
-# how numbers are written. aogpt/evaluation/scoring.py makes the rows, and says how to add a measure.
+# Columns of the table: title, key in a row of the results or among the settings of its
+# sampler, and how numbers are written. aogpt/evaluation/scoring.py makes the rows, and
+# says how to add a measure.
 COLUMNS = (
     ("T", "temperature", "g"),
     ("top-p", "top_p", "g"),
@@ -52,6 +53,8 @@ COLUMNS = (
     ("entropy", "entropy", ".3f"),
     ("distinct-2", "distinct_2", ".3f"),
     ("repeated", "repetition_4", ".3f"),
+    ("different", "distinct_samples", "d"),
+    ("self-BLEU", "self_bleu", ".3f"),
     ("NFE", "nfe", ".1f"),
     ("seconds", "seconds", ".1f"),
 )
@@ -60,7 +63,9 @@ LEGEND = (
     "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
     "interval over samples; of a sample: the mean of the samples' own. The other columns are means "
     "over samples. Entropy: of a sample's histogram of tokens, nats; distinct-2: different pairs "
-    "/ pairs; repeated: the share of 4-grams that occurred before; NFE: model calls of a sample. "
+    "/ pairs; repeated: the share of 4-grams that occurred before; different: how many samples "
+    "differ; self-BLEU: BLEU-4 of a sample with all others as references, 1 where another one is "
+    "equal; it grows with the number of samples. NFE: model calls of a sample. "
     "Seconds: to generate all samples of a row."
 )
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference

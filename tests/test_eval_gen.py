@@ -192,6 +192,27 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
     assert "transformers" in result["versions"]
 
 
+def test_copies_of_one_sample_do_not_look_fine(script, report, write, bigram):
+    """All else is that of the sample alone."""
+    copies = write(*[{"text": TEXT}] * 20)
+    of_copies = report("--samples", copies, "--judge", bigram)["rows"][0]
+    _, out, _ = script(eval_gen, "--samples", copies, "--judge", bigram)
+    own = report("--samples", write({"text": TEXT}), "--judge", bigram)["rows"][0]
+    assert own["distinct_samples"] == 1 and own["self_bleu"] is None
+    assert of_copies["distinct_samples"] == 1 and of_copies["samples"] == 20
+    assert of_copies["self_bleu"] == pytest.approx(1)
+    assert of_copies["perplexity"] == pytest.approx(own["perplexity"])
+    assert "| different |" in out and "| self-BLEU |" in out
+    mixed = write({"text": "abca"}, {"text": "bbcc"}, {"text": "abca"})
+    row = report("--samples", mixed, "--judge", bigram)["rows"][0]
+    assert row["distinct_samples"] == 2
+    assert [s["self_bleu"] == pytest.approx(1) for s in row["per_sample"]] == [
+        True,
+        False,
+        True,
+    ]
+
+
 def test_samples_are_compared_to_the_n_grams_of_a_reference(
     report, write, byte_judge, tmp_path
 ):

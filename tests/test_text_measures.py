@@ -12,6 +12,7 @@ from aogpt.evaluation.text_measures import (
     distinct,
     jensen_shannon,
     ngrams,
+    self_bleu,
     unigram_entropy,
 )
 
@@ -32,6 +33,34 @@ def test_distinct_counts_types_among_the_n_grams():
     )  # 1234 2341 3412 4123 1234
     for value in (unigram_entropy([]), distinct([1, 2], 3)):
         assert math.isnan(value)
+
+
+def test_self_bleu_of_a_worked_example():
+    """abcde and abcdf: 4 of 5 tokens, 3 of 4 pairs, 2 of 3 triples and 1 of 2 quadruples."""
+    expected = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
+    assert self_bleu(["abcde", "abcdf"]) == pytest.approx([expected] * 2, rel=1e-12)
+    # aaaab has one a more than aaab and no quadruple of it: 4/5, 3/4, 2/3 and 0.1 / 2
+    long = (4 / 5 * 3 / 4 * 2 / 3 * 0.5) ** (1 / 4)
+    short = math.exp(1 - 5 / 4)  # all of aaab is in aaaab, which is longer
+    assert self_bleu(["aaaab", "aaab"]) == pytest.approx([long, short], rel=1e-12)
+    assert self_bleu([[1, 2, 3, 4, 5]] * 20) == pytest.approx([1] * 20)
+    assert self_bleu([[1, 2], [3, 4]]) == [0, 0]
+    assert math.isnan(self_bleu([[1, 2]])[0]) and math.isnan(self_bleu([[], [1]])[0])
+
+
+def test_self_bleu_is_that_of_nltk():
+    bleu = pytest.importorskip("nltk.translate.bleu_score")
+    smoothing = bleu.SmoothingFunction().method1
+    draw = np.random.default_rng(0)
+    samples = [draw.integers(0, 4, n).tolist() for n in (2, 6, 9, 9, 14, 30, 31)]
+    expected = [
+        bleu.sentence_bleu(
+            samples[:i] + samples[i + 1 :], own, smoothing_function=smoothing
+        )
+        for i, own in enumerate(samples)
+    ]
+    assert self_bleu(samples) == pytest.approx(expected, rel=1e-12)
+    assert len({round(value, 3) for value in expected}) > 4
 
 
 def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():

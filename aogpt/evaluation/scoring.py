@@ -2,7 +2,7 @@
 and of a whole set.
 
 To add a measure of a sample's token ids: a function in `text_measures`, a name in `MEASURES`, a row
-in `COLUMNS` of eval_gen.py. One that needs the text: `score_samples`; of a whole set: `summary`."""
+in `COLUMNS` of eval_gen.py. One that needs the text or the whole set: `score_samples`."""
 
 import json
 import math
@@ -135,9 +135,11 @@ def score_samples(
     judged = [s["tokens"] if how == "ids" else judge.encode(s["text"]) for s in own]
     scores = judge.score(judged, batch_size, quiet=not procs.main)
     results = []
+    measured_tokens = []
     for sample, ids, (nll, count) in zip(own, judged, scores, strict=True):
         # Measures are of the sample's own tokens, or else of the judge's.
         tokens = ids if how == "text" else sample["tokens"]
+        measured_tokens.append(tokens)
         perplexity = text_measures.exp(nll / count) if count else math.nan
         result = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
         result |= {
@@ -147,8 +149,14 @@ def score_samples(
         measured = {name: measure(tokens) for name, measure in MEASURES.items()}
         results.append(result | measured | {"nfe": sample.get("nfe", math.nan)})
     results = sum(procs.gather(results), [])
+    measured_tokens = sum(procs.gather(measured_tokens), [])
+    for result, bleu in zip(
+        results, text_measures.self_bleu(measured_tokens), strict=True
+    ):
+        result["self_bleu"] = bleu
 
     row = {"run": samples.name, "tokens_judged": how} | summary(results)
+    row["distinct_samples"] = len(set(map(tuple, measured_tokens)))
     row |= reference.divergences(samples) if reference and procs.main else {}
     row |= {
         "seconds": samples.seconds,
@@ -183,7 +191,7 @@ def summary(results: list[dict]) -> dict:
             0
         ],
     }
-    for name in (*MEASURES, "nfe"):
+    for name in (*MEASURES, "self_bleu", "nfe"):
         row[name], row[f"{name}_standard_error"] = text_measures.mean_and_error(
             columns[name]
         )

@@ -34,6 +34,49 @@ def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:
     return found
 
 
+BLEU_NGRAMS = 4
+BLEU_EPSILON = 0.1  # matches of an n-gram order that has none
+
+
+def self_bleu(samples: Sequence[Sequence[int]]) -> list[float]:
+    """Self-BLEU of each sample: its BLEU-4 with all other samples as references (Texygen,
+    arXiv 1802.01886), 1 where another one is equal. Smoothed as NLTK's `method1`; 0 for a
+    sample that shares no token with another one, NaN where there is no other or it is
+    empty."""
+    if len(samples) < 2:
+        return [math.nan] * len(samples)
+    lengths = Counter(map(len, samples))
+    scores = [_brevity_penalty(len(tokens), lengths) for tokens in samples]
+    for n in range(1, BLEU_NGRAMS + 1):
+        counts = [ngrams([tokens], n) for tokens in samples]
+        # An n-gram's matches are clipped by its largest count in one of the others: the
+        # second largest of all for the sample that has the largest.
+        most: dict[tuple, list[int]] = {}
+        for own in counts:
+            for ngram, count in own.items():
+                most[ngram] = sorted([*most.get(ngram, [0, 0]), count])[1:]
+        for number, own in enumerate(counts):
+            matches = 0
+            for ngram, count in own.items():
+                second, first = most[ngram]
+                matches += min(count, second if count == first else first)
+            if n == 1 and matches == 0 and own:
+                scores[number] = 0.0
+            precision = (matches or BLEU_EPSILON) / max(1, own.total())
+            scores[number] *= precision ** (1 / BLEU_NGRAMS)
+    return scores
+
+
+def _brevity_penalty(length: int, lengths: Counter) -> float:
+    """BLEU's penalty of a sample that is shorter than the other one whose length is nearest,
+    the shorter of two. lengths: how many samples, this one too, have each."""
+    if length == 0:
+        return math.nan
+    others = [other for other in lengths if other != length or lengths[other] > 1]
+    nearest = min(others, key=lambda other: (abs(other - length), other))
+    return 1.0 if length > nearest else math.exp(1 - nearest / length)
+
+
 def jensen_shannon(one: Counter, other: Counter) -> float:
     """Jensen-Shannon divergence of two distributions of counts in nats, 0 to log 2; NaN if one is
     empty."""
