@@ -24,7 +24,7 @@ ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
     "l2r": (),
     "r2l": (),
     "random": (),
-    "mixture": ("l2r_prob", "mixed", "block", "seed"),
+    "mixture": ("l2r_prob", "mixed", "block", "seed", "share"),
     "fixed_random": ("seed",),
     "fixed_blockwise": ("block", "seed"),
     "random_blockwise": ("block",),
@@ -32,6 +32,7 @@ ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
     "context_l2r": ("share",),
     "random_l2r": ("share",),
     "sliding": ("window",),
+    "infill": ("share",),
     "file": ("file",),
 }
 OrderKind = Literal[*ORDER_SETTINGS]
@@ -50,19 +51,21 @@ class OrderConfig(Table):
     # random set of positions first, in ascending order, then the others left to right (after AC-
     # GPT, arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM, arXiv
     # 2506.01928). sliding: always one of the first "window" positions that are left (after Set
-    # Diffusion, arXiv 2607.01775). file: one of those in a file.
+    # Diffusion, arXiv 2607.01775). infill: all but one gap in reading order, then the gap, left
+    # to right; its length is uniform from 1 to all but a "share" of the positions, then its place.
+    # file: one of those in a file.
     kind: OrderKind = "mixture"
     l2r_prob: Probability = (
         0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
     )
-    mixed: Literal["l2r", "r2l", "fixed_random", "slots"] = (
+    mixed: Literal["l2r", "r2l", "fixed_random", "slots", "infill"] = (
         "l2r"  # in place of l2r (mixture)
     )
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
-    share: Probability = (
-        0.5  # probability to be in the first set (context_l2r, random_l2r)
-    )
+    # probability to be in the first set (context_l2r, random_l2r); of the positions, the share
+    # that is context at least (infill)
+    share: Probability = 0.5
     window: Count = 8  # positions that the next one is among (sliding)
     file: str = ""  # a .npy file of integers (M, T), an order per row, all equally probable (file)
 
@@ -138,6 +141,8 @@ def orders_at(
             ]  # that of the block's first
         case "context_l2r":
             keys = (uniform >= config.share).astype(np.int8)
+        case "infill":
+            keys = _in_gap(uniform, config.share).astype(np.int8)
         case "random_l2r":
             keys = np.where(uniform < config.share, uniform, 1.0)
         case _:
@@ -150,6 +155,17 @@ def orders_at(
     return order.where(
         coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream)
     )
+
+
+def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
+    """Mark a gap of each row, bool (B, T): its length is uniform from 1 to (1 - share) T,
+    its place uniform among those where it fits."""
+    length = uniform.shape[1]
+    longest = max(1, int((1 - share) * length))
+    sizes = 1 + (uniform[:, :1] * longest).astype(np.int64)
+    starts = (uniform[:, -1:] * (length - sizes + 1)).astype(np.int64)
+    position = np.arange(length)
+    return (position >= starts) & (position < starts + sizes)
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:

@@ -13,7 +13,7 @@ from scipy.stats import binomtest, chisquare
 from aogpt.orders import OrderConfig, inverse_permutation, orders_at, parse_order
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
-NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding")
+NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding", "infill")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
 
 
@@ -153,6 +153,13 @@ def chances(kind, length, block=2, share=0.3, window=2):
                 ways = list(itertools.permutations(first))
                 for way in ways if kind == "random_l2r" else [tuple(first)]:
                     found[way + rest] += p / (len(ways) if kind == "random_l2r" else 1)
+        case "infill":
+            longest = max(1, int((1 - share) * length))
+            for size in range(1, longest + 1):
+                for start in range(length - size + 1):
+                    gap = tuple(range(start, start + size))
+                    context = tuple(p for p in positions if p not in gap)
+                    found[context + gap] += 1 / longest / (length - size + 1)
         case "sliding":
             for perm in itertools.permutations(positions):
                 left = list(positions)
