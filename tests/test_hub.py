@@ -219,8 +219,8 @@ def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
 
 @pytest.mark.parametrize("system", NAMES)
 def test_generate_draws_what_the_model_gives(found, system):
-    """The tokens are those of aogpt/sampling/simple.py (which other tests compare with enumeration), of
-    encoders those of the plain loop, given the same order and uniform numbers."""
+    """The tokens are those of aogpt/sampling/simple.py (which other tests compare with
+    enumeration), of encoders those of the plain loop, given the same order and uniforms."""
     model = load_model(found["folder"] / system)
     of = of_case(found, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
@@ -255,6 +255,42 @@ def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_siz
         else:
             tokens[position] = draw(p.softmax(-1)[None], uniforms[position, None])[0]
     return tokens, None
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, system):
+    of = of_case(found, system)[1]["labelled"]
+    result = found[system]
+    assert result["embeddings"]
+    if system in ENCODERS:
+        assert "an encoder fills in [MASK]" in result["causal"]
+        return
+    model = load_model(found["folder"] / system)
+    tokens = of["input_ids"]
+    with torch.no_grad():
+        for _ in range(6):
+            longer = torch.nn.functional.pad(tokens, (0, 1))
+            steps = torch.arange(longer.shape[1]).expand_as(longer)
+            logits = model.logits(longer, steps)[:, 1:]
+            if tokens.shape[1] == 12:
+                torch.testing.assert_close(result["causal"], logits, rtol=0, atol=1e-5)
+            if tokens.shape[1] < 17:
+                tokens = torch.cat([tokens, logits[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(result["continued"], tokens)
+    assert result["sampled"] == (2, 17)
+    assert result["padded"].tolist()[0].count(0) > 0
+    assert result["text"].startswith("The cat")
+
+
+@pytest.mark.parametrize("system", [n for n in NAMES if n not in ENCODERS])
+def test_a_new_model_of_a_folder_has_our_initial_values(found, system):
+    for name, p in found[system]["fresh"].items():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        elif "norm" in name:
+            assert (p == 1).all(), name
+        elif name == "wte.weight":
+            assert 0.018 < p.std() < 0.021 and p.abs().max() <= 0.0601
 
 
 REFUSALS = {

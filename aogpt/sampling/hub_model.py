@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..model import AOGPT, ModelConfig, Transformer
@@ -26,6 +26,7 @@ from ..scoring import (
 )
 from ..systems.encoder import Encoder, log_linear_noise
 from ..systems.mask_query import MaskQuery
+from ..systems.parameters import init_weight
 from ..systems.two_stream import TwoStream
 from .race import draw
 from .simple import simple_generate
@@ -48,6 +49,21 @@ class AOGPTConfig(PreTrainedConfig):
         super().__init__(**more)
 
 
+def make_network(config: AOGPTConfig) -> Transformer:
+    """Return the model of a configuration, with weights of no value."""
+    settings = dict(config.aogpt["model"])
+    if settings.get("rope_scaling"):
+        settings["rope_scaling"] = tuple(settings["rope_scaling"])
+    shape = ModelConfig(**settings)
+    if shape.is_encoder:
+        return Encoder(shape)
+    if shape.target == "two_stream":
+        return TwoStream(shape)
+    if shape.target == "mask_query":
+        return MaskQuery(shape)
+    return AOGPT(shape)
+
+
 class AOGPTModel(PreTrainedModel):
     """The model itself is `.model`; `token_log_probs(tokens, order)` and
     `masked_log_probs(tokens, masked)` score known sequences. Mistakes in the arguments raise
@@ -64,23 +80,32 @@ class AOGPTModel(PreTrainedModel):
 
     def __init__(self, config: AOGPTConfig):
         super().__init__(config)
-        settings = dict(config.aogpt["model"])
-        if settings.get("rope_scaling"):
-            settings["rope_scaling"] = tuple(settings["rope_scaling"])
-        shape = ModelConfig(**settings)
-        if shape.is_encoder:
-            self.model: Transformer = Encoder(shape)
-        elif shape.target == "two_stream":
-            self.model = TwoStream(shape)
-        elif shape.target == "mask_query":
-            self.model = MaskQuery(shape)
-        else:
-            self.model = AOGPT(shape)
+        self.model = make_network(config)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *places, output_loading_info: bool = False, **options):
+        """Load as every model of transformers. Raises UserError for a missing tensor."""
+        model, info = super().from_pretrained(
+            *places, output_loading_info=True, **options
+        )
+        if info["missing_keys"]:
+            raise UserError(
+                f"the file of weights lacks {sorted(info['missing_keys'])[0]}"
+            )
+        return (model, info) if output_loading_info else model
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the token table."""
+        return self.model.wte
+
     def _init_weights(self, module) -> None:
-        if isinstance(module, Transformer):  # angles are not in the file of weights
-            module.make_angles(module.wte.weight.device)
+        if not isinstance(module, Transformer):
+            return
+        module.make_angles(module.wte.weight.device)  # not in the file of weights
+        for name, p in module.named_parameters():
+            if not getattr(p, "_is_hf_initialized", False):  # read from a file
+                init_weight(module.config, name, p)
 
     def forward(
         self, input_ids: Tensor, order=None, labels=None, attention_mask=None, **ignored
@@ -222,3 +247,48 @@ class AOGPTModel(PreTrainedModel):
                 token = draw(weights, uniforms[position, None])
             tokens = tokens.index_put((position[None],), token)
         return tokens, None
+
+
+class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
+    """A decoder from left to right, as transformers knows them: logits[:, i] predict token
+    i + 1. For `AutoModelForCausalLM`, `pipeline` and the library's own `generate`."""
+
+    def __init__(self, config: AOGPTConfig):
+        if config.aogpt["model"]["attention"] == "full":
+            raise UserError(
+                "an encoder fills in [MASK] and continues no text: AutoModel"
+            )
+        super().__init__(config)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask=None, labels=None, **ignored
+    ) -> CausalLMOutput:
+        """Predict each next token. attention_mask (B, T): 0 at padding, on any side, whose
+        logits mean nothing. labels (B, T): -100 for positions without loss."""
+        size = input_ids.shape[1]
+        limit = self.model.config.block_size - 1
+        if size > limit:
+            raise UserError(f"{size} tokens a sequence; this model continues {limit}")
+        known = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # What is padded on the left moves to the start, as positions count from there.
+        order = known.ne(0).logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        tokens = F.pad(input_ids.gather(1, order), (0, 1))
+        steps = torch.arange(size + 1, device=tokens.device).expand(len(tokens), -1)
+        moved = self.model.logits(tokens, steps)[:, 1:]
+        place = order.argsort(dim=1)[:, :, None].expand_as(moved)
+        logits = moved.gather(1, place)
+        loss = None
+        if labels is not None:
+            scored = at_least_float32(logits[:, :-1].flatten(0, 1))
+            loss = F.cross_entropy(scored, labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask=None, **ignored
+    ) -> dict:
+        """Return the arguments of `forward` for the next token; there is no cache."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def generate(self, *inputs, **options):
+        """Continue texts as every model of transformers: do_sample, top_p, num_beams, ..."""
+        return GenerationMixin.generate(self, *inputs, use_cache=False, **options)
