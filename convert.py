@@ -12,14 +12,16 @@ import torch
 import tyro
 from torch import Tensor
 
-from aogpt.checkpoints import CheckpointError, load, pretrained
+from aogpt.checkpoints import CheckpointError, adapters, load, pretrained, store
+from aogpt.checkpoints.adapters import FILE
 from aogpt.checkpoints.hub import push_folder, write_hub_files, write_tokenizer_settings
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
-from aogpt.data.tokenizers import FILES
+from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import staging, write_json
+from aogpt.runtime.validation import expand_home
 from aogpt.systems import parameter_counts
 
 
@@ -30,6 +32,7 @@ def convert(
     dtype: Literal["float32", "bfloat16"] = "float32",
     checkpoint: str = "last",
     hub: bool = False,
+    adapter: bool = False,
     layout: Literal["aogpt", "transformers"] = "aogpt",
     push: Annotated[str | None, tyro.conf.arg(metavar="REPO")] = None,
 ) -> None:
@@ -48,18 +51,26 @@ def convert(
             number of a step.
         hub: Write a folder that transformers.AutoModel loads without this project: with
             code, tokenizer and a model card.
+        adapter: Write the adapters of a run with --train.lora-rank alone, not merged
+            into their base, and the sha256 of the base.
         layout: transformers: write a Llama, Qwen2 or Qwen3 that needs no code and reads
             from left to right, of a run that began from a pretrained decoder.
         push: With --hub or --layout transformers: also upload the folder to this
             Hugging Face repository, OWNER/NAME; a new repository is private."""
-    if hub and layout != "aogpt":
-        raise UserError("give --hub or --layout transformers, not both")
-    if push and not hub and layout == "aogpt":
+    if hub + adapter + (layout != "aogpt") > 1:
+        raise UserError("give one of --hub, --adapter and --layout transformers")
+    if push and not hub and not adapter and layout == "aogpt":
         raise UserError("--push uploads the folder of --hub: add --hub")
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
         )
+    if adapter:
+        count = write_adapter(source, destination, weights, checkpoint)
+        show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
+        if push:
+            show(f"uploaded to {push_folder(destination, push)}")
+        return
     loaded = load(source, weights, checkpoint=checkpoint)
     if layout == "transformers":
         tensors = pretrained.tensors_of(loaded.model, loaded.get_tokenizer())
@@ -98,19 +109,55 @@ def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
 
 
 def write_folder(
-    destination: Path, data: bytes, write_settings: Callable[[Path, bytes], Any]
+    destination: Path,
+    data: bytes,
+    write_settings: Callable[[Path, bytes], Any],
+    name: str = "model.safetensors",
 ) -> None:
-    """Write a folder with model.safetensors, and what `write_settings` writes beside
+    """Write a folder with a file of weights, and what `write_settings` writes beside
     it, completely or not at all. Raises CheckpointError."""
     try:
         with staging(destination, replace=False) as folder:
-            (folder / "model.safetensors").write_bytes(data)
+            (folder / name).write_bytes(data)
             write_settings(folder, data)
     except OSError as error:
         reason = error
         if os.path.lexists(destination):
             reason = "another process has made it; remove it, or give a new folder"
         raise CheckpointError(f"could not write {destination}: {reason}") from error
+
+
+def write_adapter(source: str, destination: Path, weights: str, which: str) -> int:
+    """Write the adapters of a run; returns their number of parameters. Raises
+    CheckpointError for a run without."""
+    newest = store.read_newest(expand_home(source), which=which)
+    if newest is None or not newest[1].get("adapter"):
+        raise CheckpointError(f"{source} is not a run with --train.lora-rank")
+    path, values = newest
+    prefix = "ema." if weights == "ema" else "model."
+    tensors = {}
+    for name, tensor in store.read_all(path, values, prefix).items():
+        tensors[name.replace(".default.", ".")] = tensor
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    settings = {
+        "format": adapters.FORMAT,
+        "model": values["model_config"],
+        "adapter": values["adapter"],
+        "step": values["step"],
+        "weights": weights,
+        "files": {FILE: hashlib.sha256(data).hexdigest()},
+    }
+    for key in RECORDED:
+        settings[key] = values["data"].get(key)
+    settings["sha256"] = digest(settings)
+
+    def write_settings(folder: Path, data: bytes) -> None:
+        if settings["tokenizer"] in FILES:
+            get_tokenizer(settings["tokenizer"], folder=path).keep(folder)
+        write_json(folder / "config.json", settings)
+
+    write_folder(destination, data, write_settings, FILE)
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def write_export(
@@ -125,6 +172,8 @@ def write_export(
     settings["files"] = {}
     if not hub:
         settings["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
+    if Path(loaded.tokenizer).name in FILES:  # of a GGUF file it is a path
+        settings["tokenizer"] = Path(loaded.tokenizer).name
     settings["sha256"] = digest(settings)
     if hub:
         from aogpt.training.metrics import read_metrics  # imports all of training
@@ -132,7 +181,7 @@ def write_export(
         rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
         write_hub_files(folder, loaded, settings, dtype, rows)
         return
-    if loaded.tokenizer in FILES:
+    if Path(loaded.tokenizer).name in FILES:
         loaded.get_tokenizer().keep(folder)
     write_json(folder / "config.json", settings)
 

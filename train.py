@@ -41,7 +41,7 @@ from aogpt.data.loader import (
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
 from aogpt.runtime.command_line import run_script
-from aogpt.runtime.devices import autocast, deterministic, pick_dtype, precision_note
+from aogpt.runtime.devices import autocast, deterministic, precision_note
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import locked_for_all, write_text
 from aogpt.runtime.processes import Processes, StopRequest, processes
@@ -116,7 +116,10 @@ def train(config: Config, procs: Processes) -> int:
             procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
             if isinstance(data, Mixture):
                 procs.print0(*data.describe(t.steps * t.batch_size), sep="\n")
-            notes = *data.meta.get("notes", ()), precision_note(t.dtype, procs.device)
+            notes = (
+                *data.meta.get("notes", ()),
+                precision_note(t.dtype, procs.device, config.model.n_embd),
+            )
             procs.print0("".join(f"{note}\n" for note in notes if note), end="")
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
@@ -158,6 +161,10 @@ def training_loop(
         model = replicate(state.model, procs)
         losses = PendingLosses()
         saved_at = time.monotonic()
+        if val_data and t.init_from and progress.step == 0:
+            # What the source gives, before the first step changes it.
+            before = evaluate(state.model, state.averages, val_data, config, procs)
+            log.validation(before, val_data.num_blocks)
         while progress.step < t.steps and not stop.requested:
             # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
             loss, norm = train_step(
@@ -234,7 +241,7 @@ def train_step(
     micro_steps = t.batch_size // (
         config.micro_batch_size(procs.world_size) * procs.world_size
     )
-    dtype = pick_dtype(t.dtype, procs.device)
+    dtype = config.dtype_on(procs.device)
     total = torch.zeros((), device=procs.device)
     for index in range(micro_steps):
         batch = next(batches)

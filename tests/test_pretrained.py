@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -20,7 +21,7 @@ from reference import random_tokens
 import eval_ppl
 import sample
 import train
-from aogpt.checkpoints import CheckpointError, load, pretrained
+from aogpt.checkpoints import CheckpointError, gguf_file, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.harness import HarnessModel
@@ -728,3 +729,104 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
 
     assert abs(loss(run, "l2r") - loss(folder, "l2r")) < 1e-6
     assert loss(run, "random") > 0
+
+
+def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
+    """Write a folder of `transformers` as llama.cpp's converter does."""
+    gguf = pytest.importorskip("gguf")
+    settings = json.loads((folder / "config.json").read_text())
+    kind = settings["architectures"][0].removesuffix("ForCausalLM").lower()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(settings["num_hidden_layers"])
+    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_embedding_length(settings["hidden_size"])
+    writer.add_feed_forward_length(settings["intermediate_size"])
+    writer.add_head_count(settings["num_attention_heads"])
+    writer.add_head_count_kv(settings["num_key_value_heads"])
+    writer.add_key_length(settings.get("head_dim") or 6)
+    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
+    writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    if settings.get("eos_token_id") is not None:
+        writer.add_eos_token_id(settings["eos_token_id"])
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([3 if i in special else 1 for i in range(len(vocabulary))])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    names = {theirs: ours for ours, theirs in gguf_file.BLOCK.items()}
+    others = {theirs: ours for ours, theirs in gguf_file.OTHERS.items()}
+    heads = {
+        "attn_q": settings["num_attention_heads"],
+        "attn_k": settings["num_key_value_heads"],
+    }
+    for name, tensor in safetensors.torch.load_file(
+        folder / "model.safetensors"
+    ).items():
+        module, _, leaf = name.rpartition(".")
+        ours = others.get(module)
+        values = tensor.numpy()
+        if ours is None:
+            _, _, layer, part = module.split(".", 3)
+            ours = f"blk.{layer}.{names[part]}"
+            count = heads.get(names[part])
+            if kind == "llama" and count:  # neighbours rotate together
+                halves = values.reshape(count, 2, -1, *values.shape[1:])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+        kind_of = gguf.GGMLQuantizationType.Q8_0
+        if quantised and values.ndim == 2 and values.shape[1] % 32 == 0:
+            packed = gguf.quants.quantize(values, kind_of)
+            writer.add_tensor(f"{ours}.{leaf}", packed, raw_dtype=kind_of)
+        else:
+            writer.add_tensor(f"{ours}.{leaf}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_gguf_file_gives_the_model_of_its_folder(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "folder"
+    monkeypatch.setitem(KINDS, "Llama", {})
+    write_model(folder, kind)
+    made = of_bytes(None)
+    made.save(str(folder / "tokenizer.json"))
+    expected = load(folder)
+    (tmp_path / "file").mkdir()
+    file = tmp_path / "file" / "model.gguf"
+    write_gguf(file, folder)
+    for path in (file, file.parent):
+        loaded = load(path)
+        weights = dict(loaded.model.named_parameters())
+        for name, p in expected.model.named_parameters():
+            assert torch.equal(weights[name], p), name
+        ids = loaded.get_tokenizer().encode(TEXT[0])
+        assert ids == expected.get_tokenizer().encode(TEXT[0])
+    assert dataclasses.replace(loaded.model.config, norm_eps=1e-6) == (
+        dataclasses.replace(expected.model.config, norm_eps=1e-6)
+    )
+    convert(str(file), tmp_path / "export")
+    assert load(tmp_path / "export").get_tokenizer().encode(TEXT[0]) == ids
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        load(file)
+
+
+def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(SIZES, "intermediate_size", 64)
+    folder = tmp_path / "folder"
+    write_model(folder, "Qwen2")
+    write_gguf(tmp_path / "model.gguf", folder, quantised=True)
+    expected = dict(load(folder).model.named_parameters())
+    found = dict(load(tmp_path / "model.gguf").model.named_parameters())
+    difference = (
+        found["blocks.0.mlp.proj.weight"] - expected["blocks.0.mlp.proj.weight"]
+    ).abs()
+    assert 0 < difference.max() < 0.01
+    assert torch.equal(found["wte.weight"], expected["wte.weight"])

@@ -1,5 +1,7 @@
 """Load a model from a run folder, a checkpoint, an export of convert.py or released weights."""
 
+import hashlib
+import json
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -21,9 +23,9 @@ from ..data.tokenizers import (
     get_tokenizer,
     is_gpt2s,
 )
-from ..model import AOGPT, ModelConfig
+from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import sha256_file
+from ..runtime.files import sha256_file, write_text
 from ..runtime.validation import (
     Count,
     NonNegative,
@@ -33,7 +35,7 @@ from ..runtime.validation import (
     schema,
 )
 from ..systems import build_model, set_block_size
-from . import pretrained, released, store
+from . import adapters, gguf_file, pretrained, released, store
 from .store import CheckpointError
 from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights
 
@@ -48,7 +50,7 @@ ADVICE = "get it again"
 class Loaded:
     """A model and where it came from."""
 
-    model: AOGPT
+    model: Transformer
     path: str  # the checkpoint, or the file of weights
     step: int
     weights: str  # "ema" or "raw"; raw where the source has no averaged weights
@@ -76,6 +78,8 @@ def load(
     device="cpu",
     block_size: int | None = None,
     checkpoint: str = "last",
+    adapter: str | Path | None = None,
+    base: str | Path | None = None,
 ) -> Loaded:
     """Load a model in eval mode. Raises CheckpointError.
 
@@ -85,7 +89,13 @@ def load(
         weights: "ema" for the averaged weights where there are any, "raw" for the last
             ones.
         block_size: another sequence length than the model was trained with.
-        checkpoint: of a run folder: "last", "best" or the number of a step."""
+        checkpoint: of a run folder: "last", "best" or the number of a step.
+        adapter: adapters of this model, which are merged: a run or folder of
+            convert.py --adapter. Their own path loads them with the base that they name.
+        base: of a path to adapters: another place of their base.
+    """
+    if adapter is not None:
+        return load(adapter, weights, device, block_size, checkpoint, base=path)
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = local_path(path)
@@ -96,8 +106,13 @@ def load(
         raise CheckpointError(f"--checkpoint {checkpoint}: {path} is not a run folder")
     file = path
     try:
-        newest = newest_checkpoint(path, weights, checkpoint)
-        if newest is None:
+        newest = newest_checkpoint(path, weights, checkpoint, base)
+        if newest is None and (path / adapters.FILE).is_file():
+            file = path / adapters.FILE
+            model, origin = from_adapter(file, weights, base)
+        elif newest is None and base is not None:
+            raise UserError("it holds no adapters")
+        elif newest is None:
             file = weights_file(path) if path.is_dir() else path
             model, origin = from_file(file, weights, block_size)
         else:
@@ -117,7 +132,7 @@ def load(
     return Loaded(model=model.to(device).eval(), path=str(file), **origin)
 
 
-def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> AOGPT:
+def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> Transformer:
     """Load a model without where it came from."""
     return load(path, weights, device).model
 
@@ -142,11 +157,13 @@ def local_path(
     return local if local.exists() else download(str(path), weights)
 
 
-def newest_checkpoint(path: Path, weights: str, checkpoint: str) -> tuple | None:
+def newest_checkpoint(
+    path: Path, weights: str, checkpoint: str, base: str | Path | None
+) -> tuple | None:
     """Read the newest usable checkpoint of a run folder, or the checkpoint at `path`.
 
     Returns its path and what `from_checkpoint` returns; None if there is none."""
-    read = partial(from_checkpoint, weights=weights)
+    read = partial(from_checkpoint, weights=weights, base=base)
     if (path / store.STATE).is_file():
         return path, read(path)
     if not path.is_dir():
@@ -159,7 +176,7 @@ def newest_checkpoint(path: Path, weights: str, checkpoint: str) -> tuple | None
 def weights_file(folder: Path) -> Path:
     """Find the file of weights in a folder."""
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
-    files = files[:1] or sorted(folder.glob("*.pt"))
+    files = files[:1] or sorted([*folder.glob("*.pt"), *folder.glob("*.gguf")])
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise CheckpointError(f"{folder} holds {names}; give one's path")
@@ -201,23 +218,78 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
     return local
 
 
-def from_checkpoint(path: Path, weights: str) -> tuple[AOGPT, dict]:
-    """Read the model of a checkpoint and the other fields of `Loaded`."""
+def from_checkpoint(
+    path: Path, weights: str, base: str | Path | None = None
+) -> tuple[Transformer, dict]:
+    """Read the model of a checkpoint and the other fields of `Loaded`. base: of its
+    adapters; None: the one that it names."""
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
-    model = make_model(config, store.read_all(path, values, prefix))
+    tensors = store.read_all(path, values, prefix)
+    adapter = values.get("adapter")
+    if adapter:
+        model = merged_model(config, tensors, adapter, base)
+    elif base is not None:
+        raise UserError("its run trained all weights: it holds no adapters")
+    else:
+        model = make_model(config, tensors)
     origin = {key: values["data"].get(key) for key in RECORDED}
     origin["step"] = values["step"]
     origin["weights"] = weights
     return model, origin
 
 
+def from_adapter(
+    file: Path, weights: str, base: str | Path | None
+) -> tuple[Transformer, dict]:
+    """Read a folder of convert.py --adapter, merge it into its base, and return the
+    other fields of `Loaded`."""
+    place = file.with_name("config.json")
+    settings = read_json(place, dict[str, Any], ADVICE)
+    if settings.get("format") != adapters.FORMAT:
+        raise UserError(f"{place} is not of adapters of format {adapters.FORMAT}")
+    if settings.get("sha256") != store.digest(settings):
+        raise CheckpointError(f"{place} is damaged (checksum); copy the folder again")
+    export = from_values(settings, adapters.AdapterExport, str(place), ADVICE)
+    if export["files"].get(file.name) != sha256_file(file):
+        raise CheckpointError(f"{file} is damaged (checksum); copy the folder again")
+    if weights == "raw" and export["weights"] != "raw":
+        raise UserError(
+            "it holds the ema weights only; convert its run with --weights raw"
+        )
+    tensors = read_weights(file)
+    model = merged_model(export["model"], tensors, export["adapter"], base)
+    origin = {name: export[name] for name in ("step", "weights", *RECORDED)}
+    return model, origin
+
+
+def merged_model(
+    config: ModelConfig,
+    parts: MutableMapping[str, Tensor],
+    adapter: dict,
+    base: str | Path | None,
+) -> Transformer:
+    """Load the base of adapters, add them, and make the model of `config`."""
+    source = load(base or adapter["base"])
+    adapters.check_base(source.model, adapter, source.path)
+    tensors = {name: p.detach() for name, p in source.model.named_parameters()}
+    adapters.merge(tensors, parts, adapter)
+    del source
+    return make_model(config, tensors)
+
+
 def from_file(
     file: Path, weights: str, block_size: int | None = None
-) -> tuple[AOGPT, dict]:
+) -> tuple[Transformer, dict]:
     """Read the model of a file of weights and the other fields of `Loaded`. block_size:
     of the sequences that it shall take; refused if its attention differs there."""
+    if file.suffix == ".gguf":
+        settings, contents, tokenizer = gguf_file.read_gguf(file)
+        place = tokenizer_place(file, tokenizer)
+        model, origin = from_pretrained(settings, contents, place, block_size)
+        origin["tokenizer"] = str(place)
+        return model, origin
     place = file.with_name("config.json")
     contents = read_weights(file)
     settings = None
@@ -245,7 +317,7 @@ def from_file(
 
 def from_release(
     contents: dict, settings: dict | None, weights: str, folder: Path
-) -> tuple[AOGPT, dict]:
+) -> tuple[Transformer, dict]:
     """Make the model of released weights; see `released.read`. A GPT-2 whose folder has
     another tokenizer.json than OpenAI's is read with that one."""
     config, tensors, origin = released.read(contents, settings, weights)
@@ -260,7 +332,7 @@ def from_release(
 
 def from_pretrained(
     settings: dict, contents: LazyTensors | dict, file: Path, block_size: int | None
-) -> tuple[AOGPT, dict]:
+) -> tuple[Transformer, dict]:
     """Make the model of a decoder of `transformers`."""
     tokenizer = get_tokenizer(HUB, folder=file.parent)
     config, tensors = pretrained.read(settings, contents, tokenizer)
@@ -278,13 +350,32 @@ def from_pretrained(
     return make_model(config, tensors), origin
 
 
+def tokenizer_place(file: Path, files: dict[str, str]) -> Path:
+    """Return the tokenizer.json beside a GGUF file, else that of these files, text by
+    name, in the user's cache. Raises UserError without either."""
+    beside = file.with_name(HUB)
+    if beside.is_file():
+        return beside
+    if not files:
+        raise UserError(
+            "its tokenizer is of a kind that is not read from a GGUF file; put the "
+            f"model's {HUB} beside it"
+        )
+    name = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+    place = expand_home("~/.cache/aogpt") / name / HUB
+    if not place.is_file():
+        for file_name, text in files.items():
+            write_text(place.with_name(file_name), text)
+    return place
+
+
 def from_export(
     settings: dict,
     contents: LazyTensors | dict,
     file: Path,
     weights: str,
     checked: bool,
-) -> tuple[AOGPT, dict]:
+) -> tuple[Transformer, dict]:
     """Make the model of an export. checked: its settings hold the file's checksum."""
     place = file.with_name("config.json")
     if settings.get("sha256") != store.digest(settings):
@@ -327,7 +418,9 @@ class HubSettings(TypedDict):
     aogpt: dict[str, Any]  # an `Export`
 
 
-def make_model(config: ModelConfig, weights: MutableMapping[str, Tensor]) -> AOGPT:
+def make_model(
+    config: ModelConfig, weights: MutableMapping[str, Tensor]
+) -> Transformer:
     """Make the model of these weights, float32. They are removed from `weights` one by
     one, so that little more than the model is in memory. Raises UserError."""
     with torch.device("meta"):  # without memory

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.tokenizers import HubTokenizer
-from ..model import AOGPT, ModelConfig
+from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, from_values, schema
 from ..systems import check_config
@@ -385,7 +385,7 @@ def settings_of(
     return settings
 
 
-def tensors_of(model: AOGPT, tokenizer: HubTokenizer) -> dict[str, Tensor]:
+def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]:
     """Return the weights of a model under the names of `transformers`.
 
     Its begin-of-text has our [None] as its row of the token table. Where training has

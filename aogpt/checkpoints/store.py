@@ -35,6 +35,7 @@ from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
 from ..runtime.processes import Processes
 from ..runtime.validation import Count, NonNegative, from_values, read_json, schema
+from .adapters import Adapter
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -66,6 +67,7 @@ class State(TypedDict):
     config: dict[str, Any]
     data: Data  # meta.json of the dataset
     best: Best | None
+    adapter: NotRequired[Adapter | None]  # of a run that trains adapters alone
     skipped: NonNegative
     skipped_in_a_row: NonNegative
     sequences: NotRequired[NonNegative]  # trained on so far

@@ -105,7 +105,7 @@ class AOGPTModel(PreTrainedModel):
         module.make_angles(module.wte.weight.device)  # not in the file of weights
         for name, p in module.named_parameters():
             if not getattr(p, "_is_hf_initialized", False):  # read from a file
-                init_weight(module.config, name, p)
+                init_weight(module, name, p)
 
     def forward(
         self, input_ids: Tensor, order=None, labels=None, attention_mask=None, **ignored
@@ -274,7 +274,8 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         order = known.ne(0).logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         tokens = F.pad(input_ids.gather(1, order), (0, 1))
         steps = torch.arange(size + 1, device=tokens.device).expand(len(tokens), -1)
-        moved = self.model.logits(tokens, steps)[:, 1:]
+        hidden = self.model.hidden(tokens, steps)[:, 1:]
+        moved = self.model.head_logits(hidden)
         place = order.argsort(dim=1)[:, :, None].expand_as(moved)
         logits = moved.gather(1, place)
         loss = None

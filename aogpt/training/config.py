@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tomli_w
+import torch
 from annotated_types import Ge, Interval
 
 from ..checkpoints.load import config_of
@@ -19,6 +20,7 @@ from ..model import ModelConfig
 from ..objectives import DECODER_OBJECTIVES, Kind, ObjectiveConfig
 from ..orders import FIXED, OrderConfig, OrderKind
 from ..runtime import validation
+from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
 from ..runtime.validation import (
     Amount,
@@ -82,7 +84,8 @@ class TrainConfig(Table):
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
     # sequences in one forward pass of one process; lowered to a divisor of its share of the batch
     micro_batch_size: Count = 16
-    # precision of matrix products; auto: bfloat16 on a CUDA GPU that has it, else float32
+    # precision of matrix products; auto: bfloat16 on a CUDA GPU that has it, and on a CPU
+    # that has it for models of width 512 and more; else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = (
         "auto"  # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
@@ -90,6 +93,9 @@ class TrainConfig(Table):
     # start from the weights of this run, export or pretrained model, and take from it the keys of
     # [model] that are not set
     init_from: str = ""
+    # train adapters (LoRA) of this rank alone, on matrices of init_from, which stay as they are;
+    # 0: all weights
+    lora_rank: NonNegative = 0
     # with several processes: ddp: each holds the whole state; fsdp: weights, averages, optimizer
     # state and checkpoints are sharded
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -193,6 +199,10 @@ class Config(Table):
         )
         return replace(self, train=replace(t, steps=steps, epochs=0.0))
 
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Return the precision of matrix products on a device: train.dtype."""
+        return pick_dtype(self.train.dtype, device, self.model.n_embd)
+
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Orders and group size at a step (from 0)."""
         started = [stage for stage in self.schedule if stage.step <= step]
@@ -229,6 +239,16 @@ class Config(Table):
 
         kind = self.objective.kind
         m = self.model
+        if t.lora_rank:
+            refuse(not t.init_from, "train.lora_rank needs a base: set train.init_from")
+            refuse(
+                t.parallel == "fsdp",
+                "train.lora_rank trains little: set train.parallel to 'ddp'",
+            )
+            refuse(
+                o.kind == "muon",
+                "train.lora_rank needs optim.kind = 'adamw', as its matrices are thin",
+            )
         fitting = [
             k for k in get_args(Kind) if m.is_encoder != (k in DECODER_OBJECTIVES)
         ]
@@ -257,7 +277,7 @@ class Config(Table):
             orders.check_length(m.block_size)
             changes = stage.kind not in (*FIXED, "mixture")
             changes |= stage.kind == "mixture" and (
-                stage.l2r_prob < 1 or orders.mixed == "slots"
+                stage.l2r_prob < 1 or orders.mixed in ("slots", "infill")
             )
             needs = (
                 f"order.kind = {stage.kind!r} needs target positions: set model.target"

@@ -29,7 +29,6 @@ from tqdm import tqdm
 
 from ..data.loader import TokenDataset, batch_lengths
 from ..runtime.command_line import visible
-from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
 from ..runtime.files import to_json, write_jsonl, write_text
 from ..runtime.processes import Processes
@@ -108,9 +107,7 @@ class Log:
         self.progress = progress
         self.data = data
         self.path = config.run_folder / "metrics.jsonl"
-        self.peak_flops = peak_flops(
-            procs.device, pick_dtype(config.train.dtype, procs.device)
-        )
+        self.peak_flops = peak_flops(procs.device, config.dtype_on(procs.device))
         if progress.step and not progress.tokens:  # in a checkpoint of an older version
             size = progress.sequences / progress.step / config.train.batch_size
             progress.tokens = round(self.count_tokens(range(progress.step)) * size)

@@ -7,6 +7,7 @@ import torch
 
 from ..model import Transformer
 from ..runtime.devices import supports_float64
+from .adapters import trainable
 from .config import Config
 from .muon import Muon
 from .parallel import local
@@ -54,7 +55,7 @@ def make_optimizer(
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else []
     orthogonalised = {p for p, _ in matrices}
-    rest = [p for p in model.parameters() if p not in orthogonalised]
+    rest = [p for p in trainable(model).values() if p not in orthogonalised]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -131,7 +132,7 @@ class EMA:
     def __init__(self, model: torch.nn.Module, decay: float):
         self.decay = decay
         self.weights = {
-            name: p.detach().clone() for name, p in model.named_parameters()
+            name: p.detach().clone() for name, p in trainable(model).items()
         }
         device = next(
             model.parameters()
@@ -148,7 +149,7 @@ class EMA:
         share = (1 - decay) * finite
         self.updates += finite
         averages = [local(average) for average in self.weights.values()]
-        weights = [local(p.detach()) for p in model.parameters()]
+        weights = [local(p.detach()) for p in trainable(model).values()]
         torch._foreach_lerp_(
             averages, weights, [share.to(averages[0].dtype)] * len(averages)
         )
@@ -156,7 +157,7 @@ class EMA:
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module):
         """Inside the block the model has the averaged weights."""
-        weights = [local(p.detach()) for p in model.parameters()]
+        weights = [local(p.detach()) for p in trainable(model).values()]
         original = [weight.clone() for weight in weights]
         torch._foreach_copy_(
             weights, [local(average) for average in self.weights.values()]

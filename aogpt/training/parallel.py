@@ -4,7 +4,7 @@ and compilation, all from outside the model."""
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.utils import checkpoint
 
 from ..data.loader import LENGTHS
 from ..model import Transformer
-from ..runtime.devices import has_compiler, pick_dtype
+from ..runtime.devices import has_compiler
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..systems import build_model, init_weight
+from .adapters import add_adapters
 from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which has an
@@ -29,12 +30,12 @@ SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 def build(
     config: Config,
     procs: Processes,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None,
     empty=False,
 ) -> Transformer:
     """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
-    than one block in full. weights: initial values by name; None: random, or with `empty` zeros to
-    load a checkpoint into."""
+    than one block in full. weights: initial values by name, which are used up; None: random, or
+    with `empty` zeros to load a checkpoint into."""
     with torch.device("meta"):
         model = build_model(config.model)
     shard = (
@@ -50,7 +51,7 @@ def build(
                 value = (
                     torch.zeros(p.shape)
                     if weights is None
-                    else weights[name].to(p.dtype)
+                    else weights.pop(name).detach().to(p.dtype)
                 )
                 if weights is None and not empty:
                     # From a generator per weight, on the CPU: the same on any device.
@@ -58,9 +59,7 @@ def build(
                     generator = torch.Generator().manual_seed(int.from_bytes(seed))
                     init_weight(model, name, value, generator)
                 parent, _, leaf = name.rpartition(".")
-                parameter = nn.Parameter(
-                    value.to(procs.device, copy=weights is not None)
-                )
+                parameter = nn.Parameter(value.to(procs.device))
                 setattr(model.get_submodule(parent), leaf, parameter)
 
     for i, block in enumerate(model.blocks):
@@ -73,6 +72,8 @@ def build(
     model.make_angles(procs.device)
     if config.model.tied_head:  # each has a tensor of its own by now
         model.head.weight = model.wte.weight
+    if config.train.lora_rank:
+        add_adapters(model, config.train.lora_rank)
     shard(model)
     return model
 
@@ -83,7 +84,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
     # FSDP2 warns of in-place writes to views of outputs; the model has none.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
-    dtype = pick_dtype(config.train.dtype, procs.device)
+    dtype = config.dtype_on(procs.device)
 
     def shard(module: nn.Module) -> None:
         cast = dtype != torch.float32 and not isinstance(module, Transformer)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from ..checkpoints import CheckpointError, load, store
+from ..checkpoints.adapters import check_base, weights_sha256
 from ..data.loader import changed_files
 from ..data.tokenizers import RECORDED, other_tokenizer
 from ..model import Transformer
@@ -23,16 +24,18 @@ from ..runtime.processes import Processes
 from ..systems import build_model
 from . import config as configuration
 from . import optimizers, parallel
+from .adapters import alpha_of, trainable
 from .config import Config
 from .metrics import read_metrics
 from .optimizers import EMA, MuonAdamW, learning_rate
 from .validation import best_by, validation_orders
-from .warm_start import warm_start
+from .warm_start import check_start, warm_start
 
 # Keys (or tables) that differ when a run resumes (docs/training.md). REFUSED: an error; the value
 # names what cannot change. TOLD: a note with this consequence. All others may change freely.
 REFUSED = {"model": "architecture", "optim.kind": "optimizer"}
 REFUSED |= {"optim.more_ema_decays": "list of averages"}
+REFUSED |= {"train.lora_rank": "rank of the adapters"}
 REFUSED |= dict.fromkeys((f"data.{key}" for key in RECORDED), "tokenizer")
 NOW = "from this step on"
 OTHER_LOSS = "losses before and after this step do not compare"
@@ -77,6 +80,9 @@ class State:
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
     optimizer: torch.optim.AdamW | MuonAdamW
     progress: Progress
+    adapter: dict | None = (
+        None  # checkpoints.adapters.Adapter, where it alone is trained
+    )
 
 
 def start(config: Config, data_meta: dict, procs: Processes) -> State:
@@ -90,6 +96,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     # None: random
     folder = config.run_folder
     weights = None
+    adapter = None
     found = store.read_newest(folder, read, procs)
     if found:
         check_same_run(config, data_meta, *found, procs.print0)
@@ -97,23 +104,30 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
     else:
         if problem := procs.gather(history_in(folder) if procs.main else None)[0]:
             raise UserError(problem)
-        if config.train.init_from:
-            initial = build_model(config.model)
-            source = load(config.train.init_from)
+    if config.train.init_from and (not found or config.train.lora_rank):
+        source = load(config.train.init_from)
+        if not found:
             for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
                 what = (
                     f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
                 )
                 advice = "prepare the data with its tokenizer, or leave out --train.init-from"
                 raise UserError(f"cannot start from {source.path}: {what}; {advice}")
-            warm_start(initial, source.model)
-            weights = dict(initial.named_parameters())
+        weights = initial_weights(config, source.model)
+        if not found:
             procs.print0(f"started from the weights of {config.train.init_from}")
+        if config.train.lora_rank:
+            adapter = adapter_of(config, source.model, weights)
+            if found:
+                check_base(source.model, found[1]["adapter"], source.path)
+        del source
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=found is not None)
     decays = config.optim.ema_decay, *config.optim.more_ema_decays
     averages = [EMA(model, decay) for decay in decays]
-    state = State(model, averages, optimizers.make_optimizer(model, config), Progress())
+    state = State(
+        model, averages, optimizers.make_optimizer(model, config), Progress(), adapter
+    )
     if procs.main:
         store.remove_partial(folder)
         if not found:
@@ -124,6 +138,39 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
             store.settle(folder, found[1], config.checkpoint.keep)
         procs.print0(f"resumed from {found[0]}")
     return state
+
+
+def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
+    """Return the initial weights of a run that starts from a model, by name: where it
+    has no others, the source's own tensors, not copies."""
+    with torch.device("meta"):
+        empty = build_model(config.model)
+    shapes = {name: p.shape for name, p in empty.named_parameters()}
+    theirs = dict(source.named_parameters())
+    if shapes == {name: p.shape for name, p in theirs.items()}:
+        check_start(empty, source)
+        return theirs
+    initial = build_model(config.model)
+    warm_start(initial, source)
+    return dict(initial.named_parameters())
+
+
+def adapter_of(config: Config, base: Transformer, weights: dict[str, Tensor]) -> dict:
+    """Return what a run of adapters records of them. Raises UserError for a model with
+    weights that the base does not have."""
+    added = weights.keys() - dict(base.named_parameters()).keys()
+    if added:
+        raise UserError(
+            f"train.lora_rank trains adapters alone, but the model adds {sorted(added)[0]}: "
+            "set model.target = 'rotary' and model.query_at = 'before_target', or 'none'"
+        )
+    rank = config.train.lora_rank
+    return {
+        "rank": rank,
+        "alpha": alpha_of(rank),
+        "base": config.train.init_from,
+        "base_sha256": weights_sha256(base),
+    }
 
 
 def history_in(folder: Path) -> str | None:
@@ -209,7 +256,7 @@ def check_same_data(before: dict, now: dict, procs: Processes) -> None:
 def named_tensors(state: State) -> dict[str, Tensor]:
     """The tensors of a state, not copied, by their names in a checkpoint."""
     tensors = {
-        f"model.{name}": p.detach() for name, p in state.model.named_parameters()
+        f"model.{name}": p.detach() for name, p in trainable(state.model).items()
     }
     for i, ema in enumerate(state.averages):
         prefix = f"ema{ema.decay:g}" if i else "ema"
@@ -228,6 +275,7 @@ def plain_values(
     ema = state.averages[0]
     return asdict(state.progress) | {
         "best": best,
+        "adapter": state.adapter,
         "ema": {"updates": int(ema.updates), "decay": ema.decay},
         "model_config": asdict(state.model.config),
         "config": asdict(config),

@@ -11,7 +11,7 @@ from ..data.loader import TokenDataset, spread
 from ..model import Transformer
 from ..objectives import token_nll
 from ..orders import OrderConfig, Roles
-from ..runtime.devices import autocast, pick_dtype
+from ..runtime.devices import autocast
 from ..runtime.processes import Processes
 from .config import Config
 from .optimizers import EMA
@@ -84,7 +84,7 @@ def validation_loss(
     chosen = spread(config.eval.sequences, val_data.num_blocks)
     count = len(chosen)
     size = config.micro_batch_size(procs.world_size)
-    dtype = pick_dtype(config.train.dtype, procs.device)
+    dtype = config.dtype_on(procs.device)
     draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # losses of sequences, by draw
     scored = torch.zeros((), dtype=torch.float64)  # tokens of data with prompts

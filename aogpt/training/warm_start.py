@@ -64,14 +64,8 @@ def differences(
             yield name, before, now
 
 
-@torch.no_grad()
-def warm_start(model: Transformer, source: Transformer) -> None:
-    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
-    starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
-    first the model computes what the source does, except with two streams or queries that are a
-    [MASK], or for a plain GPT with rotary positions without query_at = "before_target". Longer
-    position tables are cropped. Raises CheckpointError if the weights would mean something else in
-    the model."""
+def check_start(model: Transformer, source: Transformer) -> None:
+    """Raise CheckpointError if weights of `source` would mean something else in `model`."""
     theirs = source.config
     ours = model.config
     refused = "cannot start from these weights"
@@ -82,6 +76,17 @@ def warm_start(model: Transformer, source: Transformer) -> None:
     if length_is_fixed(source) and theirs.block_size < ours.block_size:
         size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
         raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
+
+
+@torch.no_grad()
+def warm_start(model: Transformer, source: Transformer) -> None:
+    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
+    starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
+    first the model computes what the source does, except with two streams or queries that are a
+    [MASK], or for a plain GPT with rotary positions without query_at = "before_target". Longer
+    position tables are cropped. Raises CheckpointError if the weights would mean something else in
+    the model."""
+    check_start(model, source)
     layers = dict(source.named_modules())
     for name, layer in model.named_modules():
         if name not in layers:

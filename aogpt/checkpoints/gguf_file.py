@@ -1,0 +1,151 @@
+"""GGUF files (llama.cpp) of Llama's and Qwen's layouts, dequantised: the settings, tensors
+and tokenizer of `pretrained`, under the names of `transformers`."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.tokenizers import HUB, HUB_SETTINGS
+from ..runtime.errors import UserError, reason_of
+from .tensors import LazyTensors
+
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+BLOCK = {  # of blk.N: of model.layers.N
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+OTHERS["output"] = "lm_head"
+DIGITS = ("smollm",)  # tokenizers that read each digit by itself, else as GPT-2's
+PLAIN = ("gpt-2", "default")
+CONTROL = 3  # the type of a token that is not text
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], LazyTensors, dict[str, str]]:
+    """Return the settings of a config.json, the tensors, each dequantised when it is
+    looked up, and the files of its tokenizer, text by name; none where it is not of
+    bytes, or splits text in a way that is unknown here. Raises UserError."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("a .gguf file needs a package: pip install gguf") from None
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # of NumPy and of the library, for damaged files
+        raise UserError(f"it is not a whole GGUF file ({reason_of(error)})") from error
+    kind = fields.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise UserError(
+            f"its architecture is {kind!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if "rope_freqs.weight" in stored:
+        raise UserError(
+            "its rotary frequencies are a table (Llama 3.1 and later): use the "
+            "safetensors of the model"
+        )
+    settings = settings_of(kind, fields, tied="output.weight" not in stored)
+    heads = {}
+    if kind == "llama":  # whose rows llama.cpp interleaves, to rotate neighbours
+        heads = {
+            "attn_q": settings["num_attention_heads"],
+            "attn_k": settings["num_key_value_heads"],
+        }
+    tensors = LazyTensors()
+    for name, tensor in stored.items():
+        module, _, leaf = name.rpartition(".")
+        part = module.rpartition(".")[2]
+        layer = module.split(".")[1] if module.startswith("blk.") else None
+        theirs = OTHERS.get(module)
+        if layer is not None and part in BLOCK:
+            theirs = f"model.layers.{layer}.{BLOCK[part]}"
+        if theirs is None:
+            raise UserError(f"our model has no place for {name}")
+        tensors.data[f"{theirs}.{leaf}"] = partial(dequantised, tensor, heads.get(part))
+    return settings, tensors, tokenizer_files(fields)
+
+
+def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Return the config.json of `transformers` that the fields of a file mean."""
+
+    def of(name: str, default: Any = None) -> Any:
+        return fields.get(f"{kind}.{name}", default)
+
+    scaling = of("rope.scaling.type", "none")
+    if scaling != "none":
+        raise UserError(f"rotary positions are scaled by {scaling!r}; supported: none")
+    return {
+        "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
+        "model_type": kind,
+        "hidden_size": of("embedding_length"),
+        "intermediate_size": of("feed_forward_length"),
+        "num_hidden_layers": of("block_count"),
+        "num_attention_heads": of("attention.head_count"),
+        "num_key_value_heads": of(
+            "attention.head_count_kv", of("attention.head_count")
+        ),
+        "head_dim": of("attention.key_length"),
+        "vocab_size": len(fields.get("tokenizer.ggml.tokens", ())),
+        "max_position_embeddings": of("context_length"),
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": of("rope.freq_base", 10000.0),
+        "tie_word_embeddings": tied,
+    }
+
+
+def dequantised(tensor: Any, heads: int | None) -> Tensor:
+    """Return a tensor of a GGUF file as float32, (out, in) or (width,). heads: of
+    queries or keys whose rows are interleaved."""
+    from gguf.quants import dequantize
+
+    values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+    if heads is not None:
+        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(values.shape)
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
+    """Return the files of a tokenizer of the fields of a file; see `read_gguf`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    split = fields.get("tokenizer.ggml.pre", "default")
+    if fields.get("tokenizer.ggml.model") != "gpt2" or split not in (*DIGITS, *PLAIN):
+        return {}
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if split in DIGITS:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    kinds = fields.get("tokenizer.ggml.token_type", ())
+    special = [token for token, kind in zip(tokens, kinds) if kind == CONTROL]  # noqa: B905
+    made.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    settings = {}
+    for name in ("bos", "eos"):
+        number = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None and number < len(tokens):
+            settings[f"{name}_token"] = tokens[number]
+    settings["add_bos_token"] = bool(fields.get("tokenizer.ggml.add_bos_token", False))
+    return {HUB: made.to_str(), HUB_SETTINGS: json.dumps(settings)}

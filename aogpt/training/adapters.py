@@ -1,0 +1,34 @@
+"""Train adapters (LoRA) of a frozen base with `peft`; see checkpoints/adapters.py."""
+
+from torch import nn
+
+from ..model import Transformer
+from ..runtime.errors import UserError
+
+MODULES = ["qkv", "attn.proj", "mlp.fc", "mlp.gate", "mlp.proj"]  # of every block
+
+
+def add_adapters(model: Transformer, rank: int) -> None:
+    """Freeze the weights of a model and add adapters, which at first change nothing.
+    Raises UserError without `peft`."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("--train.lora-rank needs a package: pip install peft") from None
+
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=alpha_of(rank), lora_dropout=0.0, target_modules=MODULES
+    )
+    peft.inject_adapter_in_model(settings, model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora_" in name)
+
+
+def alpha_of(rank: int) -> float:
+    """Return the factor of the products times the rank: twice the rank, as is common."""
+    return 2.0 * rank
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that training changes, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

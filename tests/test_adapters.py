@@ -1,0 +1,167 @@
+"""Adapters: trained alone on a frozen base, saved alone, resumed, merged when loaded."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import ALONE, change, make_data, tiny_config
+from reference import random_tokens
+
+import train
+from aogpt.checkpoints import CheckpointError, adapters, load, store
+from aogpt.runtime.errors import UserError
+from aogpt.training.adapters import add_adapters
+from convert import convert
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """The configuration of a run of adapters, and the folder of its base."""
+    folder = tmp_path_factory.mktemp("adapters")
+    config = tiny_config(make_data(folder), folder / "out", name="base", steps=6)
+    config = change(
+        config,
+        model__position="rotary",
+        model__target="rotary",
+        model__mlp="swiglu",
+        model__dropout=0.0,
+    )
+    train.train(config, ALONE)
+    convert(str(config.run_folder), folder / "base")
+    config = change(
+        config,
+        name="tuned",
+        train__init_from=str(folder / "base"),
+        train__lora_rank=3,
+        train__steps=8,
+        optim__lr=1e-2,
+        optim__warmup_steps=0,
+    )
+    train.train(config, ALONE)
+    return config, folder / "base"
+
+
+def parameters(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_a_run_saves_its_adapters_alone_with_the_sha256_of_the_base(tuned):
+    config, base = tuned
+    path = store.find(config.run_folder)[-1]
+    values = store.read_values(path)
+    assert all(".lora_" in name for name in values["tensors"])
+    assert values["adapter"] == {
+        "rank": 3,
+        "alpha": 6.0,
+        "base": str(base),
+        "base_sha256": adapters.weights_sha256(load(base).model),
+    }
+    tensors = store.read_all(path, values, "model.")
+    assert len(tensors) == 2 * 5 * config.model.n_layer  # A and B of five matrices
+    assert all(tensor.abs().max() > 0 for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("weights", ["raw", "ema"])
+def test_merged_adapters_compute_what_peft_does_unmerged(tuned, weights):
+    config, base = tuned
+    path = store.find(config.run_folder)[-1]
+    unmerged = load(base).model
+    add_adapters(unmerged, 3)
+    prefix = "ema." if weights == "ema" else "model."
+    parts = store.read_all(path, store.read_values(path), prefix)
+    assert not unmerged.load_state_dict(parts, strict=False).unexpected_keys
+    tokens = random_tokens(257, 2, 16, seed=1)
+    order = torch.stack([torch.randperm(16) for _ in range(2)])
+    with torch.no_grad():
+        expected = unmerged.logits(tokens, order)
+        merged = load(config.run_folder, weights=weights).model.logits(tokens, order)
+        before = load(base).model.logits(tokens, order)
+    assert (merged - expected).abs().max() < 1e-5
+    assert (merged - before).abs().max() > 1e-3
+
+
+def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_path):
+    config, base = tuned
+    convert(str(config.run_folder), tmp_path / "adapter", adapter=True)
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter.safetensors",
+        "config.json",
+    }
+    expected = parameters(load(config.run_folder).model)
+    moved = shutil.copytree(base, tmp_path / "moved")
+    for loaded in (
+        load(tmp_path / "adapter"),
+        load(moved, adapter=tmp_path / "adapter"),
+        load(moved, adapter=config.run_folder),
+    ):
+        found = parameters(loaded.model)
+        assert all(torch.equal(found[name], p) for name, p in expected.items())
+        assert loaded.tokenizer == "bytes"
+        assert loaded.step == 8
+    convert(str(tmp_path / "adapter"), tmp_path / "merged")
+    found = parameters(load(tmp_path / "merged").model)
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+def test_another_base_a_damaged_file_and_a_run_without_adapters_are_refused(
+    tuned, tmp_path
+):
+    config, base = tuned
+    convert(str(config.run_folder), tmp_path / "adapter", adapter=True)
+    other = config.run_folder.with_name("base")
+    convert(str(other), tmp_path / "raw", weights="raw")
+    with pytest.raises(CheckpointError, match="another sha256"):
+        load(tmp_path / "raw", adapter=tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="trained all weights"):
+        load(base, adapter=other)
+    with pytest.raises(CheckpointError, match="not a run with --train.lora-rank"):
+        convert(str(other), tmp_path / "none", adapter=True)
+    file = tmp_path / "adapter" / "adapter.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "config.json").read_text())
+    settings["adapter"]["rank"] = 30
+    (tmp_path / "adapter" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(tmp_path / "adapter")
+
+
+def test_a_run_of_adapters_resumes_exactly(tuned, tmp_path):
+    config, _ = tuned
+    parts = change(config, out=str(tmp_path), train__steps=8, checkpoint__interval=3)
+    train.train(change(parts, train__steps=3, optim__decay_steps=8), ALONE)
+    train.train(change(parts, optim__decay_steps=8), ALONE)
+    whole = change(parts, name="whole", optim__decay_steps=8)
+    train.train(whole, ALONE)
+    resumed = parameters(load(parts.run_folder, weights="raw").model)
+    for name, p in parameters(load(whole.run_folder, weights="raw").model).items():
+        assert torch.equal(p, resumed[name]), name
+    with pytest.raises(UserError, match="rank of the adapters"):
+        train.train(change(parts, train__lora_rank=4, train__steps=9), ALONE)
+
+
+def test_what_cannot_be_adapted_is_refused(tuned, tmp_path):
+    config, _ = tuned
+    with pytest.raises(UserError, match="set train.init_from"):
+        change(config, train__init_from="")
+    with pytest.raises(UserError, match="train.parallel to 'ddp'"):
+        change(config, train__parallel="fsdp")
+    with pytest.raises(UserError, match="optim.kind = 'adamw'"):
+        change(config, optim__kind="muon")
+    plain = tiny_config(config.data.folder, tmp_path, name="plain", steps=5)
+    model = dataclasses.replace(config.model, target="none")
+    plain = change(plain, order__kind="l2r", objective__kind="ar", model=model)
+    train.train(plain, ALONE)
+    new = change(
+        config,
+        out=str(tmp_path),
+        model=dataclasses.replace(config.model, target="shared"),
+        train__init_from=str(plain.run_folder),
+    )
+    with pytest.raises(UserError, match="the model adds wtpe.weight"):
+        train.train(new, ALONE)
