@@ -322,7 +322,7 @@ def small_commands():
             more.append("--overwrite")
         mode = arguments[arguments.index("--mode") + 1] if "--mode" in arguments else ""
         kind = arguments[0] if script == "data/prepare.py" else ""
-        text = arguments[1] if script == "aogpt score" else ""
+        text = arguments[1] if script.startswith("aogpt ") else ""
         key = script, *sorted(options), mode, kind, text
         launcher = [] if script.endswith(".py") else ["-m"]
         found.setdefault(key, [*launcher, *script.split(), *arguments, *more])
