@@ -1,0 +1,142 @@
+"""Commands that the programs print, in messages and in --help, can be run: they parse."""
+
+import ast
+import re
+import shlex
+import tomllib
+
+import pytest
+from helpers import ROOT
+from test_docs import COMMANDS, SCRIPTS, script_of
+from test_docs import parse as parse  # a fixture
+
+from aogpt.data import catalogue
+from aogpt.data.prepare import next_command
+
+SOURCES = [
+    path
+    for path in [*ROOT.glob("*.py"), *(ROOT / "aogpt").rglob("*.py")]
+    if not path.is_symlink()
+]
+FIELDS = {  # what a message may have in the place of a variable
+    "name": "stories",
+    "start": "stories",
+    "last": "stories",
+    "args.name": "chorales",
+    "tokenizer": "bytes",
+    "folder": "data/own",
+    "place": "data/own",
+    "file": "configs/quickstart.toml",
+    "mode": ' --mode l2r --prompt "..." --until-end',
+    "needs": "",
+    "out": "",
+}
+COMMAND = re.compile(
+    r"(?:python (?:-m )?[\w./]+|torchrun .*?\.py|^aogpt [a-z]+)(?: .*|$)", re.M
+)
+END = re.compile(r"\s{2,}|;|\)|`|, (?:or|then) | \(as | makes ")  # of the command
+
+
+def texts(path):
+    """The strings of a source file, docstrings and messages alike."""
+    tree = ast.parse(path.read_text())
+    parts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(value) for value in node.values}
+            text = ""
+            for value in node.values:
+                if isinstance(value, ast.Constant):
+                    text += value.value
+                else:
+                    text += FIELDS.get(ast.unparse(value.value), "X")
+            yield text
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in parts:
+                yield node.value
+
+
+def commands_in(path):
+    for text in texts(path):
+        text = text.replace("{}", FIELDS["name"])
+        for line in re.sub(r"\\\n\s*", "", text).splitlines():
+            if found := COMMAND.search(line.strip()):
+                command = END.split(found[0])[0]
+                yield tuple(shlex.split(re.sub(r" \.\.\.(?= |$)", "", command)))
+
+
+HINTS = {words: path.name for path in SOURCES for words in commands_in(path)}
+CASES = [
+    pytest.param(words, id=f"{name}: {' '.join(words)}")
+    for words, name in HINTS.items()
+]
+
+
+def script_and_arguments(words):
+    """As test_docs.script_of; the command `aogpt` is `python -m aogpt`."""
+    if words[0] == "aogpt":
+        words = ("python", "-m", *words)
+    return script_of(list(words))
+
+
+def check(words, parse):
+    """Parse a command, unless it is one of the pages, which test_docs.py parses."""
+    if words in COMMANDS:
+        return
+    script, arguments = script_and_arguments(words)
+    assert script in SCRIPTS or script in ("train.py", "aogpt"), script
+    if not arguments or "--help" in arguments:
+        return
+    arguments = [
+        word.replace("CONFIG.toml", "configs/quickstart.toml") for word in arguments
+    ]
+    parse(script, arguments)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_a_printed_command_parses(words, parse, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check(words, parse)
+
+
+def test_hints_are_found():
+    scripts = {script_and_arguments(words)[0] for words in HINTS}
+    assert {"train.py", "sample.py", "eval_ppl.py", "data/prepare.py"} <= scripts
+    assert len(HINTS) >= 40
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=str)
+def test_the_data_of_each_config_can_be_made_as_the_message_says(
+    path, parse, monkeypatch
+):
+    """What train.py prints where the data is missing."""
+    monkeypatch.chdir(ROOT)
+    config = tomllib.loads(path.read_text())
+    folder = config.get("data", {}).get("folder", "data/openwebtext")
+    command = catalogue.command_for(folder)
+    words = [word for word in shlex.split(command) if word != "..."]
+    check(tuple(words), parse)
+    made = words[-1] if "--out" in words else f"data/{words[-1]}"
+    assert made == folder
+
+
+@pytest.mark.parametrize("name", ["stories", "text", "openwebtext"])
+@pytest.mark.parametrize("tokenizer", ["english", "bytes", "gpt2"])
+@pytest.mark.parametrize("protocol", ["full", "records"])
+def test_the_command_after_data_parses(name, tokenizer, protocol, parse, monkeypatch):
+    """What prepare.py prints at the end."""
+    monkeypatch.chdir(ROOT)
+    sizes = {"english": 2048, "bytes": 257, "gpt2": 50257}
+    meta = {
+        "name": "my own",
+        "tokenizer": tokenizer,
+        "protocol": protocol,
+        "vocab_size": sizes[tokenizer],
+        "block_size": 64 if protocol == "records" else None,
+        "splits": {"train": {"tokens": 5000}, "val": {"tokens": 500}},
+    }
+    line = next_command(ROOT / "data" / "my own", meta, catalogue.DATASETS[name])
+    assert line.startswith("next: python train.py ")
+    config = parse("train.py", shlex.split(line)[3:])
+    assert config.model.vocab_size >= sizes[tokenizer]
+    assert config.data.folder == str(ROOT / "data" / "my own")
