@@ -70,6 +70,7 @@ LEGEND = (
 )
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SIZES = "steps", "group_size", "draft"
+SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -230,13 +231,23 @@ def make_samples(
         settings |= {"seed": a.seed, "dtype": str(dtype).removeprefix("torch.")}
         settings |= {"weights": loaded.weights, "checkpoint": loaded.describe()}
         settings |= {"versions": versions()}
-        planned = modes.plan_samples(options, [[None] * length], a.seed, a.num_samples)
-        how = (options, loaded.vocab_size, procs)
-        started = time.perf_counter()
         label = f"{name_of(settings)} samples"
-        samples = modes.generate_distributed(loaded.model, planned, *how, label=label)
+        records = []
+        started = time.perf_counter()
+        for part in modes.parts_of(1, a.num_samples):
+            planned = modes.plan_samples(
+                options,
+                [[None] * length],
+                a.seed,
+                len(part.samples),
+                first=part.samples.start,
+            )
+            samples = modes.generate_distributed(
+                loaded.model, planned, options, loaded.vocab_size, procs, label=label
+            )
+            for record in sample_records(samples, loaded.get_tokenizer()):
+                records.append({key: record[key] for key in SCORED})
         seconds = round(time.perf_counter() - started, 3)
-        records = sample_records(samples, loaded.get_tokenizer())
         yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 

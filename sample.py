@@ -13,10 +13,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import tyro
 
@@ -185,24 +184,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     live.interact(fill_line, a.seed)
 
 
-MOST_AT_ONCE = 1024  # samples that are generated before they are written
 MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
-
-
-class Part(NamedTuple):
-    """Samples that are generated and written together."""
-
-    contexts: range  # places in the list of contexts
-    samples: range  # numbers of the samples of each context
-
-
-def parts_of(contexts: int, samples: int) -> Iterator[Part]:
-    """All samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
-    together = max(1, MOST_AT_ONCE // samples)
-    for first in range(0, contexts, together):
-        chosen = range(first, min(first + together, contexts))
-        for start in range(0, samples, MOST_AT_ONCE):
-            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
 
 
 def fill(
@@ -222,9 +204,9 @@ def fill(
         count = max(count, a.candidates)
     # Ranked are whole texts, also after their end, all fillings of a request together.
     ranks = bool(a.candidates) or len(lengths) < len(numbers)
-    parts = parts_of(len(contexts), count)
+    parts = modes.parts_of(len(contexts), count)
     if ranks and contexts:
-        parts = [Part(range(len(contexts)), range(count))]
+        parts = [modes.Part(range(len(contexts)), range(count))]
         if len(contexts) * count > MOST_RANKED:
             raise UserError(
                 f"{len(contexts) * count:,} fillings to rank, more than {MOST_RANKED:,}: "
@@ -287,7 +269,7 @@ def resample(
             loaded.model,
             gapped,
             seed=seed,
-            draws=min(max(resampling.DRAWS, a.num_samples), MOST_AT_ONCE),
+            draws=min(max(resampling.DRAWS, a.num_samples), modes.MOST_AT_ONCE),
             choice=choice,
             vocab_size=loaded.vocab_size,
         )

@@ -19,6 +19,7 @@ from aogpt.checkpoints import load_model, store
 from aogpt.data.prepare import Prepare, prepare
 from aogpt.data.tokenizers import BytesTokenizer
 from aogpt.evaluation import judges, scoring
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.scoring import token_log_probs
 
@@ -415,6 +416,34 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
     for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
+def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypatch):
+    common = [run, "--judge", run, "--num-samples", 5, "--mode", "random", "--seed", 3]
+    whole = report(*common)
+    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
+    parts = report(*common)
+    assert len(parts["rows"][0]["per_sample"]) == 5
+    assert_same(scores_of(parts), scores_of(whole))
+
+
+def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
+    """Nothing is drawn for samples whose turn has not come."""
+    sizes = []
+    generate = eval_gen.modes.generate_distributed
+
+    def few(model, planned, *arguments, **options):
+        sizes.append(len(planned.plan))
+        if len(sizes) == 3:
+            raise UserError("that is enough")
+        two = eval_gen.modes.PlannedSamples(*(value[:2] for value in planned))
+        return generate(model, two, *arguments, **options)
+
+    monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)
+    words = [run, "--judge", run, "--num-samples", 100_000_000, "--steps", 1]
+    status, _, err = script(eval_gen, *words)
+    assert status == 2 and "that is enough" in err
+    assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
+
+
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 12
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]

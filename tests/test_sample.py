@@ -740,7 +740,7 @@ def test_samples_in_parts_are_those_at_once_and_are_written_as_they_come(
     monkeypatch.chdir(tmp_path)
     words = [run, "--num-samples", 5, "--device", "cpu", *prompts, "--mode", "random"]
     assert script(sample, *words, "--jsonl", "whole.jsonl")[0] == 0
-    monkeypatch.setattr(sample, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(modes, "MOST_AT_ONCE", 2)
     seen = []
     generate = sample.modes.generate_distributed
 
@@ -777,7 +777,7 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
         assert int(line.split()[1]) < 2 * 2**20  # kB
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert len(read_lines(path)) >= sample.MOST_AT_ONCE
+    assert len(read_lines(path)) >= modes.MOST_AT_ONCE
 
 
 def test_rankings_of_too_many_fillings_are_refused(script, run):

@@ -2,7 +2,7 @@
 
 Shapes: B samples, T positions of the longest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -62,6 +62,7 @@ REFINING = {
     "refine_share": 0.1,
     "refine_by": "drawn",
 }  # defaults of what goes with `refine`
+MOST_AT_ONCE = 1024  # samples that are planned and generated together
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 
@@ -347,6 +348,22 @@ def plan_samples(
         tokens=pad_sequence(tokens, batch_first=True),
         uniforms=pad_sequence(uniforms, batch_first=True),
     )
+
+
+class Part(NamedTuple):
+    """Samples that are planned and generated together."""
+
+    contexts: range  # places in the list of contexts
+    samples: range  # numbers of the samples of each context
+
+
+def parts_of(contexts: int, samples: int) -> Iterator[Part]:
+    """Yield all samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
+    together = max(1, MOST_AT_ONCE // samples)
+    for first in range(0, contexts, together):
+        chosen = range(first, min(first + together, contexts))
+        for start in range(0, samples, MOST_AT_ONCE):
+            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
 
 
 def _sort_keys(
