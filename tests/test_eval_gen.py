@@ -360,6 +360,34 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     assert sum(s["nfe"] for s in direct["rows"][0]["per_sample"]) == calls
 
 
+def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypatch):
+    common = [run, "--judge", run, "--num-samples", 5, "--mode", "random", "--seed", 3]
+    whole = report(*common)
+    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
+    parts = report(*common)
+    assert len(parts["rows"][0]["per_sample"]) == 5
+    assert_same(scores_of(parts), scores_of(whole))
+
+
+def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
+    """Nothing is drawn for samples whose turn has not come."""
+    sizes = []
+    generate = eval_gen.modes.generate_distributed
+
+    def few(model, planned, *arguments, **options):
+        sizes.append(len(planned.plan))
+        if len(sizes) == 3:
+            raise UserError("that is enough")
+        two = eval_gen.modes.PlannedSamples(*(value[:2] for value in planned))
+        return generate(model, two, *arguments, **options)
+
+    monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)
+    words = [run, "--judge", run, "--num-samples", 100_000_000, "--steps", 1]
+    status, _, err = script(eval_gen, *words)
+    assert status == 2 and "that is enough" in err
+    assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
@@ -416,34 +444,6 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
     for row in rows:
         assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
-def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypatch):
-    common = [run, "--judge", run, "--num-samples", 5, "--mode", "random", "--seed", 3]
-    whole = report(*common)
-    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
-    parts = report(*common)
-    assert len(parts["rows"][0]["per_sample"]) == 5
-    assert_same(scores_of(parts), scores_of(whole))
-
-
-def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
-    """Nothing is drawn for samples whose turn has not come."""
-    sizes = []
-    generate = eval_gen.modes.generate_distributed
-
-    def few(model, planned, *arguments, **options):
-        sizes.append(len(planned.plan))
-        if len(sizes) == 3:
-            raise UserError("that is enough")
-        two = eval_gen.modes.PlannedSamples(*(value[:2] for value in planned))
-        return generate(model, two, *arguments, **options)
-
-    monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)
-    words = [run, "--judge", run, "--num-samples", 100_000_000, "--steps", 1]
-    status, _, err = script(eval_gen, *words)
-    assert status == 2 and "that is enough" in err
-    assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
-
-
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 12
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
