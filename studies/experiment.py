@@ -68,20 +68,24 @@ def read_run_configs(
 ) -> dict[str, RunConfig]:
     """Run configs from the tables of a TOML file, which `source` names in errors. recipe: the
     changes that run configs inherit which are not from another one."""
-    found: dict[str, RunConfig] = {}
-    for name, table in from_values({"": recipe or {}} | tables, TABLES, source).items():
+    run_configs: dict[str, RunConfig] = {}
+    all_tables = {"": recipe or {}} | tables
+    for name, table in from_values(all_tables, TABLES, source).items():
         parent = table.pop("from", "" if name else None)
-        inherited = RunConfig("", {}, {}) if parent is None else found[parent]
+        inherited = RunConfig("", {}, {})
+        if parent is not None:
+            inherited = run_configs[parent]
         description = table.pop("description", "")
         tune = table.pop("tune", inherited.tune)
         tuned_as = table.pop("tuned_as", "")
+        # A key is either tuned or has a value.
         tune = {key: values for key, values in tune.items() if key not in table}
-        changes = {
-            k: v for k, v in (inherited.changes | table).items() if k not in tune
-        }
-        found[name] = RunConfig(name, changes, tune, description, tuned_as)
-    del found[""]
-    return found
+        changes = inherited.changes | table
+        for key in tune:
+            changes.pop(key, None)
+        run_configs[name] = RunConfig(name, changes, tune, description, tuned_as)
+    del run_configs[""]
+    return run_configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,24 +139,33 @@ class Experiment:
         quick: bool = False,
     ) -> Config:
         """The configuration of one run. A fixed order differs from seed to seed."""
-        out = self.out or OUT / ("quick" if quick else "") / self.name
-        words = [f"{key.rpartition('.')[2]}{value:g}" for key, value in tuned.items()]
-        name = "_".join([run_config.name, *words, f"s{seed}"])
-        changes = run_config.changes | (QUICK if quick else {}) | tuned
-        changes |= {"name": name, "seed": seed, "out": str(out / recipe)}
+        folder = self.out
+        if folder is None:
+            folder = OUT / ("quick" if quick else "") / self.name
+        words = [run_config.name]
+        for key, value in tuned.items():
+            words.append(f"{key.rpartition('.')[2]}{value:g}")
+        words.append(f"s{seed}")
+        changes = copy.deepcopy(run_config.changes)
+        if quick:
+            changes |= QUICK
+        changes |= tuned
+        changes["name"] = "_".join(words)
+        changes["seed"] = seed
+        changes["out"] = str(folder / recipe)
         if self.out is None:
             changes["order.seed"] = seed
-        helpers = {} if seed == HELPER_SEED else self.helper_configs(recipe, quick)
-        if (start := changes.get("train.init_from")) in helpers:
-            changes["train.init_from"] = str(helpers[start].run_folder)
+        start = changes.get("train.init_from")
+        if start and seed != HELPER_SEED:
+            helpers = self.helper_configs(recipe, quick)
+            if start in helpers:
+                changes["train.init_from"] = str(helpers[start].run_folder)
         values = copy.deepcopy(self.base)
-        for key, value in copy.deepcopy(changes).items():
+        for key, value in changes.items():
             table = values
             *path, last = key.split(".")
-            for part in path:
-                table = table.setdefault(
-                    part, {}
-                )  # an unknown key is refused below, by its name
+            for part in path:  # an unknown key is refused below, by its name
+                table = table.setdefault(part, {})
             table[last] = value
         for stage in values.get("schedule", ()):  # a fraction is of all steps
             if isinstance(stage["step"], float):
@@ -170,17 +183,16 @@ class Experiment:
         return range(self.first_seed, self.first_seed + fewer)
 
     def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:
-        return {
-            name: self.config(recipe, one, HELPER_SEED, one.untuned, quick)
-            for name, one in self.helpers.get(recipe, {}).items()
-        }
+        configs = {}
+        for name, one in self.helpers.get(recipe, {}).items():
+            configs[name] = self.config(recipe, one, HELPER_SEED, one.untuned, quick)
+        return configs
 
 
 def experiment_names() -> list[str]:
     """Names of all experiments, by number."""
-    return sorted(
-        (p.stem for p in CONFIGS.glob("E*.toml")), key=lambda name: int(name[1:])
-    )
+    names = [path.stem for path in CONFIGS.glob("E*.toml")]
+    return sorted(names, key=lambda name: int(name[1:]))
 
 
 def load_experiment(name: str) -> Experiment:
@@ -198,50 +210,53 @@ def read_values(name: str) -> dict:
     a recipe over the one with its name, or the one that it is `from`."""
     values = read_toml(CONFIGS / f"{name}.toml")
     common = read_toml(CONFIGS / "common.toml")
-    if "run_configs" in values:
-        values["base"] = laid_over(common["base"], values.get("base", {}))
-        for name, recipe in values["recipes"].items():
-            shared = common["recipes"].get(recipe.pop("from", name), {})
-            fixed = shared.keys() & recipe.get(
-                "tune", {}
-            )  # what is tuned here is not fixed
-            values["recipes"][name] = {
-                k: v for k, v in shared.items() if k not in fixed
-            } | recipe
+    if "run_configs" not in values:
+        return values
+    values["base"] = laid_over(common["base"], values.get("base", {}))
+    for name, recipe in values["recipes"].items():
+        source = recipe.pop("from", name)
+        merged = common["recipes"].get(source, {}) | recipe
+        for key in recipe.get("tune", {}):  # what is tuned here is not fixed
+            if key not in recipe:
+                merged.pop(key, None)
+        values["recipes"][name] = merged
     return values
 
 
 def laid_over(tables: dict, changes: dict) -> dict:
-    """Tables of a file with those of another over them, key by key."""
-    over = {
-        k: tables.get(k, {}) | v if isinstance(v, dict) else v
-        for k, v in changes.items()
-    }
-    return tables | over
+    """Return tables of a file with those of another over them, key by key."""
+    merged = dict(tables)
+    for name, change in changes.items():
+        if isinstance(change, dict):
+            change = tables.get(name, {}) | change
+        merged[name] = change
+    return merged
 
 
 def experiment_of(name: str, values: dict, source: str) -> Experiment:
-    """The experiment of a file's values; `source` names it in errors."""
+    """Return the experiment of a file's values; `source` names it in errors."""
     tables = values.pop("run_configs", {})
     helper_tables = values.pop("helpers", {})
-    x = values.pop("x", {}) | {
-        n: table.pop("x") for n, table in tables.items() if "x" in table
-    }
+    places = values.pop("x", {})
+    for run_config, table in tables.items():
+        if "x" in table:
+            places[run_config] = table.pop("x")
     recipes = {}
     helpers = {}
     descriptions = {}
     for recipe, changes in values.pop("recipes", {}).items():
         descriptions[recipe] = changes.get("description", "")
         chosen = changes.pop("run_configs", list(tables))
-        read = read_run_configs(tables | helper_tables, source, changes)
-        recipes[recipe] = {n: read[n] for n in tables if n in chosen}
-        helpers[recipe] = {n: read[n] for n in helper_tables}
-    for key, kind in {"claims": Claim, "ratios": Ratio, "measures": Measure}.items():
+        one_by_one = read_run_configs(tables | helper_tables, source, changes)
+        recipes[recipe] = {n: one_by_one[n] for n in tables if n in chosen}
+        helpers[recipe] = {n: one_by_one[n] for n in helper_tables}
+    for key, kind in (("claims", Claim), ("ratios", Ratio), ("measures", Measure)):
         values[key] = from_values(values.get(key, []), list[kind], source)
-    parts = {
-        "recipes": recipes,
-        "helpers": helpers,
-        "descriptions": descriptions,
-        "x": x,
-    }
-    return Experiment(name=name, **parts, **values)
+    return Experiment(
+        name=name,
+        recipes=recipes,
+        helpers=helpers,
+        descriptions=descriptions,
+        x=places,
+        **values,
+    )

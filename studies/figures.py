@@ -2,10 +2,13 @@
 run configs by name, with the results of their seeds.
 """
 
+import functools
 import io
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.outputs import COLORS, new_figure, png
@@ -42,77 +45,96 @@ DOTS = "Small dots: single seeds"
 # ---- parts of all figures ------------------------------------------------------------------------
 
 
-def styles_of(names: Iterable[str]) -> dict[str, dict]:
-    """Return color, marker and line of each run config of a panel: of a system its color; of its
-    variants, which are dashed, and of others a color that no system has."""
-    places = {}
+@dataclass(frozen=True)
+class Style:
+    color: str
+    marker: str
+    line: str
+
+
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """Return the style of each run config of a panel: a system has its color; its variants, which
+    are dashed, and others have colors that no system has, as long as there are some."""
+    places: dict[str, int] = {}
     for name in names:
         place = system_of(name)
         if place is not None and place not in places.values():
             places[name] = place
-    free = [place for place in range(len(PALETTE)) if place not in SYSTEMS.values()]
-    free += [place for place in range(len(PALETTE)) if place not in free]
+    taken = set(SYSTEMS.values())
+    free = [place for place in range(len(PALETTE)) if place not in taken]
+    free += sorted(taken)
     styles = {}
     for number, name in enumerate(names):
-        if name in places:
-            place = places[name]
-        else:
-            place = next(n for n in free if n not in places.values())
-            places[name] = place
-        is_variant = system_of(name) not in (None, place)
-        styles[name] = {
-            "color": PALETTE[place],
-            "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": "--" if is_variant else "-",
-        }
+        line = "-"
+        if name not in places:
+            places[name] = next(n for n in free if n not in places.values())
+            if system_of(name) is not None:
+                line = "--"
+        color = PALETTE[places[name]]
+        styles[name] = Style(color, MARKERS[number % len(MARKERS)], line)
     return styles
 
 
 def system_of(name: str) -> int | None:
     """Return the color of the system that a run config is a variant of, if of any."""
-    stem = re.sub(r"_.*", "", name)
-    for part in (name, "two_stream" if name.startswith("two_stream") else stem):
-        if part in SYSTEMS:
-            return SYSTEMS[part]
-    return SYSTEMS.get(name.rpartition("_")[2])
+    if name in SYSTEMS:
+        return SYSTEMS[name]
+    if name.startswith("two_stream"):
+        return SYSTEMS["two_stream"]
+    parts = name.split("_")
+    return SYSTEMS.get(parts[0], SYSTEMS.get(parts[-1]))
 
 
 def draw_panels(
-    panels: dict[str, dict], draw: Callable, columns: int, caption: str, **options
+    panels: dict[str, dict],
+    draw: Callable,
+    columns: int,
+    caption: str,
+    sharey: bool,
 ) -> bytes:
     """Return a PNG with a panel for each title, which draw(axes, entries) fills, and a caption that
     says what bars and bands are."""
     rows = -(-len(panels) // columns)
     labels = max(map(len, panels.values()))
     height = 3.8 + 0.17 * labels
-    size = (4.8 * columns, height * rows + 0.4)
-    drawing, grid = new_figure(rows, columns, size, squeeze=False, **options)
+    drawing, grid = new_figure(
+        rows,
+        columns,
+        size=(4.8 * columns, height * rows + 0.4),
+        squeeze=False,
+        sharey=sharey,
+    )
     drawing.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    for axes, (title, entries) in zip(grid.flat, panels.items(), strict=False):
+    places = list(grid.flat)
+    for axes, (title, entries) in zip(places, panels.items(), strict=False):
         draw(axes, entries)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
         axes.tick_params(labelleft=True)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    for axes in grid.flat[len(panels) :]:
+        axes.legend(
+            fontsize=7,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.2),
+        )
+    for axes in places[len(panels) :]:
         axes.remove()
     return with_caption(drawing, caption, columns)
 
 
 def with_caption(drawing, caption: str, columns: int) -> bytes:
-    """Return a figure with a caption as a PNG with few colors."""
-    from textwrap import fill
-
+    """Return a figure with a caption as a PNG, with a palette, which is a third of the size."""
     from PIL import Image
 
-    drawing.supxlabel(fill(caption, 72 * columns), fontsize=8)
-    image = Image.open(io.BytesIO(png(drawing, dpi=120))).convert("RGB")
-    small = io.BytesIO()  # a third of the size, as the colors are few
-    coverage = Image.Quantize.MAXCOVERAGE
-    image.quantize(method=coverage, dither=Image.Dither.NONE).save(
-        small, "png", optimize=True
+    wrapped = textwrap.fill(caption, 72 * columns)
+    drawing.supxlabel(wrapped, fontsize=8)
+    image = Image.open(io.BytesIO(png(drawing, dpi=120)))
+    palette = image.convert("RGB").quantize(
+        method=Image.Quantize.MAXCOVERAGE,
+        dither=Image.Dither.NONE,
     )
-    return small.getvalue()
+    file = io.BytesIO()
+    palette.save(file, format="png", optimize=True)
+    return file.getvalue()
 
 
 def label_of(name: str, entry: dict) -> str:
@@ -133,20 +155,35 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
     return mean - half_width, mean + half_width
 
 
-def draw_mean(axes, x: float, values: list[float], label: str, style: dict) -> None:
+def draw_mean(axes, x: float, values: list[float], label: str, style: Style) -> None:
     """Draw the mean of some seeds with its interval, and to the right of it each seed."""
     from matplotlib.transforms import ScaledTranslation
 
     mean = statistics.mean(values)
     low, high = interval_of(values)
-    bars = [[mean - low], [high - mean]]
-    axes.errorbar(x, mean, yerr=bars, capsize=2, label=label, markersize=5, **style)
-    dots = {"marker": ".", "linestyle": "", "markersize": 3, "alpha": 0.7}
+    axes.errorbar(
+        x,
+        mean,
+        yerr=[[mean - low], [high - mean]],
+        label=label,
+        color=style.color,
+        marker=style.marker,
+        markersize=5,
+        linestyle="",
+        capsize=2,
+    )
     aside = ScaledTranslation(0.07, 0, axes.figure.dpi_scale_trans)  # inches
-    dots["transform"] = axes.transData + aside
+    axes.plot(
+        [x] * len(values),
+        values,
+        ".",
+        color=style.color,
+        markersize=3,
+        alpha=0.7,
+        transform=axes.transData + aside,
+    )
     axes.update_datalim([(x, value) for value in values])  # such dots do not count
     axes.autoscale_view()
-    axes.plot([x] * len(values), values, color=style["color"], **dots)
 
 
 # ---- figures of findings -------------------------------------------------------------------------
@@ -163,102 +200,143 @@ def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
             panels.setdefault(title, {})[name] = entry
     draw, caption = DRAWINGS[experiment.figure]
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
-    shared = experiment.figure in ("curves", "scatter") and not experiment.families
+    is_comparable = experiment.figure in ("curves", "scatter")
     return draw_panels(
         panels,
-        lambda axes, entries: draw(experiment, axes, entries),
+        functools.partial(draw, experiment),
         columns=min(4, len(panels)),
         caption=caption,
-        sharey=shared,
+        sharey=is_comparable and not experiment.families,
     )
 
 
 def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
-    """Draw the loss over tokens, and at the end that of each seed; dashed, the least possible one,
+    """Draw the loss over tokens, and at the end that of each seed; dotted, the least possible one,
     if known."""
     styles = styles_of(entries)
     kind = re.sub("^(lowest|eval)_", "", experiment.kind)
-    for name, entry in entries.items():
+    for number, (name, entry) in enumerate(entries.items()):
         rows = [row for row in entry["runs"] if row["tokens"]]
         if kind not in rows[0]["losses"]:
             kind = "training"
-        means = []
-        lows = []
-        highs = []
-        for values in zip(*(row["losses"][kind] for row in rows), strict=True):
-            low, high = interval_of(values)
-            means.append(statistics.mean(values))
-            lows.append(low)
-            highs.append(high)
-        tokens = [count / 1e6 for count in rows[0]["tokens"]]
-        color = styles[name]["color"]
-        line = styles[name]["linestyle"]
-        axes.plot(tokens, means, label=label_of(name, entry), color=color, ls=line)
-        axes.fill_between(tokens, lows, highs, color=color, alpha=0.15, linewidth=0)
-        ends = [row["losses"][kind][-1] for row in rows]
-        after = tokens[-1] + 0.015 * (1 + len(axes.collections)) * tokens[-1]
-        axes.plot([after] * len(ends), ends, ".", color=color, markersize=3)
-    if "excess" in rows[0]["measured"]:
-        least = rows[0]["losses"]["training"][-1] - rows[0]["measured"]["excess"][0]
-        line = {"linestyle": ":", "color": "black", "linewidth": 0.8}
-        axes.axhline(least, label="entropy: the least loss possible", **line)
-    label = f"loss in {title_of(kind)}, nats per token"
-    if kind.startswith("l2r"):
-        label = f"loss {title_of(kind)}, nats per token"
-    axes.set(xlabel="tokens, millions", ylabel=label)
+        draw_curve(axes, rows, kind, label_of(name, entry), styles[name], number)
+    measured = rows[0]["measured"]
+    if "excess" in measured:
+        axes.axhline(
+            rows[0]["losses"]["training"][-1] - measured["excess"][0],
+            label="entropy: the least loss possible",
+            linestyle=":",
+            color="black",
+            linewidth=0.8,
+        )
+    axes.set_xlabel("tokens, millions")
+    axes.set_ylabel(f"loss, {title_of(kind)}, nats per token")
+
+
+def draw_curve(
+    axes, rows: list[dict], kind: str, label: str, style: Style, number: int
+) -> None:
+    """Draw the mean loss of some runs and its band, and the runs beside the end; `number` is that
+    of the run config."""
+    means = []
+    lows = []
+    highs = []
+    for values in zip(*(row["losses"][kind] for row in rows), strict=True):
+        low, high = interval_of(values)
+        means.append(statistics.mean(values))
+        lows.append(low)
+        highs.append(high)
+    tokens = [count / 1e6 for count in rows[0]["tokens"]]
+    axes.plot(
+        tokens,
+        means,
+        label=label,
+        color=style.color,
+        linestyle=style.line,
+    )
+    axes.fill_between(
+        tokens,
+        lows,
+        highs,
+        color=style.color,
+        alpha=0.15,
+        linewidth=0,
+    )
+    ends = [row["losses"][kind][-1] for row in rows]
+    beside = tokens[-1] * (1.03 + 0.015 * number)
+    axes.plot(
+        [beside] * len(ends),
+        ends,
+        ".",
+        color=style.color,
+        markersize=3,
+    )
 
 
 def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
     """Draw the losses shown over the `x` of the run configs, a line for each loss."""
     places = experiment.x
-    swept = sorted(places.keys() & entries.keys(), key=places.get)
+    names = [name for name in places if name in entries]
+    names.sort(key=places.get)
     styles = styles_of(experiment.shown)
     for kind in experiment.shown:
-        title = title_of(kind)
-        means = [statistics.mean(values_of(entries[name], kind)) for name in swept]
-        axes.plot([places[name] for name in swept], means, color=styles[kind]["color"])
-        for number, name in enumerate(swept):
-            label = "_" if number else title  # "_" is not in the legend
+        label = title_of(kind)
+        means = []
+        for name in names:
             values = values_of(entries[name], kind)
+            means.append(statistics.mean(values))
             draw_mean(axes, places[name], values, label, styles[kind])
-    axes.set(xlabel=experiment.x_label, ylabel="loss, nats per token")
+            label = "_"  # not in the legend again
+        xs = [places[name] for name in names]
+        axes.plot(xs, means, color=styles[kind].color)
+    axes.set_xlabel(experiment.x_label)
+    axes.set_ylabel("loss, nats per token")
 
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
     """Draw the measures of `x`, or those shown, side by side, a mean for each run config."""
     kinds = list(experiment.x) or experiment.shown
     styles = styles_of(entries)
+    last = max(1, len(entries) - 1)
     for number, (name, entry) in enumerate(entries.items()):
-        shift = 0.6 * (number / max(1, len(entries) - 1) - 0.5)
-        style = styles[name] | {"linestyle": ""}
         label = label_of(name, entry)
         for place, kind in enumerate(kinds):
             values = values_of(entry, kind)
             if values:
-                draw_mean(axes, place + shift, values, label, style)
-                label = "_"
-    axes.set_xticks(range(len(kinds)), [title_of(kind) for kind in kinds], fontsize=8)
-    axes.set(xlim=(-0.5, len(kinds) - 0.5), ylabel="loss, nats per token")
+                x = place + 0.6 * (number / last - 0.5)
+                draw_mean(axes, x, values, label, styles[name])
+                label = "_"  # not in the legend again
+    titles = [title_of(kind) for kind in kinds]
+    axes.set_xticks(range(len(kinds)), titles, fontsize=8)
+    axes.set_xlim(-0.5, len(kinds) - 0.5)
+    axes.set_ylabel("loss, nats per token")
 
 
 def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
     """Draw the first figure shown over the compared one, a mean for each run config."""
-    kinds = [experiment.kind, experiment.shown[0]]
     styles = styles_of(entries)
+    other = experiment.shown[0]
     for name, entry in entries.items():
-        x_values, y_values = (values_of(entry, kind) for kind in kinds)
-        x = statistics.mean(x_values)
-        y = statistics.mean(y_values)
-        low, high = interval_of(x_values)
-        style = styles[name] | {"linestyle": ""}
-        axes.errorbar(x, y, xerr=[[x - low], [high - x]], capsize=2, **style)
-        low, high = interval_of(y_values)
-        label = label_of(name, entry)
-        bars = [[y - low], [high - y]]
-        axes.errorbar(x, y, yerr=bars, capsize=2, label=label, **style)
-        axes.plot(x_values, y_values, ".", color=style["color"], markersize=3)
-    x_label, y_label = (f"loss, {title_of(kind)}, nats per token" for kind in kinds)
-    axes.set(xlabel=x_label, ylabel=y_label)
+        xs = values_of(entry, experiment.kind)
+        ys = values_of(entry, other)
+        x = statistics.mean(xs)
+        y = statistics.mean(ys)
+        left, right = interval_of(xs)
+        low, high = interval_of(ys)
+        axes.errorbar(
+            x,
+            y,
+            xerr=[[x - left], [right - x]],
+            yerr=[[y - low], [high - y]],
+            label=label_of(name, entry),
+            color=styles[name].color,
+            marker=styles[name].marker,
+            linestyle="",
+            capsize=2,
+        )
+        axes.plot(xs, ys, ".", color=styles[name].color, markersize=3)
+    axes.set_xlabel(f"loss, {title_of(experiment.kind)}, nats per token")
+    axes.set_ylabel(f"loss, {title_of(other)}, nats per token")
 
 
 def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
@@ -267,13 +345,20 @@ def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
     styles = styles_of(entries)
     for place, (name, entry) in enumerate(entries.items()):
         values = sorted(values_of(entry, experiment.kind))
-        middle = (len(values) - 1) / 2
-        places = [place + 0.6 * (n - middle) / len(values) for n in range(len(values))]
-        style = styles[name] | {"linestyle": "", "markersize": 4}
-        axes.plot(places, values, label=label_of(name, entry), **style)
+        width = 0.6 / max(1, len(values))
+        start = place - width * (len(values) - 1) / 2
+        axes.plot(
+            [start + width * number for number in range(len(values))],
+            values,
+            label=label_of(name, entry),
+            color=styles[name].color,
+            marker=styles[name].marker,
+            markersize=4,
+            linestyle="",
+        )
     axes.set_xticks([])
-    title = title_of(experiment.kind)
-    axes.set(xlabel="run configs", ylabel=f"{title}, {unit_of(experiment.kind)}")
+    axes.set_xlabel("run configs")
+    axes.set_ylabel(f"{title_of(experiment.kind)}, {unit_of(experiment.kind)}")
 
 
 DRAWINGS = {

@@ -47,7 +47,8 @@ def measured_by(command: list[str]) -> Measured:
         file = Path(folder) / "figures.json"
         done = run_alone(*command, "--json", str(file))
         if done.returncode:
-            raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+            words = " ".join(command)
+            raise UserError(f"{words}: {done.stderr.strip()[-500:]}")
         report = json.loads(file.read_text())
     if "exact_match" in report["results"][0]:
         return of_answers(report)
@@ -55,7 +56,9 @@ def measured_by(command: list[str]) -> Measured:
 
 
 def finite(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
+    if value is None or math.isnan(value):
+        return None
+    return value
 
 
 def of_perplexity(result: dict) -> Measured:
@@ -65,14 +68,16 @@ def of_perplexity(result: dict) -> Measured:
     seed of a fixed order, which differs from run to run, is left out."""
     figures: Measured = {}
     for row in result["results"]:
-        size = row["ensemble"]
-        name = re.sub("[:,]seed=[0-9]+", "", row["orders"]).replace(":block=", "")
-        name += f"_m{size}" * (size > 1)
+        name = re.sub("[:,]seed=[0-9]+", "", row["orders"])
+        name = name.replace(":block=", "")
+        if row["ensemble"] > 1:
+            name += f"_m{row['ensemble']}"
         loss = [row["nll"], finite(row["monte_carlo_error"])]
         figures.setdefault(f"eval_{name}", loss)
         figures[f"nats_{row['dataset']}_{name}"] = loss
         if row["gain"] is not None:
-            figures.setdefault(f"gain_{name}", [row["gain"], finite(row["gain_error"])])
+            gain = [row["gain"], finite(row["gain_error"])]
+            figures.setdefault(f"gain_{name}", gain)
     return figures
 
 
@@ -94,8 +99,10 @@ def least_loss(folder: str, sequences: int, size: int) -> float | None:
         return None
     data = TokenDataset(folder, "val", size)
     blocks = data.blocks(spread(sequences, data.num_blocks))
-    text = get_tokenizer(data.meta["tokenizer"]).decode(blocks.flatten())
-    return sum(map(exact, text.split(END_OF_TEXT)[:-1])) / blocks.numel()
+    tokenizer = get_tokenizer(data.meta["tokenizer"])
+    text = tokenizer.decode(blocks.flatten())
+    documents = text.split(END_OF_TEXT)[:-1]
+    return sum(map(exact, documents)) / blocks.numel()
 
 
 @functools.cache

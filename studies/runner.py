@@ -27,13 +27,16 @@ from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from aogpt.training.plan import meta_model
 from studies.experiment import Experiment, RunConfig, Values
-from studies.measures import least_loss, measured_by, unigram
+from studies.measures import Measured, least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
 from studies.verdicts import figure_of
 
 Recipes = dict[str, dict[str, dict]]
 """By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
 "parameters", "flops" (per trained token), "runs": [the result of each seed]}."""
+
+
+Place = tuple[int, ...]  # of a grid of values to tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,9 @@ class Results:
         self.lock = threading.Lock()
         self.rows = {}
         if file and file.exists():
-            rows = [
-                json_object(text, place) for place, text in read_lines(file, "results")
-            ]
-            self.rows = {row["key"]: row for row in rows}
+            for place, text in read_lines(file, "results"):
+                row = json_object(text, place)
+                self.rows[row["key"]] = row
 
     def of(
         self, config: Config, commands: list[list[str]], make: Callable[[], dict]
@@ -76,7 +78,11 @@ class Results:
         if key not in self.rows and self.complete:
             raise MissingRow(f"{self.file} has no row of {config.run_folder}")
         if key not in self.rows:
-            row = {"run": str(config.run_folder), "key": key, "result": make()}
+            row = {
+                "run": str(config.run_folder),
+                "key": key,
+                "result": make(),
+            }
             with self.lock:
                 self.rows[key] = row
                 if self.file:
@@ -87,17 +93,22 @@ class Results:
 def key_of(config: Config, commands: list[list[str]]) -> str:
     """Identifies a run and its measures. Keys with their default values do not count, so that a new
     option invalidates no results."""
+    values = {}
     changed = configuration.differences(Config(), config)
-    values = {key: new for key, (_, new) in changed.items()}
-    text = json.dumps([values, commands], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    for key, (_, new) in changed.items():
+        values[key] = new
+    identity = [values, commands]
+    text = json.dumps(identity, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
+    return digest.hexdigest()[:16]
 
 
 def commits_of(results: Iterable[dict]) -> str:
     """All commits of some results, each once; a run that was resumed has several."""
-    return ", ".join(
-        sorted({c for result in results for c in result["commit"].split(", ")})
-    )
+    commits = set()
+    for result in results:
+        commits.update(result["commit"].split(", "))
+    return ", ".join(sorted(commits))
 
 
 def search(
@@ -110,42 +121,49 @@ def search(
     better values. Points whose loss is at hand count as tried. Returns those tried, in their order,
     with their losses; nothing if there is only one point."""
     sizes = [len(values) for values in tune.values()]
+    if math.prod(sizes) <= 1:
+        return []
+
+    def values_at(place: Place) -> Values:
+        chosen = {}
+        for number, key in zip(place, tune, strict=True):
+            chosen[key] = tune[key][number]
+        return chosen
+
     middle = tuple(size // 2 for size in sizes)
-
-    def around(place: tuple) -> list[tuple]:
-        steps = [(key, by) for key in range(len(sizes)) for by in (1, -1)]
-        moved = [
-            (*place[:key], place[key] + by, *place[key + 1 :]) for key, by in steps
-        ]
-        inside = [
-            p
-            for p in moved
-            if all(0 <= n < size for n, size in zip(p, sizes, strict=True))
-        ]
-        return [place, *inside]
-
-    def values_at(place: tuple) -> Values:
-        return {
-            key: values[n] for n, (key, values) in zip(place, tune.items(), strict=True)
-        }
-
-    places = list(itertools.product(*map(range, sizes))) if math.prod(sizes) > 1 else []
-    tried = {p: loss_of(values_at(p)) for p in places if at_hand(values_at(p))}
-    while places:
+    tried = {}
+    for place in itertools.product(*map(range, sizes)):
+        if at_hand(values_at(place)):
+            tried[place] = loss_of(values_at(place))
+    while True:
         best = min(tried, key=tried.get, default=middle)
-        left = [
-            place for place in (*around(middle), *around(best)) if place not in tried
-        ]
+        places = around(middle, sizes) + around(best, sizes)
+        left = [place for place in places if place not in tried]
         if not left:
             break
-        tried[left[0]] = loss_of(values_at(left[0]))
+        place = left[0]
+        tried[place] = loss_of(values_at(place))
     return [(values_at(place), tried[place]) for place in sorted(tried)]
+
+
+def around(place: Place, sizes: list[int]) -> list[Place]:
+    """Return a point of a grid and its neighbours along every axis."""
+    places = [place]
+    for axis, size in enumerate(sizes):
+        for step in (1, -1):
+            moved = list(place)
+            moved[axis] += step
+            if 0 <= moved[axis] < size:
+                places.append(tuple(moved))
+    return places
 
 
 def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
     """The choice whose run ended lowest; the middle one if none was tried. Raises UserError if all
     runs diverged, which have infinite losses."""
-    values, loss = min(tried, key=lambda pair: pair[1], default=(run_config.untuned, 0))
+    if not tried:
+        return run_config.untuned
+    values, loss = min(tried, key=lambda pair: pair[1])
     if loss == math.inf:
         raise UserError(
             f"no run of {run_config.name} ended: lower the values that it tunes"
@@ -192,17 +210,25 @@ class Runner:
                 tuning[names] = pool.submit(self.tune, recipe, chosen)
         entries: dict[str, dict] = {}
         for one in run_configs.values():
-            pairs = tuning[tuple(self.tuned_on(one))].result()
+            names = tuple(self.tuned_on(one))
+            pairs = tuning[names].result()
             tuned = best_of(one, pairs)
-            ends = [tuned[key] in (grid[0], grid[-1]) for key, grid in one.tune.items()]
+            tuning_rows = []
+            for values, loss in pairs:
+                tuning_rows.append({"tuned": values, "loss": loss})
+            at_boundary = False
+            for key, grid in one.tune.items():
+                if pairs and tuned[key] in (grid[0], grid[-1]):
+                    at_boundary = True
             config = self.experiment.config(recipe, one, 0, tuned)
             model = meta_model(config)
+            parameters = sum(p.numel() for p in model.parameters())
             entries[one.name] = {
                 "description": one.description,
-                "tuning": [{"tuned": values, "loss": loss} for values, loss in pairs],
+                "tuning": tuning_rows,
                 "tuned": tuned,
-                "at_boundary": bool(pairs) and any(ends),
-                "parameters": sum(p.numel() for p in model.parameters()),
+                "at_boundary": at_boundary,
+                "parameters": parameters,
                 "flops": flops_per_token(config.model, config.model.block_size),
                 "runs": [
                     pool.submit(self.run, recipe, one, seed, tuned)
@@ -223,79 +249,91 @@ class Runner:
         """What `search` tries, by the mean over these run configs and the tuning seeds."""
 
         def configs(tuned: Values) -> list[Config]:
-            of = itertools.product(run_configs, self.experiment.tuning_seeds)
-            return [
-                self.experiment.config(recipe, one, seed, tuned) for one, seed in of
-            ]
+            configs = []
+            for one in run_configs:
+                for seed in self.experiment.tuning_seeds:
+                    config = self.experiment.config(recipe, one, seed, tuned)
+                    configs.append(config)
+            return configs
 
         def loss_of(tuned: Values) -> float:
-            results = [self.result(recipe, config, []) for config in configs(tuned)]
-            figures = [figure_of(result, self.experiment.tune_by) for result in results]
-            return statistics.mean(
-                figure.value if figure else math.inf for figure in figures
-            )
+            losses = []
+            for config in configs(tuned):
+                result = self.result(recipe, config, [])
+                figure = figure_of(result, self.experiment.tune_by)
+                losses.append(figure.value if figure else math.inf)
+            return statistics.mean(losses)
 
         def at_hand(tuned: Values) -> bool:
-            return all(
-                key_of(config, []) in self.results.rows for config in configs(tuned)
-            )
+            keys = [key_of(config, []) for config in configs(tuned)]
+            return all(key in self.results.rows for key in keys)
 
-        return [] if self.quick else search(run_configs[0].tune, loss_of, at_hand)
+        if self.quick:
+            return []
+        return search(run_configs[0].tune, loss_of, at_hand)
 
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
         """The result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
-        places = {"run": config.run_folder, "data": config.data.folder, "seed": seed}
-        commands = [
-            [
-                measure.script,
-                *(word.format(**places) for word in measure.words(self.quick)),
-            ]
-            for measure in self.experiment.measures
-            if measure.applies_to(recipe, run_config.name)
-        ]
+        places = {
+            "run": config.run_folder,
+            "data": config.data.folder,
+            "seed": seed,
+        }
+        commands = []
+        for measure in self.experiment.measures:
+            if measure.applies_to(recipe, run_config.name):
+                words = measure.words(self.quick)
+                words = [word.format_map(places) for word in words]
+                commands.append([measure.script, *words])
         return self.result(recipe, config, commands)
 
     def result(self, recipe: str, config: Config, commands: list[list[str]]) -> dict:
-        """The result of a run, which is trained and measured if it is not there."""
+        """Return the result of a run, which is trained and measured if it is not there."""
 
         def make() -> dict:
-            for word in (word for command in commands for word in command):
-                if word.startswith(
-                    "data/"
-                ):  # missing data should not stop us after hours of runs
+            # Missing data should not stop us after hours of runs.
+            for word in itertools.chain(*commands):
+                if word.startswith("data/"):
                     find_dataset(word)
             with self.lock:  # the first run trains the helpers, the others wait
-                for helper in self.experiment.helper_configs(
-                    recipe, self.quick
-                ).values():
+                helpers = self.experiment.helper_configs(recipe, self.quick)
+                for helper in helpers.values():
                     finished_run(helper)
             result = result_of(config, finished_run(config, self.processes))
-            loss = result["losses"].get("training", ["diverged"])[-1]
+            loss = "diverged"
+            if result["tokens"]:
+                loss = result["losses"]["training"][-1]
             show(f"{config.name}: {loss}", flush=True)
-            for command in commands if result["tokens"] else ():
-                result["measured"] |= measured_by(command)
-                splits = [
-                    word
-                    for option, word in itertools.pairwise(command)
-                    if option == "--split"
-                ]
-                if splits[-1:] == ["test"]:  # the text of the eval_ figures
-                    result["measured"]["unigram_test"] = [
-                        unigram(config.data.folder, "test"),
-                        None,
-                    ]
+            if result["tokens"]:
+                result["measured"] |= measured_by_all(config, commands)
             return result
 
-        return self.results.of(config, [words for _, *words in commands], make)
+        arguments = [command[1:] for command in commands]  # without the script
+        return self.results.of(config, arguments, make)
+
+
+def measured_by_all(config: Config, commands: list[list[str]]) -> Measured:
+    """Return the figures of all commands; beside those of the test split its unigram entropy."""
+    figures = {}
+    for command in commands:
+        figures |= measured_by(command)
+        splits = []
+        for option, word in itertools.pairwise(command):
+            if option == "--split":
+                splits.append(word)
+        if splits[-1:] == ["test"]:  # the last one counts
+            entropy = unigram(config.data.folder, "test")
+            figures["unigram_test"] = [entropy, None]
+    return figures
 
 
 def result_of(config: Config, lines: list[dict] | None) -> dict:
-    """What is saved of a run. losses: `training`, those under its training orders, and others by
-    kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the distance
-    of the last loss from the least possible one, where that is known."""
+    """Return what is saved of a run. losses: `training`, those under its training orders, and
+    others by kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the
+    distance of the last loss from the least possible one, where that is known."""
     main = main_loss(config)
-    losses = {}
+    losses: dict[str, list] = {}
     tokens = []
     for line in validations_of(config, lines):
         tokens.append(line["tokens"])
@@ -303,24 +341,26 @@ def result_of(config: Config, lines: list[dict] | None) -> dict:
             "training": line[main],
             "training_error": line.get(main.replace("loss", "error")),
         }
-        for prefix, ending in (("val_loss_", ""), ("val_error_", "_error")):
-            of = {k: value for k, value in line.items() if k.startswith(prefix)}
-            values |= {
-                k.removeprefix(prefix) + ending: value for k, value in of.items()
-            }
+        for key, value in line.items():
+            if key.startswith("val_loss_"):
+                values[key.removeprefix("val_loss_")] = value
+        for key, value in line.items():
+            if key.startswith("val_error_"):
+                values[key.removeprefix("val_error_") + "_error"] = value
         for key, value in values.items():
             # Six digits are beyond the accuracy of everything here, and halve the file.
-            losses.setdefault(key, []).append(
-                None if value is None else round(value, 6)
-            )
-    measured = {"unigram": [unigram(config.data.folder), None]}
-    least = least_loss(
-        config.data.folder, config.eval.sequences, config.model.block_size
-    )
+            rounded = None if value is None else round(value, 6)
+            losses.setdefault(key, []).append(rounded)
+    folder = config.data.folder
+    measured = {"unigram": [unigram(folder), None]}
+    least = least_loss(folder, config.eval.sequences, config.model.block_size)
     if least is not None and tokens:
-        measured["excess"] = [round(line[main] - least, 6), None]
-    result = {"seed": config.seed, "commit": trained_by(config), "tokens": tokens}
-    return result | {
+        excess = round(line[main] - least, 6)
+        measured["excess"] = [excess, None]
+    return {
+        "seed": config.seed,
+        "commit": trained_by(config),
+        "tokens": tokens,
         "losses": losses,
         "measured": measured,
         "tokens_per_second": speed_of(lines),

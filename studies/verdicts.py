@@ -90,45 +90,45 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
     """A measured figure of a run, or else its loss at the first evaluation after a share of its
     tokens. None if the run did not end or has no such figure."""
     if match := re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind):
-        one, other = (figure_of(row, name, share) for name in (match[1], match[3]))
-        factor = float(match[2])
-        error = (
-            math.hypot(one.shared_error, factor * other.shared_error)
-            if one and other
-            else 0
-        )
-        return (
-            Figure(one.value - factor * other.value, error) if one and other else None
-        )
+        one = figure_of(row, match[1], share)
+        other = figure_of(row, match[3], share)
+        return combined([1, -float(match[2])], [one, other])
     if share == 1 and kind in row.get("measured", {}):
         value, error = row["measured"][kind]
         return Figure(value, error or 0.0)
     if not row["tokens"]:
         return None
+    losses = row["losses"]
     if kind.startswith("tokens_to_"):
-        reached = tokens_to(float(kind.removeprefix("tokens_to_")), row, "training")
-        return Figure((reached or row["tokens"][-1]) / 1e6, censored=reached is None)
-    if (lowest := kind.removeprefix("lowest_")) != kind and lowest in row["losses"]:
-        return Figure(min(row["losses"][lowest]))
-    if kind not in row["losses"]:
+        goal = float(kind.removeprefix("tokens_to_"))
+        reached = tokens_to(goal, row, "training")
+        count = reached or row["tokens"][-1]
+        return Figure(count / 1e6, censored=reached is None)
+    if kind.startswith("lowest_"):
+        lowest = kind.removeprefix("lowest_")
+        return Figure(min(losses[lowest])) if lowest in losses else None
+    if kind not in losses:
         return None
-    place = next(
-        i for i, n in enumerate(row["tokens"]) if n >= share * row["tokens"][-1]
-    )
     # Its Monte Carlo error differs from seed to seed, so that the spread over seeds contains it.
-    return Figure(row["losses"][kind][place])
+    for tokens, loss in zip(row["tokens"], losses[kind], strict=True):
+        if tokens >= share * row["tokens"][-1]:
+            return Figure(loss)
+    return None
 
 
 def tokens_to(goal: float, row: dict, kind: str) -> float | None:
     """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
     it never does."""
-    points = list(zip(row["tokens"], row["losses"].get(kind, ()), strict=False))
-    for (tokens, loss), (before, higher) in zip(
-        points, points[:1] + points, strict=False
-    ):
+    before = None
+    losses = row["losses"].get(kind, ())
+    for tokens, loss in zip(row["tokens"], losses, strict=False):
         if loss <= goal:
-            share = (higher - goal) / (higher - loss) if higher > goal else 0
-            return before + share * (tokens - before)
+            if before is None:
+                return tokens
+            last_tokens, last_loss = before
+            share = (last_loss - goal) / (last_loss - loss)
+            return last_tokens + share * (tokens - last_tokens)
+        before = (tokens, loss)
     return None
 
 
@@ -180,14 +180,15 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     judgement |= {"mean": mean, "half_width": half_width, "p": p}
     median, p_rank = compared_by_ranks(samples, claim.margin)
     judgement |= {"median": median, "p_rank": p_rank}
-    ended = all(figure for of_side in figures.values() for figure in of_side)
-    bounded = any(
-        figure.censored
-        for side, of_side in figures.items()
-        for figure in of_side
-        if figure and coefficients[side] < 0
-    )
-    if not ended or bounded:
+    has_ended = True
+    is_bound = False
+    for side, of_side in figures.items():
+        for figure in of_side:
+            if not figure:
+                has_ended = False
+            elif figure.censored and coefficients[side] < 0:
+                is_bound = True
+    if not has_ended or is_bound:
         judgement["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
     elif any(on_the_plateau(side, entries) for side in coefficients):
         judgement["verdict"] = PLATEAU
@@ -230,26 +231,33 @@ def compared(
     the two-sided p value of the sum + margin, by Welch's t test; the sum alone if a sample is of a
     single run. The error of texts that all seeds share is not in the spread over seeds, and is
     added to it."""
-    figures = [[figure for figure in sample if figure] for sample in samples]
-    values = [[figure.value for figure in sample] for sample in figures]
-    mean = math.fsum(statistics.mean(sample) for sample in values)
-    if min(map(len, values)) < 2:
-        return mean, None, None
-    parts = [statistics.variance(sample) / len(sample) for sample in values]
-    shared = [
-        statistics.mean(figure.shared_error for figure in sample) for sample in figures
-    ]
-    error = math.sqrt(sum(parts) + sum(each**2 for each in shared))
-    if error == 0:
-        return mean, 0.0, float(mean + margin == 0)
-    squares = [
-        part**2 / (len(sample) - 1) for part, sample in zip(parts, values, strict=True)
-    ]
-    degrees = (
-        sum(parts) ** 2 / sum(squares) if sum(squares) else min(map(len, values)) - 1
-    )
     from scipy import stats
 
+    means = []
+    parts = []
+    shares_of_degrees = []
+    shared = []
+    sizes = []
+    for sample in samples:
+        figures = [figure for figure in sample if figure]
+        values = [figure.value for figure in figures]
+        size = len(values)
+        sizes.append(size)
+        means.append(statistics.mean(values))
+        shared.append(statistics.mean(figure.shared_error for figure in figures) ** 2)
+        if size > 1:
+            part = statistics.variance(values) / size
+            parts.append(part)
+            shares_of_degrees.append(part**2 / (size - 1))
+    mean = math.fsum(means)
+    if min(sizes) < 2:
+        return mean, None, None
+    error = math.sqrt(sum(parts) + sum(shared))
+    if error == 0:
+        return mean, 0.0, float(mean + margin == 0)
+    degrees = min(sizes) - 1
+    if sum(shares_of_degrees):
+        degrees = sum(parts) ** 2 / sum(shares_of_degrees)
     p = 2 * float(stats.t.sf(abs(mean + margin) / error, degrees))
     return mean, t_quantile(degrees) * error, p
 
@@ -307,14 +315,18 @@ def compared_by_successes(
     }
 
 
-def combined(factors: list[int], figures: tuple[Figure | None, ...]) -> Figure | None:
+def combined(
+    factors: Sequence[float], figures: Sequence[Figure | None]
+) -> Figure | None:
     """Return the sum of figures of one run, each times its factor; None if one is missing."""
     if not all(figures):
         return None
-    pairs = list(zip(factors, figures, strict=True))
-    value = sum(factor * figure.value for factor, figure in pairs)
-    error = math.hypot(*(factor * figure.shared_error for factor, figure in pairs))
-    return Figure(value, error)
+    value = 0.0
+    errors = []
+    for factor, figure in zip(factors, figures, strict=True):
+        value += factor * figure.value
+        errors.append(factor * figure.shared_error)
+    return Figure(value, math.hypot(*errors))
 
 
 def with_verdicts(claims: list[dict]) -> None:

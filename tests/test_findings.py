@@ -387,18 +387,18 @@ def test_no_color_is_used_twice_in_a_panel(name):
             family = one.split("_")[0] if experiment.families else ""
             families.setdefault(family, []).append(one)
         for names in families.values():
-            colors = [style["color"] for style in figures.styles_of(names).values()]
+            colors = [style.color for style in figures.styles_of(names).values()]
             assert len(set(colors)) == len(names)
 
 
 def test_systems_have_their_colors_and_variants_others():
     names = ["l2r", "random", "encoder", "encoder_dropout", "two_stream", "l2r50"]
     styles = figures.styles_of(names)
-    places = [figures.PALETTE.index(styles[name]["color"]) for name in names]
+    places = [figures.PALETTE.index(styles[name].color) for name in names]
     assert places[:3] == [1, 0, 2] and places[4] == 3
     assert not {places[3], places[5]} & set(figures.SYSTEMS.values())
-    assert styles["encoder_dropout"]["linestyle"] == "--"
-    assert styles["l2r50"]["linestyle"] == "-"  # not a kind of l2r
+    assert styles["encoder_dropout"].line == "--"
+    assert styles["l2r50"].line == "-"  # not a kind of l2r
 
 
 def test_a_seed_far_from_the_others_is_inside_of_its_figure():
