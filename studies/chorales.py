@@ -85,7 +85,8 @@ def crops_of(
 ) -> Iterator[np.ndarray]:
     """Yield the crops (CROP * 4,) of a chorale (sixteenths, 4) in each transposition
     within the range of pitches. hop: sixteenths from one crop to the next."""
-    for start, shift in product(range(0, len(chorale) - CROP + 1, hop), shifts):
+    starts = range(0, len(chorale) - CROP + 1, hop)
+    for start, shift in product(starts, shifts):
         crop = chorale[start : start + CROP].flatten()
         sung = crop[crop != REST] + shift
         lowest = sung.min(initial=LOWEST)
@@ -122,7 +123,11 @@ def name_of(pitch: int) -> str:
 def pitches_of(ids: list[int]) -> list[int]:
     """Return the MIDI pitches of token ids; rests, and what is no note, are REST."""
     last = HIGHEST - LOWEST + 1
-    return [LOWEST + i - 1 if 1 <= i <= last else REST for i in ids]
+    pitches = []
+    for number in ids:
+        is_note = 1 <= number <= last
+        pitches.append(LOWEST + number - 1 if is_note else REST)
+    return pitches
 
 
 READERS: dict[str, Reader] = {".json": read_whole}

@@ -130,6 +130,7 @@ def with_caption(drawing, caption: str, columns: int) -> bytes:
     image = Image.open(io.BytesIO(png(drawing, dpi=120)))
     palette = image.convert("RGB").quantize(
         method=Image.Quantize.MAXCOVERAGE,
+        kmeans=4,
         dither=Image.Dither.NONE,
     )
     file = io.BytesIO()

@@ -78,9 +78,12 @@ def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
     is dropped."""
     rng = np.random.default_rng(seed)
     for text in corpus.documents:
-        text = "".join(character for character in text if character.isascii())
-        for start in range(0, len(text) - SHUFFLED + 1, SHUFFLED):
-            yield "".join(text[start + i] for i in rng.permutation(SHUFFLED))
+        ascii_text = text.encode("ascii", errors="ignore").decode()
+        last = len(ascii_text) - SHUFFLED
+        for start in range(0, last + 1, SHUFFLED):
+            chunk = ascii_text[start : start + SHUFFLED]
+            places = rng.permutation(SHUFFLED)
+            yield "".join(chunk[place] for place in places)
 
 
 def polya(rng: np.random.Generator) -> str:
@@ -89,9 +92,8 @@ def polya(rng: np.random.Generator) -> str:
     drawn = []
     for uniform in rng.random(POLYA_LENGTH):
         cumulative = counts.cumsum()
-        letter = int(
-            np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
-        )
+        height = uniform * cumulative[-1]
+        letter = int(np.searchsorted(cumulative, height, side="right"))
         counts[letter] += 1
         drawn.append(LETTERS[letter])
     return "".join(drawn)
@@ -103,7 +105,10 @@ def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
     log G."""
     G = math.lgamma
     total = len(LETTERS) * weight
-    of_letters = sum(G(text.count(v) + weight) - G(weight) for v in LETTERS)
+    of_letters = 0.0
+    for letter in LETTERS:
+        count = text.count(letter)
+        of_letters += G(count + weight) - G(weight)
     return G(total + len(text)) - G(total) - of_letters
 
 
@@ -111,23 +116,34 @@ def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
 def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
     """All Latin squares whose first row and first column are in order: 56 of size 5."""
     squares = [[tuple(range(size))]]
+    rows = list(itertools.permutations(range(size)))
     for first in range(1, size):
-        rows = [row for row in itertools.permutations(range(size)) if row[0] == first]
-        squares = [
-            [*above, row]
-            for above, row in itertools.product(squares, rows)
-            if all(a != b for other in above for a, b in zip(other, row, strict=True))
-        ]
+        longer = []
+        for above in squares:
+            for row in rows:
+                if row[0] == first and fits_below(row, above):
+                    longer.append([*above, row])
+        squares = longer
     return [np.array(square) for square in squares]
+
+
+def fits_below(row: tuple[int, ...], above: list[tuple[int, ...]]) -> bool:
+    """Return whether no column of a square would have a number twice."""
+    for column, number in enumerate(row):
+        if any(other[column] == number for other in above):
+            return False
+    return True
 
 
 def latin5(rng: np.random.Generator) -> str:
     """A random Latin square: a reduced one, columns and then rows but the first
     shuffled."""
     squares = reduced_squares()
-    square = squares[rng.integers(len(squares))][:, rng.permutation(LATIN_SIZE)]
+    square = squares[rng.integers(len(squares))]
+    columns = rng.permutation(LATIN_SIZE)
     rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]
-    return "".join(LETTERS[cell] for cell in square[rows].flatten())
+    cells = square[:, columns][rows].flatten()
+    return "".join(LETTERS[cell] for cell in cells)
 
 
 def latin5_nats(square: str) -> float:

@@ -46,7 +46,8 @@ class Task:
         return key.removesuffix("=")
 
     def split_of(self, key: str) -> str:
-        sixteenth = hashlib.sha256(self.canonical(key).encode()).digest()[7] >> 4
+        digest = hashlib.sha256(self.canonical(key).encode()).digest()
+        sixteenth = digest[7] >> 4
         return {0: "test", 1: "val"}.get(sixteenth, "train")
 
     def is_right(self, filled: str, made: str) -> bool:
@@ -105,13 +106,26 @@ def pairs(text: str, count: int) -> list[str]:
 
 
 SIDE = 6  # of a Sudoku
-UNITS = [
-    (r, 6 + c, 12 + r // 2 * 2 + c // 3) for r in range(6) for c in range(6)
-]  # of each cell
-PEERS = [
-    [i for i in range(36) if i != c and set(UNITS[c]) & set(UNITS[i])]
-    for c in range(36)
-]
+CELLS = SIDE * SIDE
+
+
+def units_of(cell: int) -> set[int]:
+    """Return the numbers of the row, the column and the box of a cell."""
+    row, column = divmod(cell, SIDE)
+    box = row // 2 * 2 + column // 3
+    return {row, SIDE + column, 2 * SIDE + box}
+
+
+def peers_of(cell: int) -> list[int]:
+    """Return the cells whose digit must differ from that of a cell."""
+    peers = []
+    for other in range(CELLS):
+        if other != cell and units_of(other) & units_of(cell):
+            peers.append(other)
+    return peers
+
+
+PEERS = [peers_of(cell) for cell in range(CELLS)]
 
 
 def solutions(cells: str) -> Iterator[str]:
@@ -120,14 +134,17 @@ def solutions(cells: str) -> Iterator[str]:
     empty = []  # (number of digits that fit, cell, these digits)
     for cell, digit in enumerate(cells):
         if digit == "0":
-            fit = set("123456").difference([cells[peer] for peer in PEERS[cell]])
+            used = {cells[peer] for peer in PEERS[cell]}
+            fit = set("123456") - used
             empty.append((len(fit), cell, fit))
     if not empty:
         yield cells
         return
     _, cell, fit = min(empty)
+    before = cells[:cell]
+    after = cells[cell + 1 :]
     for digit in sorted(fit):
-        yield from solutions(cells[:cell] + digit + cells[cell + 1 :])
+        yield from solutions(before + digit + after)
 
 
 @functools.cache
@@ -147,8 +164,10 @@ class Sudoku(Task):
 
     def draw(self, rng):
         """A uniformly random solved board, row by row."""
-        names = "".join(map(str, 1 + rng.permutation(SIDE)))
-        board = first_row_in_order()[rng.integers(len(first_row_in_order()))]
+        digits = 1 + rng.permutation(SIDE)
+        names = "".join(map(str, digits))
+        boards = first_row_in_order()
+        board = boards[rng.integers(len(boards))]
         return board.translate(str.maketrans("123456", names))
 
     def canonical(self, key):
@@ -158,15 +177,22 @@ class Sudoku(Task):
     def example(self, key, rng):
         order = rng.permutation(SIDE**2)
         cells = ["0"] * SIDE**2
-        for cell in order[: int(rng.integers(12, 21))]:
+        count = int(rng.integers(12, 21))
+        for cell in order[:count]:
             cells[cell] = key[cell]
         # Another solution differs from the key somewhere: show that cell, until there is none.
-        while other := next(
-            (board for board in solutions("".join(cells)) if board != key), None
-        ):
+        while other := other_solution("".join(cells), key):
             cell = next(cell for cell in order if other[cell] != key[cell])
             cells[cell] = key[cell]
         return as_prompt("".join(cells)) + key
+
+
+def other_solution(cells: str, board: str) -> str | None:
+    """Return a solution that is not this board, if there is one."""
+    for solution in solutions(cells):
+        if solution != board:
+            return solution
+    return None
 
 
 # arms of a star, edges of an arm
@@ -190,19 +216,26 @@ class Star(Task):
     def draw(self, rng):
         """The edges, two letters each, in random order; the centre and the end of an
         arm."""
-        names = letters(
-            rng, EDGES + 1, of=EDGES + 1
-        )  # with more, edges are looked up late
-        arms = [names[0] + names[1 + ARM * a : 1 + ARM * (a + 1)] for a in range(ARMS)]
-        edges = [arm[i : i + 2] for arm in arms for i in range(ARM)]
+        # With more letters edges are looked up late.
+        names = letters(rng, EDGES + 1, of=EDGES + 1)
+        centre = names[0]
+        arms = []
+        edges = []
+        for start in range(1, EDGES + 1, ARM):
+            arm = centre + names[start : start + ARM]
+            arms.append(arm)
+            edges += [arm[i : i + 2] for i in range(ARM)]
         shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
-        return f"{shuffled}/{names[0]}{arms[0][-1]}="
+        end = arms[0][-1]
+        return f"{shuffled}/{centre}{end}="
 
     def canonical(self, key):
         return "".join(sorted(pairs(key, EDGES)))
 
     def answer(self, key, rng):
-        before = {edge[1]: edge[0] for edge in pairs(key, EDGES)}
+        before = {}
+        for start, end in pairs(key, EDGES):
+            before[end] = start
         centre = key[-3]
         path = key[-2]
         while path[0] != centre:
@@ -229,7 +262,8 @@ class Colouring(Task):
                 for j in range(i)
                 if colour[i] != colour[j]
             ]
-        chosen = [edges[k] for k in rng.permutation(len(edges))[:BORDERS]]
+        places = rng.permutation(len(edges))[:BORDERS]
+        chosen = [edges[place] for place in places]
         key = ""
         turns = rng.integers(2, size=BORDERS)
         for edge, turn in zip(chosen, turns, strict=True):
@@ -250,9 +284,12 @@ class Colouring(Task):
             if len(colours) == COUNTRIES:
                 return colours
             for k in rng.permutation(len(COLOURS)):
-                more = colours | {order[len(colours)]: COLOURS[k]}
-                if not self.clashes(key, more) and (found := search(more)):
-                    return found
+                country = order[len(colours)]
+                more = colours | {country: COLOURS[k]}
+                if not self.clashes(key, more):
+                    whole = search(more)
+                    if whole:
+                        return whole
             return None
 
         colours = search({})
@@ -370,7 +407,11 @@ class Parity(Task):
         return "".join(map(str, rng.integers(2, size=20))) + "="
 
     def answer(self, key, rng):
-        return "".join(str(key[: i + 1].count("1") % 2) for i in range(20))
+        parities = ""
+        for place in range(20):
+            ones = key[: place + 1].count("1")
+            parities += str(ones % 2)
+        return parities
 
 
 class Letters(Task):
