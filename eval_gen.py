@@ -18,6 +18,7 @@ from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation.judges import load_judge
+from aogpt.evaluation.mauve_score import require_mauve
 from aogpt.evaluation.scoring import (
     NGRAMS,
     Reference,
@@ -69,8 +70,8 @@ LEGEND = (
     "Seconds: to generate all samples of a row."
 )
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
-SIZES = "steps", "group_size", "draft"
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
+SIZES = "steps", "group_size", "draft"
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -129,6 +130,11 @@ class Arguments(ModelOptions, OutputOptions):
     reference: str | None = None
     """Data set of held-out text of the same kind: also report the Jensen-Shannon divergence between
     its 1-, 2- and 3-grams and those of the samples, 0 to 0.693 nats; repetition raises it."""
+    mauve: bool = False
+    """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as long as
+    they are on average. Its features are the judge's, the mean of the last hidden state over
+    tokens, not those of GPT-2 Large by default: compare only numbers of one judge, and of as
+    many samples, 1,000 or more. It needs pip install mauve-text."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block size."""
     num_samples: Count = 64
@@ -150,6 +156,10 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         raise UserError(
             "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"
         )
+    if a.mauve:
+        require_mauve()
+        if not a.reference:
+            raise UserError("--mauve compares samples with text: give --reference, too")
     outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = [samples for path in a.samples for samples in read_sample_sets(path)]
@@ -173,7 +183,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         make_samples(samplers, models, a, dtype, procs), read
     ):
         batch_size = a.decoding.batch_size or BATCH_SIZE
-        row = score_samples(samples, judge, batch_size, procs, reference)
+        row = score_samples(samples, judge, batch_size, procs, reference, a.mauve)
         rows.append(row)
         if not procs.main:
             continue
@@ -271,6 +281,7 @@ def lines_of(result: dict) -> list[str]:
     cells = []
     columns = list(COLUMNS)
     columns += REFERENCE if result["settings"]["reference"] else []
+    columns += [("MAUVE", "mauve", ".3f")] if result["settings"]["mauve"] else []
     for row in rows:
         values = row["sampler"] | row
         numbers = [number(values.get(key), form) for _, key, form in columns]
@@ -306,6 +317,11 @@ def notes(rows: list[dict]) -> list[str]:
             lines.append(
                 f"JS of {row['tokens']:,} tokens of other held-out text: {near}."
             )
+        if "mauve" in row:
+            lines.append(
+                f"MAUVE of as many passages of other held-out text: "
+                f"{number(row['mauve_text'], '.3f')}; features of the judge."
+            )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
     if given := sum(row["given_tokens"] for row in rows):
         lines.append(
@@ -322,8 +338,8 @@ MODE_DEFAULTS = modes.REFINING | {
 def changed_settings(settings: dict) -> list[str]:
     """The options of decoding that are not at their default, apart from those that have a
     column of the table or are part of a sampler's name."""
-    shown = {key for _, key, _ in COLUMNS} | {"mode", "refine", "batch_size", "banned"}
-    shown |= {*SIZES, "threshold", "entropy_bound"}
+    shown = {key for _, key, _ in COLUMNS} | {"mode", "refine", "batch_size"}
+    shown |= {*SIZES, "threshold", "entropy_bound", "banned", "required"}
     changed = []
     for field in fields(DecodingOptions):
         value = settings.get(field.name, field.default)

@@ -242,6 +242,62 @@ def test_samples_are_compared_to_the_n_grams_of_a_reference(
     assert "JS-3" in (tmp_path / "result.md").read_text()
 
 
+@pytest.fixture
+def pages(tmp_path):
+    """A data set of letters, and its text."""
+    source = tmp_path / "pages.txt"
+    letters = np.random.default_rng(0).choice(list("aaabbc  e"), 20_000)
+    source.write_text("".join(letters))
+    options = {"split": "test", "tokenizer": "bytes", "out": tmp_path / "pages"}
+    prepare(Prepare("text", source=(source,), **options))
+    return tmp_path / "pages", source.read_text()
+
+
+def test_mauve_is_high_for_pieces_of_the_text_and_low_for_copies(
+    script, report, write, byte_judge, run, pages
+):
+    pytest.importorskip("mauve")
+    folder, text = pages
+    pieces = [text[n : n + 30] for n in range(0, 40 * 300, 300)]
+    for judge in (byte_judge, run):
+        words = ["--judge", judge, "--reference", folder, "--mauve"]
+        near = report("--samples", write(*({"text": t} for t in pieces)), *words)
+        far = report("--samples", write(*[{"text": "zq" * 15}] * 40), *words)
+        near = near["rows"][0]
+        far = far["rows"][0]
+        assert 0 <= far["mauve"] < 0.1 and near["mauve"] > 0.7
+        assert near["mauve_text"] > 0.7
+        again = report("--samples", write(*({"text": t} for t in pieces)), *words)
+        assert again["rows"][0]["mauve"] == near["mauve"]
+    _, out, _ = script(eval_gen, "--samples", write({"text": "ab"}), *words)
+    assert "| MAUVE |" in out and "MAUVE of as many passages" in out
+
+
+def test_features_are_means_of_the_last_hidden_state(byte_judge, run):
+    from transformers import GPT2Model
+
+    ids = [97, 98, 99, 100, 101]
+    states = GPT2Model.from_pretrained(byte_judge)(torch.tensor([ids]))
+    expected = states.last_hidden_state[0].mean(dim=0).detach().numpy()
+    features = load(byte_judge).features([ids[:2], [], ids], 4)
+    assert len(features) == 2
+    np.testing.assert_allclose(features[1], expected, rtol=1e-4, atol=1e-6)
+    model = load_model(run)
+    hidden = model.hidden(torch.tensor([ids]), torch.arange(5)[None])
+    (own,) = load(run).features([ids], 1)
+    np.testing.assert_allclose(
+        own, hidden[0].mean(dim=0).detach().numpy(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_mauve_without_text_or_package_is_refused(fails, write, run, monkeypatch):
+    words = ["--samples", write({"text": "ab"}), "--judge", run, "--mauve"]
+    monkeypatch.setitem(sys.modules, "mauve", None)
+    assert "pip install mauve-text" in fails(*words, "--reference", "data")
+    monkeypatch.setitem(sys.modules, "mauve", type(sys)("mauve"))
+    assert "give --reference, too" in fails(*words)
+
+
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
     """a after end-of-text costs 3 bits, c 2 bits; windows of 4 of abaa|cc."""
     judge = load(save_bigram(tmp_path, context=5, start=True))

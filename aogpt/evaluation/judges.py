@@ -7,6 +7,7 @@ first. Samples longer than its context are cut into windows, each scored like a 
 import json
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,6 +45,7 @@ class Judge:
     # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
     # first column means nothing.
     nll: Callable[[Tensor], Tensor]
+    hidden: Callable[[Tensor], Tensor]  # last hidden states, (B, T) -> (B, T, D)
 
     def score(
         self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
@@ -74,6 +76,21 @@ class Judge:
                 totals[sample] += float(row[first : len(ids)].sum())
                 counts[sample] += max(0, len(ids) - first)
         return list(zip(totals, counts, strict=True))
+
+    @torch.no_grad()
+    def features(
+        self, samples: Sequence[Sequence[int]], batch_size: int
+    ) -> list[np.ndarray]:
+        """The mean over tokens of the last hidden state, (D,), of the first window of each
+        sample that is not empty, in the judge's ids."""
+        windows = [torch.tensor(ids[: self.context]) for ids in samples if len(ids)]
+        features = []
+        for start in range(0, len(windows), batch_size):
+            batch = windows[start : start + batch_size]
+            tokens = pad_sequence(batch, batch_first=True).to(self.device)
+            for ids, states in zip(batch, self.hidden(tokens), strict=True):
+                features.append(states[: len(ids)].mean(dim=0).cpu().numpy())
+        return features
 
     def describe(self) -> dict:
         """What a reported number depends on."""
@@ -134,6 +151,10 @@ class DecoderJudge(Judge):
             tokens
         )
         return -token_log_probs(self.model, tokens, left_to_right)
+
+    def hidden(self, tokens):
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.model.hidden(tokens, steps.expand_as(tokens))
 
 
 class TransformersJudge(Judge):
@@ -222,3 +243,12 @@ class TransformersJudge(Judge):
             [F.cross_entropy(row, target, reduction="none") for row, target in pairs]
         )
         return nll if self.start else F.pad(nll, (1, 0))
+
+    def hidden(self, tokens):
+        if self.start:
+            tokens = F.pad(tokens, (1, 0), value=self._bos)
+        mask = torch.ones_like(tokens)
+        states = self.model.base_model(
+            input_ids=tokens, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        return states[:, int(self.start) :]

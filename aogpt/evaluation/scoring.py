@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired
 
+import numpy as np
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.loader import evaluation_split, find_dataset, load_meta, read_tokens, spread
@@ -20,6 +21,7 @@ from ..runtime.processes import Processes
 from ..runtime.validation import Amount, from_json, schema
 from . import text_measures
 from .judges import Judge
+from .mauve_score import mauve_score
 from .text_measures import jensen_shannon, ngrams
 
 NGRAMS = (1, 2, 3)
@@ -94,8 +96,10 @@ class Reference:
         folder = find_dataset(name)
         meta = load_meta(folder)
         self.tokenizer = meta["tokenizer"]
-        self.encode = get_tokenizer(self.tokenizer, folder=folder).encode
-        tokens = read_tokens(folder, evaluation_split(meta))
+        tokenizer = get_tokenizer(self.tokenizer, folder=folder)
+        self.encode = tokenizer.encode
+        self.decode = tokenizer.decode
+        self.tokens = tokens = read_tokens(folder, evaluation_split(meta))
         whole = tokens[: tokens.size // CHUNK * CHUNK].reshape(-1, CHUNK)
         chunks = whole[spread(MOST_CHUNKS, len(whole))].tolist()
         self.other = chunks[1::2]
@@ -104,10 +108,7 @@ class Reference:
     def divergences(self, samples: SampleSet) -> dict[str, float]:
         """js_N: the Jensen-Shannon divergence of the samples' N-grams from those of the text, nats;
         js_N_text: that of about as much other text, below which no samples need to come."""
-        own = samples.tokenizer == self.tokenizer
-        found = [
-            s["tokens"] if own else self.encode(s["text"]) for s in samples.samples
-        ]
+        found = self._tokens_of(samples)
         count = -(-sum(map(len, found)) // CHUNK)
         text = [self.other[n] for n in spread(count, len(self.other))]
         row = {}
@@ -116,6 +117,42 @@ class Reference:
             row[f"js_{n}_text"] = jensen_shannon(ngrams(text, n), counts)
         return row
 
+    def _tokens_of(self, samples: SampleSet) -> list[list[int]]:
+        own = samples.tokenizer == self.tokenizer
+        return [s["tokens"] if own else self.encode(s["text"]) for s in samples.samples]
+
+    def passages(self, samples: SampleSet) -> list[str]:
+        """Twice as many passages of the text as there are samples, or what there is, as long
+        as samples on average, spread over the split."""
+        lengths = [len(tokens) for tokens in self._tokens_of(samples)]
+        length = max(1, round(sum(lengths) / len(lengths)))
+        places = spread(2 * len(lengths), len(self.tokens) // length)
+        return [self.decode(self.tokens[n * length : (n + 1) * length]) for n in places]
+
+
+def mauve_scores(
+    samples: SampleSet,
+    judged: list[list[int]],
+    reference: Reference,
+    judge: Judge,
+    batch_size: int,
+    procs: Processes,
+) -> dict[str, float]:
+    """mauve: of the samples and passages of the reference, by the judge's features;
+    mauve_text: of other passages and these, above which samples need not come. judged: this
+    process's share of the samples, in the judge's ids."""
+    passages = reference.passages(samples)
+    share = procs.share(len(passages))
+    read = [judge.encode(text) for text in passages[share.start : share.stop]]
+    of_samples = sum(procs.gather(judge.features(judged, batch_size)), [])
+    of_text = np.array(sum(procs.gather(judge.features(read, batch_size)), []))
+    if not procs.main:
+        return {}
+    return {
+        "mauve": mauve_score(of_text[::2], np.array(of_samples)),
+        "mauve_text": mauve_score(of_text[::2], of_text[1::2]),
+    }
+
 
 def score_samples(
     samples: SampleSet,
@@ -123,9 +160,10 @@ def score_samples(
     batch_size: int,
     procs: Processes,
     reference: Reference | None = None,
+    mauve: bool = False,
 ) -> dict:
     """The scores of a set: over all samples, and of each in `per_sample`; every process scores its
-    share. batch_size: as in `Judge.score`."""
+    share. batch_size: as in `Judge.score`. mauve: also compare them with the reference so."""
     how = "text"
     if samples.tokenizer is not None:
         same = samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer)
@@ -158,6 +196,8 @@ def score_samples(
     row = {"run": samples.name, "tokens_judged": how} | summary(results)
     row["distinct_samples"] = len(set(map(tuple, measured_tokens)))
     row |= reference.divergences(samples) if reference and procs.main else {}
+    if reference and mauve:
+        row |= mauve_scores(samples, judged, reference, judge, batch_size, procs)
     row |= {
         "seconds": samples.seconds,
         "tokenizer": samples.tokenizer,
