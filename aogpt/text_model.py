@@ -451,8 +451,8 @@ class TextModel:
 
         Args:
             prompt: a text, or a list of texts, which are continued in batches.
-            new_tokens: how many to generate; by default as many as fit into a block.
-            num_samples: return a list of so many samples of each prompt, not one.
+            new_tokens: how many to generate; by default what fits into a block.
+            num_samples: return a list of this number of samples of each prompt.
             seed: repeats the samples; None: draws anew each time. A sample's `seed`
                 says which.
             temperature: 0 takes the most probable token.

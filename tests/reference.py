@@ -655,7 +655,8 @@ def paced_choice(
 
 
 def truncated(probs, choice):
-    """What is kept of a list of probabilities: sort (lower id first among equals), keep top_k, and of
+    """What is kept of a list of probabilities: sort (lower id first among equals),
+    keep top_k, and of
     it what min_p keeps,
     renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
     be dropped for passing top_p, and at least one token; renormalise."""
@@ -984,7 +985,8 @@ def sizes_of(steps):
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the mean probability of
+    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the mean
+    probability of
     every token along one order of each sequence, (B, T, S), in sequence order. Step i is scored
     from the original context and max(sizes) - 1 permutations of it, with a full pass each."""
     T = tokens.shape[1]

@@ -1,6 +1,7 @@
 """Findings 4 and 5 of the paper (arXiv 2506.19935): how many conditionals an architecture models.
 
-An encoder's conditional depends on the set of unmasked positions, a decoder's on their order, too."""
+An encoder's conditional depends on the set of unmasked positions, a decoder's also on
+their order."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""aogpt/evaluation/harness.py and eval_tasks.py: against the model's own log-likelihoods, enumeration,
-and whole tasks through lm-evaluation-harness without network."""
+"""aogpt/evaluation/harness.py and eval_tasks.py: against the model's own log-likelihoods,
+enumeration, and whole tasks through lm-evaluation-harness without network."""
 
 import functools
 import itertools
@@ -393,7 +393,10 @@ ANSWER = (
     'doc_to_target: "{{target}}"\ngeneration_kwargs: {until: [" "], max_gen_toks: 8}\n'
 )
 ANSWER += "metric_list: [{metric: exact_match}]\n"
-ROLLING = 'doc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n'
+ROLLING = (
+    'doc_to_target: "{{text}}"\n'
+    "metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n"
+)
 
 
 @pytest.fixture

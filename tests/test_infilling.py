@@ -1,4 +1,5 @@
-"""aogpt/evaluation/infilling.py and eval_infill.py: the middle of a passage, given both sides or one."""
+"""aogpt/evaluation/infilling.py and eval_infill.py: the middle of a passage, given
+both sides or one."""
 
 import json
 import math

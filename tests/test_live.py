@@ -1,4 +1,5 @@
-"""aogpt/sampling/live.py: samples that fill in on a terminal, and lines filled in as they are typed."""
+"""aogpt/sampling/live.py: samples that fill in on a terminal, and lines filled in as
+they are typed."""
 
 import contextlib
 import io

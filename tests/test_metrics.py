@@ -1,5 +1,5 @@
-"""aogpt/training/metrics.py and aogpt/training/plot.py: rows of metrics.jsonl, progress, curves by step of the
-order, and runs drawn against each other."""
+"""aogpt/training/metrics.py and aogpt/training/plot.py: rows of metrics.jsonl, progress,
+curves by step of the order, and runs drawn against each other."""
 
 import json
 import re

@@ -116,7 +116,7 @@ def statements_of_methods(path):
 
 
 def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tmp_path):
-    """But for those of other systems, which are named above. Chunks of the head are small."""
+    """Lines of other systems, which are named above, are left out. Chunks of the head are small."""
     path = ROOT / "aogpt" / "model.py"
     monkeypatch.setitem(page.CHUNK_ELEMENTS, "cpu", 1)
     recorder = coverage.Coverage(include=[str(path)], data_file=None)

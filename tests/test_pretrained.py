@@ -35,7 +35,7 @@ from convert import convert
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import (
+from tokenizers import (  # noqa: E402
     decoders,
     models,
     normalizers,

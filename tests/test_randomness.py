@@ -97,8 +97,8 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
                 used.update([node.attr] if node.attr in streams else ())
             if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
                 generators.append(str(place))
-    # ORDERS: the default of orders and of masks. A run trains on one or the other. text_model.py scores
-    # along the orders of eval_ppl.py, and app.py draws what sample.py draws.
+    # ORDERS: the default of orders and of masks. A run trains on one or the other.
+    # text_model.py scores along the orders of eval_ppl.py, and app.py draws what sample.py draws.
     again = dict.fromkeys(("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"), 2)
     assert used == dict.fromkeys(streams, 1) | again
     # The seed of dropout has a stream, those of the initial weights are hashed from their names;

@@ -221,8 +221,8 @@ def config_of(settings: dict, has_start: bool) -> ModelConfig:
 
 
 def window_of(settings: Settings) -> int | None:
-    """Return the tokens that attention looks back over; None: all of them. Sequences of
-    at most so many tokens do not see the difference."""
+    """Return the tokens that attention looks back over; None: all of them. Shorter
+    sequences do not see the difference."""
     is_mistral = settings["architectures"][0].startswith("Mistral")
     window = settings.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
     layers = settings.get("layer_types") or []

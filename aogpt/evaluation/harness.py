@@ -191,7 +191,8 @@ class HarnessModel(TemplateLM):
 
     def request_counts(self) -> dict[str, int]:
         """Requests of all processes; `spanning`: with a token across context and continuation,
-        `truncated`: whose context lost its beginning; `windows`: of whole texts; `generated`: answers."""
+        `truncated`: whose context lost its beginning; `windows`: of whole texts;
+        `generated`: answers."""
         found = self.procs.gather(self.counts)
         return {name: sum(c[name] for c in found) for name in REQUESTS_COUNTED}
 
