@@ -372,10 +372,10 @@ def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not
 
 
 def test_data_without_a_checksum_that_has_another_time_is_told(tmp_path, capsys):
-    """nanoGPT's folders have none."""
+    """nanoGPT's folders have none. Their ids are GPT-2's: not only the 512 first ones."""
     folder = tmp_path / "plain"
     folder.mkdir()
-    tokens = np.arange(4000) % 300
+    tokens = np.arange(4000) % 600
     for name in ("train.bin", "val.bin"):
         (folder / name).write_bytes(tokens.astype("<u2").tobytes())
     config = tiny_config(folder, tmp_path, steps=6, model__vocab_size=50304)
