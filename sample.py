@@ -27,7 +27,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.randomness import PLANS, philox_bits
+from aogpt.runtime.randomness import INFILL_SEEDS, philox_bits
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import gaps, live, modes, resampling
 from aogpt.sampling.engine import Generation
@@ -263,7 +263,7 @@ def resample(
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = a.seed
     if number:  # other random numbers for each request
-        seed = int(philox_bits(seed, number, range(1), 1, PLANS)[0, 0]) >> 1
+        seed = int(philox_bits(seed, number, range(1), 1, INFILL_SEEDS)[0, 0]) >> 1
     try:
         weighted = resampling.fill_by_resampling(
             loaded.model,

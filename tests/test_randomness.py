@@ -39,6 +39,15 @@ USES = {
     "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
     "shuffle": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.SHUFFLE),
     "lengths": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.LENGTHS),
+    "resampled tokens": lambda: randomness.philox_bits(
+        7, 3, ROWS, 9, randomness.RESAMPLED_TOKENS
+    ),
+    "resampling": lambda: randomness.philox_bits(
+        7, 3, range(1), 1, randomness.RESAMPLING
+    ),
+    "seeds of infills": lambda: randomness.philox_bits(
+        7, 3, range(1), 1, randomness.INFILL_SEEDS
+    ),
     "dropout": lambda: randomness.philox_bits(7, 3, ROWS, 1, randomness.DROPOUT),
 }
 
@@ -98,13 +107,21 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
             if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
                 generators.append(str(place))
     # ORDERS: the default of orders and of masks. A run trains on one or the other.
-    # text_model.py scores along the orders of eval_ppl.py, and app.py draws what sample.py draws.
+    # text_model.py scores along the orders of eval_ppl.py, and app.py draws what
+    # sample.py draws.
     again = dict.fromkeys(("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"), 2)
     assert used == dict.fromkeys(streams, 1) | again
     # The seed of dropout has a stream, those of the initial weights are hashed from their names;
     # the last takes no numbers. hub_model.py is code for transformers, without our streams.
-    project = ["aogpt/training/parallel.py", "aogpt/training/state.py", "train.py"]
-    assert generators == ["aogpt/sampling/hub_model.py", *project]
+    # kernel_check.py compares two computations with a constant seed, in no result.
+    assert generators == [
+        "aogpt/sampling/hub_model.py",
+        "aogpt/sampling/kernel_check.py",
+        "aogpt/sampling/kernel_check.py",
+        "aogpt/training/parallel.py",
+        "aogpt/training/state.py",
+        "train.py",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["random", "mdm"])

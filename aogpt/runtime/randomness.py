@@ -17,6 +17,9 @@ ENSEMBLES = 8
 REQUESTS = 9  # of likelihoods in lm-evaluation-harness
 DROPOUT = 10
 MIXTURE = 11
+RESAMPLED_TOKENS = 12  # of a plain GPT's continuations, which fill a gap
+RESAMPLING = 13  # which of these continuations are taken
+INFILL_SEEDS = 14  # of the requests of sample.py that fill gaps by resampling
 
 
 def philox_bits(

@@ -33,7 +33,12 @@ from torch.nn.utils.rnn import pad_sequence
 from ..model import AOGPT
 from ..runtime.devices import supports_float64
 from ..runtime.errors import UserError
-from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
+from ..runtime.randomness import (
+    RESAMPLED_TOKENS,
+    RESAMPLING,
+    philox_bits,
+    to_uniform,
+)
 from .cached import KVCache, cached_hidden, float32_logits, make_steps
 from .engine import Generation
 from .gaps import Gapped, Scores, TooLong, log_probs_along
@@ -66,7 +71,7 @@ class Weighted:
     def resampled(self, count: int, seed: int) -> list[int]:
         """Return the numbers of `count` fillings, drawn by weight, each
         independently."""
-        uniforms = to_uniform(philox_bits(seed, RESAMPLED, range(count), 1, PLANS))
+        uniforms = to_uniform(philox_bits(seed, RESAMPLED, range(count), 1, RESAMPLING))
         return _inverse(
             torch.tensor(self.weights).double(), torch.from_numpy(uniforms[:, 0])
         )
@@ -260,7 +265,9 @@ def fill_by_resampling(
         by_length = [weights + proposals[n].log_weight for n in sizes]
         weights, found = _normalised(torch.cat(by_length), draws)
         effective = min(effective, found)
-        shift = float(to_uniform(philox_bits(seed, number, range(1), 1, PLANS))[0, 0])
+        shift = float(
+            to_uniform(philox_bits(seed, number, range(1), 1, RESAMPLING))[0, 0]
+        )
         strata = (torch.arange(draws).double() + shift) / draws
         chosen = _inverse(weights, strata)
         ancestors = torch.tensor([i % draws for i in chosen])
@@ -307,7 +314,9 @@ def _draw(
 ) -> dict[int, Proposal]:
     """Continue every row by the longest of the lengths; return what each length is
     worth."""
-    bits = philox_bits(seed, number, range(len(rows.tokens)), sizes[-1], TOKENS)
+    bits = philox_bits(
+        seed, number, range(len(rows.tokens)), sizes[-1], RESAMPLED_TOKENS
+    )
     uniforms = torch.from_numpy(to_uniform(bits)).to(rows.draw_device)
     log_p = torch.zeros(len(rows.tokens), dtype=torch.float64)
     log_q = torch.zeros_like(log_p)
