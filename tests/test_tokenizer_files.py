@@ -139,6 +139,44 @@ def test_what_a_tokenizer_writes_around_a_text_begins_and_ends_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "token", "words"),
+    [
+        ("<s> $A", "<s>", "begins a text with id 100000, which is not in its vocab"),
+        ("$A <|im_end|>", "<|im_end|>", "ends a text with id 100000, which is not"),
+    ],
+)
+def test_a_tokenizer_that_writes_ids_past_its_vocabulary_is_refused(
+    tmp_path, template, token, words
+):
+    path = saved(around(of_bytes(), template), tmp_path)
+    made = json.loads(path.read_text())
+    made["post_processor"]["special_tokens"][token]["ids"] = [100_000]
+    path.write_text(json.dumps(made))
+    with pytest.raises(UserError, match=words):
+        get_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("largest", [5_000_000, 4_000_000_000])
+def test_an_id_that_would_take_much_memory_is_refused(tmp_path, largest):
+    """Each id below the largest one needs memory, also where it is no token."""
+    path = saved(of_bytes(), tmp_path)
+    made = json.loads(path.read_text())
+    made["model"]["vocab"]["!"] = 60_000
+    path.write_text(json.dumps(made))
+    assert get_tokenizer(str(path)).vocab_size == 60_001
+    made["model"]["vocab"]["!"] = largest
+    path.write_text(json.dumps(made))
+    with pytest.raises(UserError, match=f"a token with the id {largest}: at most"):
+        get_tokenizer(str(path))
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    path = saved(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
+    with pytest.raises(UserError, match="tokenizer.json has no tokens"):
+        get_tokenizer(str(path))
+
+
 def test_a_begin_that_only_the_settings_ask_for(tmp_path):
     settings = {"bos_token": "<s>", "add_bos_token": True}
     path = saved(of_bytes(), tmp_path, tokenizer_config=settings)

@@ -40,6 +40,7 @@ END_OF_TEXT = "<|endoftext|>"
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
 MAX_SETTINGS = 64 << 20  # bytes of a file beside it
+MAX_IDS = 1 << 22  # of a tokenizer.json; each needs memory, also in a hole
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # The sha256 of GPT-2's vocabulary as a .tiktoken file (`Tokenizer.sha256`).
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -238,7 +239,14 @@ class HubTokenizer(Tokenizer):
         self.inner.no_truncation()
         self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise UserError(f"{path} has no tokens; get it again")
         self.vocab_size = max(ids.values()) + 1
+        if self.vocab_size > MAX_IDS:
+            raise UserError(
+                f"{path} has a token with the id {self.vocab_size - 1}: at most "
+                f"{MAX_IDS:,} ids are read"
+            )
         self.starts, self.eot = _begin_and_end(self.inner, ids, path, end_token)
         self.inner.encode_special_tokens = True  # in a text they are plain text
         self.bytes = _bytes_of_tokens(self.inner, ids, self.file)
@@ -321,6 +329,13 @@ def _begin_and_end(
                 before = whole[:place]
                 after = whole[place + len(plain) :]
                 break
+    known = set(ids.values())
+    for verb, written in (("begins", before), ("ends", after)):
+        for i in written:
+            if i not in known:
+                raise UserError(
+                    f"{path} {verb} a text with id {i}, which is not in its vocabulary"
+                )
     settings = _json_beside(path, HUB_SETTINGS)
     start = _token_id(settings.get("bos_token"), ids)
     if not before and settings.get("add_bos_token") is True and start is not None:
