@@ -230,6 +230,17 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
         load(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_two_names_that_are_one_without_their_prefix_are_refused(released, prefix):
+    contents, _, _ = container()
+    table = contents["model"]["transformer.wte.weight"]
+    contents["model"][f"{prefix}transformer.wte.weight"] = 2 * table
+    torch.save(contents, released)
+    words = "two tensors of the name transformer.wte.weight"
+    with pytest.raises(CheckpointError, match=words):
+        load(released)
+
+
 def masked_case(seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = random_tokens(TOKENS, 3, BLOCK, seed)
@@ -322,6 +333,17 @@ def gpt2_files(reference, original, folder, kind):
         name.removeprefix("transformer."): t for name, t in (state | masks).items()
     }
     return write_folder(folder, settings, state)
+
+
+def test_a_tensor_of_gpt2_with_and_without_its_prefix_is_refused(gpt2, tmp_path):
+    reference, original = gpt2
+    settings = json.loads((original / "config.json").read_text())
+    state = {name: tensor.float() for name, tensor in reference.state_dict().items()}
+    state["wpe.weight"] = 2 * state["transformer.wpe.weight"]
+    folder = write_folder(tmp_path, settings, state)
+    words = "two tensors of the name transformer.wpe.weight"
+    with pytest.raises(CheckpointError, match=words):
+        load(folder)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from ..runtime.validation import (
 from ..systems import build_model, set_block_size
 from . import adapters, gguf_file, pretrained, released, store
 from .store import CheckpointError
-from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights
+from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
 
 Weights = Literal["ema", "raw"]  # averaged or last
 EXPORT_FORMAT = "aogpt-export-2"
@@ -302,7 +302,8 @@ def from_file(
         return from_pretrained(settings, contents, file, block_size)
     if settings.get("model_type") == "aogpt":  # of convert.py --hub
         export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
-        prefixed = {name.removeprefix("model."): name for name in contents}
+        same = {name: name for name in contents}
+        prefixed = renamed(same, lambda name: name.removeprefix("model."))
         tensors = LazyTensors(
             {
                 ours: partial(contents.__getitem__, name)

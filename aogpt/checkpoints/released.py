@@ -12,6 +12,7 @@ from ..model import ModelConfig
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, check_value
 from ..systems import check_config
+from .tensors import renamed
 
 # Settings of GPT-2 and SEDD that our model has only these values for.
 SETTINGS = {
@@ -42,10 +43,7 @@ def read(
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
     # without the prefixes of torch.compile and DistributedDataParallel
-    state = {
-        re.sub(r"^((_orig_mod|module)\.)+", "", str(name)): t
-        for name, t in state.items()
-    }
+    state = renamed(state, lambda name: re.sub(r"^((_orig_mod|module)\.)+", "", name))
     system = layout(state)
     settings = settings if isinstance(settings, dict) else {}
     if isinstance(shape := settings.get("model"), dict):  # of RADD and SEDD
@@ -199,8 +197,9 @@ def _gpt2(state: dict, settings: dict):
     settings = settings | {"block_size": _size(settings, "n_positions")}
     config = _gpt_config(settings, target="none", gelu="tanh", start="hidden", **PLAIN)
     translated = {"transformer.wnonee.weight": torch.zeros(config.n_embd)}
+    prefix = re.compile(r"^(?!transformer\.|lm_head\.)")
+    state = renamed(state, lambda name: prefix.sub("transformer.", name))
     for name, tensor in state.items():
-        name = re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name)
         if re.fullmatch(r".*\.c_\w+\.weight", name) and tensor.dim() == 2:
             tensor = tensor.T
         if name == "transformer.wpe.weight":  # our input position p + 1 is GPT-2's p

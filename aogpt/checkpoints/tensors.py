@@ -4,6 +4,7 @@ import json
 import pickle
 import zipfile
 from collections import UserDict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def read_file(path: Path) -> LazyTensors | dict:
             f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}"
         )
     return contents
+
+
+def renamed(tensors: Mapping, rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return the tensors under the names that `rename` gives. Raises UserError if two
+    tensors get one name."""
+    by_name = {}
+    for name, tensor in tensors.items():
+        new_name = rename(str(name))
+        if new_name in by_name:
+            raise UserError(f"it has two tensors of the name {new_name}; get it again")
+        by_name[new_name] = tensor
+    return by_name
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
