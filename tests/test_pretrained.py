@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import ALONE, assert_user_error, run_main, run_script
+from helpers import (
+    ALONE,
+    assert_user_error,
+    make_data,
+    run_main,
+    run_script,
+    tiny_config,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
@@ -656,6 +663,21 @@ def made_tokenizers(tmp_path_factory):
 TOKENIZERS: dict = {}
 
 
+def test_hints_carry_the_pretrained_folder(llama, tmp_path):
+    folder = llama[1]
+    with pytest.raises(UserError) as raised:
+        configuration.load_toml(folder)
+    command = f"python train.py configs/smollm2.toml --train.init-from {folder} --data"
+    assert command in str(raised.value)
+    config = tiny_config(make_data(tmp_path), tmp_path, train__init_from=str(folder))
+    with pytest.raises(UserError) as raised:
+        train.train(config, ALONE)
+    file = folder / "tokenizer.json"
+    assert f"prepare the data with its tokenizer (--tokenizer {file})" in str(
+        raised.value
+    )
+
+
 def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
     """From a folder of transformers to an any-order model, with a rate of 0: the left-to-right loss
     stays that of the folder."""
@@ -679,7 +701,8 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
         "--tokenizer",
         tokenizer,
     )
-    assert "configs/aogpt_llama.toml" in prepared
+    hint = f"configs/smollm2.toml --name data --data.folder {data} --train.init-from"
+    assert f"next: python train.py {hint} {folder}" in prepared
     small = {
         "data.folder": data,
         "out": tmp_path,

@@ -210,6 +210,20 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
         prepared("text", tmp_path / "q", source, end_token="x")
 
 
+def test_the_next_command_carries_the_folder_of_the_model(tmp_path, capsys):
+    path = saved(of_bytes(), tmp_path / "my model", config={"eos_token_id": 257})
+    source = write_jsonl(tmp_path / "a.jsonl", ["some text " * 200] * 40)
+    out = tmp_path / "o"
+    command = f"python train.py configs/smollm2.toml --name o --data.folder {out}"
+    for _ in range(2):  # also where there is nothing to do
+        prepared("text", out, source, tokenizer=str(path))
+        said = capsys.readouterr().out
+        assert f"{command} --train.init-from '{path.parent}'\n" in said
+    (path.parent / "config.json").unlink()
+    prepared("text", out, source, tokenizer=str(path), end_token="<|im_end|>")
+    assert f"{command} --train.init-from FOLDER\n" in capsys.readouterr().out
+
+
 TEXTS = ["", "a", "the cat. ", "  two spaces", "naïve 🤖", "\n\nlines\n", "a\ud800b"]
 
 

@@ -30,7 +30,13 @@ from ..runtime.command_line import counted, show
 from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
-from ..runtime.validation import Count, check_value, check_values, read_toml
+from ..runtime.validation import (
+    Count,
+    check_value,
+    check_values,
+    expand_home,
+    read_toml,
+)
 from . import packing, tokenizers
 from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
@@ -192,7 +198,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         show(
             f"{target} holds this dataset already: nothing to do (--overwrite makes it again)"
         )
-        show(next_command(shown, load_meta(target), dataset))
+        show(next_command(shown, load_meta(target), dataset, args.tokenizer))
         return target
     with staging(target) as folder:
         # Token files without a meta.json would pass for nanoGPT's.
@@ -205,7 +211,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         # Raises for what came there meanwhile.
         is_finished(target, meta, args.overwrite)
     report(shown, meta, tokenizer, written.notes)
-    show(next_command(shown, meta, dataset))
+    show(next_command(shown, meta, dataset, args.tokenizer))
     return target
 
 
@@ -578,13 +584,15 @@ def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> 
         show(f"not comparable with the published tables: {note}")
 
 
-def next_command(folder: Path, meta: Mapping[str, Any], dataset: Dataset) -> str:
-    """Return the line that says which command comes next. folder: as the user typed
-    it."""
+def next_command(
+    folder: Path, meta: Mapping[str, Any], dataset: Dataset, tokenizer: str = HUB
+) -> str:
+    """Return the line that says which command comes next. folder, tokenizer: as the
+    user typed them; a pretrained model lies beside its tokenizer.json."""
     place = shlex.quote(str(folder))
     if meta["protocol"] == "sedd" or "train" not in meta["splits"]:
         return f"next: python eval_ppl.py RUN --datasets {place}"
-    by_tokenizer = {"gpt2": "own_text", HUB: "aogpt_llama"}
+    by_tokenizer = {"gpt2": "own_text", HUB: "smollm2"}
     config = dataset.config or by_tokenizer.get(meta["tokenizer"], "quickstart")
     file = config if "/" in config else f"configs/{config}.toml"
     values = read_toml(PROJECT / file)
@@ -593,10 +601,12 @@ def next_command(folder: Path, meta: Mapping[str, Any], dataset: Dataset) -> str
     if folder.resolve() != usual.resolve():
         words += ["--name", shlex.quote(meta["name"]), "--data.folder", place]
     model = values["model"]
-    if config == "aogpt_llama":
-        words += ["--train.init-from", "FOLDER"]
-        return " ".join(words)
-    if meta["tokenizer"] in tokenizers.FILES and not dataset.config:
+    if config == "smollm2":
+        source = Path(tokenizer).parent
+        is_model = (expand_home(source) / "config.json").is_file()
+        model_folder = shlex.quote(str(source)) if is_model else "FOLDER"
+        words += ["--train.init-from", model_folder]
+    elif meta["tokenizer"] in tokenizers.FILES and not dataset.config:
         size = -(-meta["vocab_size"] // 64) * 64
         words += ["--model.vocab-size", str(size)]
     least = min(entry["tokens"] for entry in meta["splits"].values())

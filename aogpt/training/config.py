@@ -6,6 +6,7 @@ comments on fields."""
 import itertools
 import math
 import re
+import shlex
 import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -296,6 +297,13 @@ def refuse(wrong: object, message: str) -> None:
 
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and OSError."""
+    is_pretrained = (Path(path) / "config.json").is_file()
+    if is_pretrained and (Path(path) / "tokenizer.json").is_file():
+        raise UserError(
+            f"{path} is a pretrained model, not a config file; to start from it: python "
+            f"train.py configs/smollm2.toml --train.init-from {shlex.quote(str(path))} "
+            "--data.folder DATA"
+        )
     values = validation.read_toml(Path(path))
     train = values.get("train")
     both = isinstance(train, dict) and "steps" in train and train.get("epochs")

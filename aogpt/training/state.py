@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from ..checkpoints import CheckpointError, load, store
 from ..checkpoints.adapters import check_base, weights_sha256
 from ..data.loader import changed_files
-from ..data.tokenizers import RECORDED, other_tokenizer
+from ..data.tokenizers import HUB, RECORDED, other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.processes import Processes
@@ -108,11 +108,13 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
         source = load(config.train.init_from)
         if not found:
             for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
-                what = (
-                    f"its {key} is {theirs!r}, that of {config.data.folder} is {ours!r}"
+                file = Path(source.path).with_name(HUB)
+                option = f" (--tokenizer {file})" if file.is_file() else ""
+                raise UserError(
+                    f"cannot start from {source.path}: its {key} is {theirs!r}, that of "
+                    f"{config.data.folder} is {ours!r}; prepare the data with its "
+                    f"tokenizer{option}, or leave out --train.init-from"
                 )
-                advice = "prepare the data with its tokenizer, or leave out --train.init-from"
-                raise UserError(f"cannot start from {source.path}: {what}; {advice}")
         weights = initial_weights(config, source.model)
         if not found:
             procs.print0(f"started from the weights of {config.train.init_from}")
