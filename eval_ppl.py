@@ -4,6 +4,7 @@ the context. Two models, A and B, are compared on the same text, paired by seque
     python eval_ppl.py out/quickstart --datasets stories
     python eval_ppl.py out/quickstart --text "The fox ran into the woods."
     python eval_ppl.py A B --datasets stories my.txt
+    python eval_ppl.py A B --datasets sentences.txt --lines
     python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
@@ -23,7 +24,7 @@ from aogpt.evaluation.eval_sets import (
     EvalSet,
     comparable,
     open_eval_set,
-    open_text,
+    open_texts,
     read_text,
 )
 from aogpt.evaluation.likelihood import Scorer, Task
@@ -61,6 +62,9 @@ class Arguments(ModelOptions, OutputOptions):
     datasets: tuple[str, ...] = ()
     """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin is scored
     as it is, as one document without end-of-text."""
+    lines: bool = False
+    """Each line of a .txt file or /dev/stdin is a document, scored by itself; empty lines are left
+    out. The errors, and the p value of two models, are then by line."""
     text: Annotated[str | None, TEXT] = None
     """A text to score as it is, such as a sentence."""
     split: str | None = None
@@ -116,6 +120,10 @@ def check_arguments(a: Arguments) -> Outputs:
     if not a.datasets and a.text is None:
         raise UserError(
             "nothing to score: give RUN first, then --datasets and names, or --text"
+        )
+    if a.lines and not any(map(is_text_file, a.datasets)):
+        raise UserError(
+            "--lines is for texts: give --datasets FILE.txt, or leave it out"
         )
     names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -205,6 +213,11 @@ def parse_rule(text: str, group: int) -> Rule:
     return Rule(score, Pace(**values) if values else None, block)
 
 
+def is_text_file(name: str) -> bool:
+    """Whether this is a text to read, not the name of a prepared data set."""
+    return name == "/dev/stdin" or name.endswith(".txt")
+
+
 def open_all(
     a: Arguments, loaded: Loaded, block_size: int, procs: Processes
 ) -> list[EvalSet]:
@@ -212,13 +225,16 @@ def open_all(
     eval_sets = []
     limits = {"max_sequences": a.max_sequences, "block_size": block_size}
     for name in a.datasets:
-        if name == "/dev/stdin" or name.endswith(".txt"):
+        if is_text_file(name):
             text = procs.gather(procs.main and read_text(name))[0]
-            eval_sets.append(open_text(Path(name).name, text, loaded, **limits))
+            texts = [text]
+            if a.lines:
+                texts = [line for line in text.split("\n") if line.strip()] or [""]
+            eval_sets.append(open_texts(Path(name).name, texts, loaded, **limits))
         else:
             eval_sets.append(open_eval_set(name, a.split, loaded, **limits))
     if a.text is not None:
-        eval_sets.append(open_text("text", a.text, loaded, **limits))
+        eval_sets.append(open_texts("text", [a.text], loaded, **limits))
     return eval_sets
 
 

@@ -22,21 +22,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, overload
 
+import numpy as np
 import torch
 from annotated_types import Interval
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
-from .data.pieces import byte_spans, text_bytes, token_text
-from .data.tokenizers import END_OF_TEXT, Tokenizer
-from .evaluation.estimates import Estimate, estimate
-from .evaluation.eval_sets import comparable, open_text
-from .evaluation.likelihood import BatchRunner, Scorer, Task, losses_of
+from .data.pieces import byte_spans, token_text
+from .data.tokenizers import END_OF_TEXT, Tokenizer, text_bytes
+from .evaluation.estimates import Estimate
+from .evaluation.eval_sets import comparable, open_texts
+from .evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
 from .orders import orders_at, parse_order
 from .runtime.errors import UserError
 from .runtime.processes import Processes
-from .runtime.randomness import SCORED_ORDERS, philox_bits
+from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes, resampling
 from .sampling.gaps import RankBy, Scores
@@ -270,15 +271,9 @@ class TextModel:
         pieces = self.tokenizer.pieces(of_text)
         if end:
             pieces.append(END_OF_TEXT)
-        size = len(text_bytes(text))
-        spans = byte_spans(self.tokenizer, of_text, text)
-        for i, token in enumerate(of_text):
-            if log_probs[i] is not None:
-                continue
-            if spans is None:
-                size -= len(self.tokenizer.to_bytes([token]))
-            else:
-                size -= spans[i][1] - spans[i][0]
+        counts = self.tokenizer.text_bytes_of(text, np.array(of_text))
+        scored = [p is not None for p in log_probs[: len(of_text)]]
+        size = round(float(counts[scored].sum()))
         return Scored(pieces, log_probs, size, ids)
 
     def _order(
@@ -387,49 +382,23 @@ class TextModel:
         check_value(seed, Seed, "seed")
         with _python_names():
             orders = parse_order(order, "order")
-        models = comparable([self.loaded, other.loaded])
-        scorers = []
-        for model, loaded in zip((self, other), models, strict=True):
-            model._check_any_order(orders.kind == "l2r")
-            elbo = loaded.model.config.is_encoder and orders.kind == "random"
-            scorers.append(Scorer(orders, joint=elbo))
-        size = min(self.block_size, other.block_size)
-        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
         texts = [text] if isinstance(text, str) else list(text)
         if not texts:
             raise UserError("there is no text to compare on")
-        differences = []  # (blocks, draws) of each text
-        tokens = []  # (blocks,) of each text: how many are scored
-        for number, document in enumerate(texts):
+        for document in texts:
             gaps.refuse_masks(document, "compare takes texts without one")
-            # other orders for each text, the same for both models
-            text_seed = seed
-            if number:
-                text_seed = int(
-                    philox_bits(seed, number, range(1), 1, SCORED_ORDERS)[0, 0]
-                )
-                text_seed >>= 1
-            name = "text" if len(texts) == 1 else f"text {number + 1}"
-            eval_set = open_text(name, document, models[0], None, size)
-            losses = []
-            for loaded, scorer in zip(models, scorers, strict=True):
-                task = Task(loaded, eval_set, order, scorer)
-                losses.append(losses_of(task, runner, text_seed, draws).nll)
-            differences.append(losses[0] - losses[1])
-            tokens.append(task.scored_tokens().double())
-        gap = torch.cat(differences)
-        if scorers[0].exact:
-            gap = gap[:, 0]
-        scored = torch.cat(tokens)
-        documents = torch.cat(
-            [torch.full((len(found),), i) for i, found in enumerate(differences)]
-        )
-        return estimate(
-            gap,
-            joint=any(scorer.joint for scorer in scorers),
-            weights=scored / scored.mean(),
-            documents=documents,
-        )
+        models = comparable([self.loaded, other.loaded])
+        size = min(self.block_size, other.block_size)
+        eval_set = open_texts("text", texts, models[0], None, size)
+        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
+        tasks = []
+        for model, loaded in zip((self, other), models, strict=True):
+            model._check_any_order(orders.kind == "l2r")
+            elbo = loaded.model.config.is_encoder and orders.kind == "random"
+            scorer = Scorer(orders, joint=elbo)
+            tasks.append(Task(loaded, eval_set, order, scorer))
+        losses = [losses_of(task, runner, seed, draws) for task in tasks]
+        return difference(tasks, losses)
 
     # ---- generation
     # ------------------------------------------------------------------------------
@@ -796,8 +765,8 @@ def common_contexts(
         place = 0
         for part, word in zip(fixed, (*words, ""), strict=True):
             begins.append(place)
-            ends.append(place + len(text_bytes(part)))
-            place = ends[-1] + len(text_bytes(word))
+            ends.append(place + text_bytes(part))
+            place = ends[-1] + text_bytes(word)
         of_row: list[tuple[int, int, int] | None] = []
         for token, (start, end) in zip(row, spans, strict=True):
             inside = [

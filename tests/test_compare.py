@@ -13,6 +13,7 @@ from helpers import ALONE, LENGTH, ROOT, assert_same, prepared, tiny_config, wri
 from scipy import stats
 from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 
+import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
@@ -195,6 +196,47 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
     )
 
 
+LINES = ["the order", "", "of any mask", "x", "  ", "is drawn at random, said the fox"]
+
+
+def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
+    """Against each line scored by itself, and as `compare` says from Python."""
+    text = tmp_path / "my.txt"
+    text.write_text("\n".join(LINES) + "\n")
+    report = compare(run, raw, "--lines --num-orders 3 --seed 2", datasets=[text])
+    l2r, random = report["differences"]
+    lines = [line for line in LINES if line.strip()]
+    models = [aogpt.load(path) for path in (run, raw)]
+    scored = [model.score(lines) for model in models]
+    tokens = np.array([line.scored for line in scored[0]])
+    gap = np.array([a.nats - b.nats for a, b in zip(*scored, strict=True)])
+    mean = gap.sum() / tokens.sum()
+    assert l2r["nll"]["difference"] == pytest.approx(mean, abs=1e-6)
+    assert l2r["nll"]["a"] == pytest.approx(
+        sum(line.nats for line in scored[0]) / tokens.sum(), rel=1e-5
+    )
+    assert (l2r["documents"], l2r["p_by"]) == (4, "document")
+    assert l2r["tokens"] == sum(map(len, lines)) and l2r["sequences"] == 5
+    # The error of a ratio of sums over the four lines.
+    error = (gap - mean * tokens).std(ddof=1) * math.sqrt(4) / tokens.sum()
+    assert l2r["document_error"] == pytest.approx(error, rel=1e-3)
+    expected = 2 * stats.t.sf(abs(mean) / error, 3)
+    assert l2r["p"] == pytest.approx(expected, rel=1e-2)
+    for row in (l2r, random):
+        again = models[0].compare(models[1], lines, row["orders"], seed=2, draws=3)
+        assert row["nll"]["difference"] == pytest.approx(again.nll, abs=1e-6)
+        assert row["p"] == pytest.approx(again.p_value, rel=1e-2)
+    # Without it the file is one document.
+    joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
+    assert (joined["documents"], joined["p_by"]) == (1, "sequence")
+    # Whatever the batches.
+    one = compare(
+        run, raw, "--lines --num-orders 3 --seed 2 --batch-size 1", datasets=[text]
+    )
+    for row, other in zip(report["differences"], one["differences"], strict=True):
+        assert other["nll"]["a"] == pytest.approx(row["nll"]["a"], rel=1e-6)
+
+
 def test_what_cannot_be_compared_or_scored_is_told(
     script, run, raw, plain, encoder, data, tmp_path
 ):
@@ -222,6 +264,11 @@ def test_what_cannot_be_compared_or_scored_is_told(
         (
             [run, raw, "--datasets", data, "--bound", "iw"],
             "leave out --ensemble and --bound",
+        ),
+        ([run, raw, "--datasets", data, "--lines"], "--lines is for texts"),
+        (
+            [run, "--datasets", tmp_path / "empty.txt", "--lines"],
+            "empty.txt has 0 tokens",
         ),
         ([run, raw], "give RUN first, then --datasets and names, or --text"),
         (

@@ -441,7 +441,7 @@ def batches(capacity, **settings):
     text = {"name": "text", "count": 23}
     dataset = SimpleNamespace(num_blocks=23)
     text["tokens"] = lambda rows: torch.zeros(len(rows), 256)
-    eval_set = SimpleNamespace(**text, dataset=dataset)
+    eval_set = SimpleNamespace(**text, dataset=dataset, batch=lambda rows: rows)
     runner = BatchRunner(
         ALONE, torch.float32, 256, **settings
     )  # 16 rows are 4,096 tokens

@@ -1,12 +1,18 @@
 """tokenizer.json files: what begins and ends a text, text that is lost, and bytes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
-from helpers import needs_gpt2, prepared, write_jsonl
+import torch
+from helpers import needs_gpt2, prepared, run_main, write_jsonl
+from reference import make_system
 
-from aogpt.checkpoints import load
+import aogpt
+import eval_ppl
+from aogpt import commands
+from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
 from aogpt.data.tokenizers import (
     END_OF_TEXT,
@@ -322,6 +328,86 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
     assert total == pytest.approx(sum(map(text_bytes, texts)))
     part = EvalSet("o", out, "val", data, data.num_blocks - 1)
     assert part.bytes_per_token == pytest.approx(whole.bytes_per_token, rel=0.05)
+
+
+NAMES = [
+    "bytes",
+    "english",
+    "alphabet:abc hT",
+    pytest.param("gpt2", marks=needs_gpt2),
+    of_bytes,
+    of_words,
+    lossy,
+]
+
+
+@pytest.mark.parametrize("scored_from", [0, 1], ids=["start token", "no start token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
+    tmp_path, monkeypatch, capsys, name, scored_from
+):
+    """The bytes are those of the text, without the tokens that nothing predicts."""
+    text = "The caf\u00e9  was \ud800 closed. \U0001f916"
+    if callable(name):
+        name = str(saved(name(), tmp_path / "model"))
+    if name.startswith("alphabet"):
+        text = "a cab at bat".replace("t", "h")
+    tokenizer = get_tokenizer(name)
+    count = tokenizer.vocab_size
+    model = make_system("GPT-2", 3, tokens=count, block_size=4, dtype=torch.float32)
+    recorded = "tokenizer.json" if name.endswith(".json") else name
+    place = str(tmp_path / "model")
+    loaded = Loaded(model.eval(), place, 0, "raw", recorded, count, scored_from)
+    of_text = aogpt.TextModel(loaded)
+    ids = tokenizer.encode_array(text)
+    counts = tokenizer.count_bytes(ids)
+    lost = text_bytes(text) / counts.sum()
+    scored = np.arange(len(ids)) % 4 >= scored_from
+    expected = counts[scored].sum() * lost
+
+    found = of_text.score(text)
+    assert found.scored == scored.sum() and found.bytes == round(expected)
+    nats = found.bits_per_byte * found.bytes * math.log(2)
+    assert nats == pytest.approx(found.nats)
+
+    if scored_from == 0:  # a lone surrogate is read as U+FFFD, three bytes
+        assert found.bytes == len(text.replace("\ud800", "\ufffd").encode())
+
+    path = tmp_path / "result.json"
+    monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: of_text)
+    words = ["aogpt score", "x", text, "--json", str(path)]
+    monkeypatch.setattr("sys.argv", words)
+    commands.main()
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["bits_per_byte"] == pytest.approx(found.bits_per_byte)
+    nats = row["bits_per_byte"] * row["bytes"] * math.log(2)
+    assert nats == pytest.approx(-row["log_prob"])
+
+    monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
+    words = ["x", "--text", text, "--json", path, "--overwrite"]
+    run_main(eval_ppl, monkeypatch, capsys, *words)
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["nll"] * row["tokens"] == pytest.approx(found.nats, rel=1e-5)
+    size = row["bytes_per_token"] * row["tokens"]
+    assert size == pytest.approx(expected)
+    nats = row["bits_per_byte"] * size * math.log(2)
+    assert nats == pytest.approx(found.nats, rel=1e-5)
+
+    # The same of prepared data, where a document begins within a block.
+    source = write_jsonl(tmp_path / "a.jsonl", [text] * 3)
+    data = prepared("text", tmp_path / "data", source, tokenizer=name, split="val")
+    rows = TokenDataset(data, "val", 4)
+    words = ["x", "--datasets", data, "--json", path, "--overwrite"]
+    run_main(eval_ppl, monkeypatch, capsys, *words)
+    (row,) = json.loads(path.read_text())["results"]
+    counts = tokenizer.count_bytes(rows.tokens)
+    tail = len(rows.tokens) % 4
+    if tail <= scored_from:  # a row of which nothing is scored
+        counts = counts[: len(counts) - tail]
+    scored = np.arange(len(counts)) % 4 >= scored_from
+    assert row["tokens"] == scored.sum()
+    size = row["bytes_per_token"] * row["tokens"]
+    assert size == pytest.approx(counts[scored].sum() * lost)
 
 
 def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):

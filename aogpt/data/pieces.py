@@ -11,12 +11,6 @@ from .tokenizers import Tokenizer, without_lone_surrogates
 REPLACEMENT = "\ufffd"
 
 
-def text_bytes(text: str) -> bytes:
-    """Return the UTF-8 bytes of a text as tokenizers read it (lone surrogates are
-    U+FFFD)."""
-    return without_lone_surrogates(text).encode()
-
-
 def token_bytes(tokenizer: Tokenizer, ids: list[int]) -> list[bytes]:
     """Return the bytes of each token; joined, they are `tokenizer.to_bytes(ids)`."""
     pieces = [tokenizer.to_bytes([token]) for token in ids]
@@ -56,7 +50,7 @@ def byte_spans(
 ) -> list[tuple[int, int]] | None:
     """Return the bytes (from, to) of a text that each of its tokens holds; None for a
     tokenizer that changes texts, so that its tokens have no places in them."""
-    data = text_bytes(text)
+    data = without_lone_surrogates(text).encode()
     pieces = token_bytes(tokenizer, ids)
     whole = b"".join(pieces)
     start = 0

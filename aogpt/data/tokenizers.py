@@ -149,6 +149,13 @@ class Tokenizer:
             lengths = lengths - (first & self.begins_with_space[ids])
         return lengths
 
+    def text_bytes_of(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """Return the UTF-8 bytes of a text that each of its `ids` (n,) stands for, float64
+        (n,). Their sum is `text_bytes(text)`. Where the tokenizer loses text, the bytes of all
+        ids are larger in proportion."""
+        counts = self.count_bytes(ids)
+        return counts * (text_bytes(text) / max(1, counts.sum()))
+
 
 class BytesTokenizer(Tokenizer):
     name = "bytes"

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,35 @@ from ..runtime.files import sha256_file
 from ..runtime.validation import expand_home
 
 
-class TextDataset(TokenDataset):
-    """A text in memory, one document, also shorter than a block; without end-of-text."""
+class TextRow(NamedTuple):
+    """A block of a text, n tokens."""
 
-    def __init__(self, text: str, loaded: Loaded, block_size: int):
+    tokens: np.ndarray  # (n,)
+    bytes: np.ndarray  # (n,) of the text, that each token stands for
+    document: int  # number of the text
+
+
+class TextDataset(TokenDataset):
+    """Texts in memory, without end-of-text. Each is cut into blocks of its own, of which the last
+    may be shorter; a model that scores from token `scored_from` on leaves out what is shorter."""
+
+    def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
         tokenizer = loaded.get_tokenizer()
-        self.tokens = tokenizer.encode_array(text)
+        ids = [tokenizer.encode_array(text) for text in texts]
+        rows = []
+        for document, (text, tokens) in enumerate(zip(texts, ids, strict=True)):
+            counts = tokenizer.text_bytes_of(text, tokens)
+            for start in range(0, len(tokens), block_size):
+                part = slice(start, start + block_size)
+                rows.append(TextRow(tokens[part], counts[part], document))
+        rows = [row for row in rows if len(row.tokens) > loaded.scored_from]
+        # Rows of one length are scored together, the longest first.
+        self.rows = sorted(rows, key=lambda row: -len(row.tokens))
+        self.tokens = np.concatenate(ids)
         self.of_records = False
         self._opened = {}
-        self.block_size, self.num_blocks = block_size, len(self.tokens) // block_size
-        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(
-            -1, block_size
-        )
+        self.block_size = block_size
+        self.num_blocks = len(self.rows)
         sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
         self.meta = {"tokenizer": loaded.tokenizer, "eot": tokenizer.eot}
         self.meta["splits"] = {"text": {"tokens": len(self.tokens), "sha256": sha256}}
@@ -54,6 +72,13 @@ class EvalSet:
         if rows.start == self.dataset.num_blocks:  # the last row, which goes alone
             return self.dataset.tail()
         return self.dataset.blocks(self._chosen[rows])
+
+    def batch(self, rows: range) -> range:
+        """The first of these rows, as many as are of one length."""
+        blocks = self.dataset.num_blocks
+        if rows.start < blocks < rows.stop:  # the row after the blocks is shorter
+            return range(rows.start, blocks)
+        return rows
 
     def roles(self, rows: range) -> Roles | None:  # None for text without prompts
         of = self.dataset
@@ -84,9 +109,14 @@ class EvalSet:
         ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
         return torch.from_numpy(np.searchsorted(ends, middles))
 
-    @cached_property
+    @property
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per token that is predicted; end-of-text has none. NaN where the
+        """Mean UTF-8 bytes of text per token that is predicted, as `mean_bytes`."""
+        return self.mean_bytes(0)
+
+    def mean_bytes(self, first: int) -> float:
+        """Return the mean UTF-8 bytes of text per token that is predicted, from token `first` of
+        every row on, or of its end where it has a prompt; end-of-text has none. NaN where the
         tokenizer's file is missing, which scoring does not need."""
         try:
             tokenizer = get_tokenizer(
@@ -101,16 +131,20 @@ class EvalSet:
             starts = self._begin_documents(tokenizer.eot)
             tokens = self.tokens(rows).numpy()
             counts = np.stack(list(map(tokenizer.count_bytes, tokens, starts)))
+            scored = np.ones(counts.shape, bool)
+            scored[:, :first] = False
             if roles:
-                counts = counts[roles.predicted.numpy()]
+                has_prompt = roles.given.any(dim=1).numpy()
+                scored = roles.predicted.numpy() & (scored | has_prompt[:, None])
         else:
             tokens = self.dataset.tokens[: int(self.lengths.sum())]
             counts = tokenizer.count_bytes(tokens)
+            scored = np.arange(len(tokens)) % self.dataset.block_size >= first
         entry = self.dataset.meta["splits"][self.split]
         lost = 1.0  # bytes of the text for each byte of its tokens
         if entry.get("token_bytes"):
             lost = entry["text_bytes"] / entry["token_bytes"]
-        return float(counts.mean()) * lost
+        return float(counts[scored].mean()) * lost
 
     def _begin_documents(self, eot: int) -> np.ndarray:
         """Whether the first token of each chosen block begins a document, bool (N,)."""
@@ -133,6 +167,40 @@ class EvalSet:
             self.folder / entry["file"]
         )  # nanoGPT has none
         return known | place | entry | {"sha256": sha256}
+
+
+@dataclass(frozen=True)
+class TextEvalSet(EvalSet):
+    """Texts in memory, or some of their blocks. Each text is a document."""
+
+    dataset: TextDataset
+
+    @cached_property
+    def chosen(self) -> list[TextRow]:
+        return [self.dataset.rows[i] for i in self._chosen]
+
+    def tokens(self, rows: range) -> Tensor:
+        tokens = [row.tokens for row in self.chosen[rows.start : rows.stop]]
+        return torch.from_numpy(np.stack(tokens).astype(np.int64))
+
+    def batch(self, rows: range) -> range:
+        length = self.lengths[rows.start]
+        others = (self.lengths[rows.start : rows.stop] != length).nonzero()
+        if len(others):
+            return rows[: int(others[0])]
+        return rows
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(row.tokens) for row in self.chosen])
+
+    @cached_property
+    def documents(self) -> Tensor:
+        return torch.tensor([row.document for row in self.chosen])
+
+    def mean_bytes(self, first: int) -> float:
+        counts = [row.bytes[first:] for row in self.chosen]
+        return float(np.concatenate(counts).mean())
 
 
 def comparable(models: list[Loaded]) -> list[Loaded]:
@@ -173,15 +241,28 @@ def open_eval_set(
     return _eval_set(Path(name).name, folder, split, dataset, loaded, max_sequences)
 
 
-def open_text(
-    name: str, text: str, loaded: Loaded, max_sequences: int | None, block_size: int
+def open_texts(
+    name: str,
+    texts: list[str],
+    loaded: Loaded,
+    max_sequences: int | None,
+    block_size: int,
 ) -> EvalSet:
-    """A text that is not prepared. Raises UserError where no token of it can be scored."""
-    dataset = TextDataset(text, loaded, block_size)
-    if len(dataset.tokens) <= loaded.scored_from:
-        found = f"{len(dataset.tokens)} tokens, of which none can be scored"
-        raise UserError(f"{name} has {found}: give a longer text")
-    return _eval_set(name, Path(loaded.path), "text", dataset, loaded, max_sequences)
+    """Texts that are not prepared, each a document. Raises UserError where no token of one can be
+    scored."""
+    dataset = TextDataset(texts, loaded, block_size)
+    scored = {row.document for row in dataset.rows}
+    for number, text in enumerate(texts):
+        if number not in scored:
+            place = name
+            if len(texts) > 1:
+                place = f"text {number + 1} of {name}, {text[:40]!r},"
+            count = len(loaded.get_tokenizer().encode(text))
+            raise UserError(
+                f"{place} has {count} tokens, of which none can be scored: give a longer text"
+            )
+    count = min(dataset.num_blocks, max_sequences or dataset.num_blocks)
+    return TextEvalSet(name, Path(loaded.path), "text", dataset, count)
 
 
 def _eval_set(name, folder, split, dataset, loaded, max_sequences) -> EvalSet:

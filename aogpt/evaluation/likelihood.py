@@ -100,6 +100,13 @@ class Task(NamedTuple):
             dim=1
         )
 
+    def bytes_per_token(self) -> float:
+        """Mean UTF-8 bytes of text of each token that is scored."""
+        first = 0  # random orders leave out every token equally often
+        if self.scorer.orders is not None and self.scorer.orders.kind == "l2r":
+            first = self.loaded.scored_from
+        return self.eval_set.mean_bytes(first)
+
 
 class BatchRunner:
     """Takes the rows of an eval set through the model in batches, a share of them per process.
@@ -132,7 +139,6 @@ class BatchRunner:
         device = self.procs.device
         parts = []
         share = self.procs.share(eval_set.count)
-        blocks = eval_set.dataset.num_blocks
         title = visible(f"{eval_set.name} {task.name}")
         quiet = None if self.procs.main else True
         row = share.start
@@ -141,8 +147,7 @@ class BatchRunner:
         ) as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
-                # The row after the blocks is shorter and goes alone.
-                rows = range(row, min(end, blocks) if row < blocks else end)
+                rows = eval_set.batch(range(row, end))
                 part = None
                 try:
                     with torch.no_grad(), autocast(device, dtype or self.dtype):

@@ -48,6 +48,7 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     """The results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set
+    bytes_per_token = task.bytes_per_token()
     for size, (loss, change) in scores.items():
         row = {
             "model": task.loaded.path,
@@ -61,8 +62,8 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
             "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": loss.nll / math.log(2) / eval_set.bytes_per_token,
-            "bytes_per_token": eval_set.bytes_per_token,
+            "bits_per_byte": loss.nll / math.log(2) / bytes_per_token,
+            "bytes_per_token": bytes_per_token,
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
             "blocks": eval_set.dataset.num_blocks,
