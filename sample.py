@@ -125,6 +125,11 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError(
             "give one of --prompt, --infill and --prompts (whose .jsonl holds both)"
         )
+    if a.decoding.require and (a.stop or a.until_end):
+        raise UserError(
+            "--require: a sample that is cut may lose the word; leave out --stop and "
+            "--until-end"
+        )
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
     names = ("prompt", "infill", "prompts", "jsonl", "html")

@@ -592,7 +592,7 @@ class TextModel:
                 "ranks in the same way"
             )
         options = {"temperature": resampling.TEMPERATURE, **options}
-        decoding = modes.with_words(self._decoding(options), self.tokenizer)
+        decoding = self._decoding(options)
         modes.check_start(bool(gapped.known[0]), self.loaded.scored_from)
         with _python_names():
             weighted = resampling.fill_by_resampling(
@@ -645,12 +645,16 @@ class TextModel:
                 advice = f"did you mean {near[0]!r}?" if near else f"there are {names}"
                 raise UserError(f"there is no option {name!r}; {advice}")
         config = self.model.config
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+        }
         with _python_names():
             decoding = modes.with_mode_defaults(
-                DecodingOptions(**options), config.l2r_only
+                DecodingOptions(**values), config.l2r_only
             )
             modes.check_mode(decoding, config)
-        return decoding
+            return modes.with_words(decoding, self.tokenizer)
 
     # ---- blanks and alternatives
     # -----------------------------------------------------------------

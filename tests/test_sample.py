@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,10 @@ import aogpt
 import sample
 from aogpt import checkpoints as checkpoint
 from aogpt.checkpoints import store
-from aogpt.data.tokenizers import get_tokenizer
+from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
 from aogpt.orders import ORDER_SETTINGS, orders_at, parse_order
 from aogpt.runtime.command_line import visible
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.runtime.randomness import PLANS
 from aogpt.sampling import engine, modes
@@ -692,6 +694,83 @@ def test_no_sample_holds_a_banned_word(draw):
         settings = ["--mode", mode, "--num-samples", 8, "--temperature", 0.5]
         free = column(draw(*settings, "--ban", pair), "text")
         assert not any(pair in text for text in free)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_holds_the_required_words(draw, mode):
+    """As given tokens, elsewhere in each sample; the same ones for any number of samples."""
+    settings = [*MODES[mode], "--seed", 2, "--require", "zq", "\u00e9"]
+    records = draw(*settings, "--num-samples", 6, "--prompt", "a ")
+    for record in records:
+        text = record["text"]
+        assert text.startswith("a ") and record["length"] == LENGTH
+        assert " zq" in text and " \u00e9" in text
+        given = [i for i, step in enumerate(record["step"]) if step < 0]
+        assert len(given) == 2 + len(" zq \u00e9".encode())
+    assert len({record["text"].index(" zq") for record in records}) > 2
+    (first,) = draw(*settings, "--num-samples", 1, "--prompt", "a ")
+    assert first["tokens"] == records[0]["tokens"]
+
+
+def test_all_arrangements_of_required_words_are_equally_likely():
+    """Two words and three other tokens: 5 x 4 arrangements, 500 times each."""
+    options = modes.with_mode_defaults(modes.DecodingOptions(require=("a", "b")))
+    options = dataclasses.replace(options, required=((1,), (2, 3)))
+    context = [7, *[None] * 6]
+    planned = modes.plan_samples(options, [context], 5, 10_000)
+    found = Counter(map(tuple, planned.tokens.tolist()))
+    assert len(found) == 20 and all(row[0] == 7 for row in found)
+    deviation = (10_000 * 1 / 20 * 19 / 20) ** 0.5
+    assert all(abs(count - 500) < 4.5 * deviation for count in found.values())
+    # nothing else is given, and mdm takes a step for each of the other tokens
+    assert planned.plan.generated().sum(dim=1).tolist() == [3] * 10_000
+    assert modes.with_default_steps(options, [context]).steps == 3
+    part = modes.plan_samples(options, [context], 5, 2, first=9000)
+    assert torch.equal(part.tokens, planned.tokens[9000:9002])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--require", " "], "--require is empty"),
+        (["--require", "x" * LENGTH], f"take {LENGTH + 1} tokens, but {LENGTH} are to"),
+        (
+            ["--require", "a", "--infill", "b[MASK:4] c"],
+            "write the words into the text",
+        ),
+        (["--require", "a", "--until-end"], "leave out --stop and --until-end"),
+        (["--require", "a", "--stop", "b"], "leave out --stop and --until-end"),
+    ],
+)
+def test_required_words_without_a_place_are_refused(script, run, words, message):
+    status, _, err = script(sample, run, "--device", "cpu", *words)
+    assert status == 2 and message in " ".join(err.split())
+
+
+def test_a_plain_gpt_refuses_required_words(script, plain):
+    status, _, err = script(sample, plain, "--device", "cpu", "--require", "a")
+    assert status == 2 and "--require needs a model of any order" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_required_word_that_the_tokenizer_changes_is_refused():
+    class LowerCase(BytesTokenizer):
+        def encode_array(self, text):
+            return super().encode_array(text.lower())
+
+    options = modes.DecodingOptions(require=("Paris",))
+    with pytest.raises(UserError, match="--require Paris: .* reads it as ' paris'"):
+        modes.with_words(options, LowerCase())
+
+
+def test_generate_takes_required_and_banned_words(run):
+    text = aogpt.load(run, device="cpu")
+    for sampled in text.generate("a ", num_samples=3, seed=1, require=["zq"]):
+        assert " zq" in sampled
+    for sampled in text.generate(num_samples=3, seed=1, mode="l2r", ban=["e"]):
+        assert "e" not in sampled.replace("<|endoftext|>", "")
+    with pytest.raises(UserError, match="write the words into the text"):
+        text.fill("a[MASK:4] b", require=["zq"])
 
 
 def test_a_banned_word_that_is_there_all_the_same_is_told(script, run):

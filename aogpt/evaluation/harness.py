@@ -160,8 +160,11 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 "how tokens are drawn is for the tasks to say; give --gen-kwargs"
             )
-        if self.decoding.refine:
-            raise UserError("--refine is not for tasks of the harness: leave it out")
+        for name in ("refine", "ban", "require"):
+            if getattr(self.decoding, name):
+                raise UserError(
+                    f"--{name} is not for tasks of the harness: leave it out"
+                )
 
     @property
     def eot_token_id(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
+import tyro
 from annotated_types import Interval
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -18,7 +19,7 @@ from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
-from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
+from ..runtime.randomness import PLANS, TOKENS, WORDS, philox_bits, to_uniform
 from ..runtime.validation import (
     LARGEST,
     Count,
@@ -113,6 +114,13 @@ class DecodingOptions(TokenChoice):
     ban: tuple[str, ...] = ()
     """Words that no sample holds, with or without a space before them. Tokens of one step
     do not see each other: for words of several tokens take one token a step."""
+    require: tuple[str, ...] = ()
+    """Words that every sample holds. Each is put, with a space before it, at a random place of
+    what is to be generated, as given tokens; all arrangements and orders of the words are
+    equally likely, and --seed decides. The rest is generated around them, so a longer word
+    can begin with one. Not with masks (write the word into the text) or a plain GPT."""
+    required: Annotated[tuple[tuple[int, ...], ...], tyro.conf.Suppress] = ()
+    """The ids of these words."""
     refine: NonNegative = 0
     """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
     refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
@@ -226,7 +234,8 @@ def end_note(options: DecodingOptions) -> str:
 
 def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOptions:
     """The options with the ids of the words of --ban, as the tokenizer writes them at the
-    beginning of a text, within it, and after a space. Raises UserError for an empty one."""
+    beginning of a text, within it, and after a space, and of those of --require, after a
+    space. Raises UserError for an empty one, and a required one that the tokenizer changes."""
     banned = []
     for word in options.ban:
         if not word.strip():
@@ -235,7 +244,17 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
         for ids in (tokenizer.encode(word), encode(word), encode(f" {word}")):
             if tuple(ids) not in banned:
                 banned.append(tuple(ids))
-    return replace(options, banned=tuple(banned))
+    required = []
+    for word in options.require:
+        ids = tokenizer.encode_after(f" {word}")
+        if not word.strip():
+            raise UserError("--require is empty; give words")
+        if word not in tokenizer.decode(ids):
+            raise UserError(
+                f"--require {word}: the tokenizer reads it as {tokenizer.decode(ids)!r}"
+            )
+        required.append(tuple(ids))
+    return replace(options, banned=tuple(banned), required=tuple(required))
 
 
 def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
@@ -252,7 +271,7 @@ def with_default_steps(
 ) -> DecodingOptions:
     """The options with the steps that mdm and even take by default, one per token to generate, if
     that is the same for all contexts."""
-    counts = {context.count(None) for context in contexts}
+    counts = {max(1, _generated_count(options, context)) for context in contexts}
     if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
         return options
     return replace(options, steps=counts.pop())
@@ -270,6 +289,11 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError(f"{what} {needs}; this one takes --mode l2r, group size 1")
     if config.l2r_only and options.refine:
         raise UserError(f"--refine {needs}; leave it out for this one")
+    if config.l2r_only and options.require:
+        raise UserError(
+            "--require needs a model of any order, which sees a word on its right; "
+            "leave it out for this one"
+        )
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
@@ -332,10 +356,13 @@ def plan_samples(
     numbers = range(first, first + num_samples)
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         T = len(context)
-        known = torch.tensor([token is not None for token in context])
-        tokens += [torch.tensor([token or 0 for token in context])] * num_samples
-        given += [known] * num_samples
-        steps += [options.steps or max(1, context.count(None))] * num_samples
+        rows = [context] * num_samples
+        if options.required:
+            rows = _with_required(context, options.required, seed, key, numbers)
+        given += [torch.tensor([token is not None for token in row]) for row in rows]
+        tokens += [torch.tensor([token or 0 for token in row]) for row in rows]
+        count = max(1, _generated_count(options, context))
+        steps += [options.steps or count] * num_samples
         sort_keys += _sort_keys(options, seed, key, numbers, T)
         bits = philox_bits(seed, key, numbers, T, TOKENS)
         uniforms += torch.from_numpy(to_uniform(bits))
@@ -348,6 +375,45 @@ def plan_samples(
         tokens=pad_sequence(tokens, batch_first=True),
         uniforms=pad_sequence(uniforms, batch_first=True),
     )
+
+
+def _generated_count(options: DecodingOptions, context: Context) -> int:
+    """Tokens of a sample that are not given, and none of a required word."""
+    return context.count(None) - sum(map(len, options.required))
+
+
+def _with_required(
+    context: Context,
+    words: tuple[tuple[int, ...], ...],
+    seed: int,
+    key: int,
+    numbers: range,
+) -> list[Context]:
+    """Return the context of each sample, with the required words among what is to be
+    generated. Raises UserError where that is not all after the prompt, or too short."""
+    prompt = [token for token in context if token is not None]
+    free = len(context) - len(prompt) - sum(map(len, words))
+    if None in context[: len(prompt)]:
+        raise UserError(
+            "--require is for texts that go on after a prompt; write the words into the "
+            "text with masks"
+        )
+    if free < 1:
+        raise UserError(
+            f"the words of --require take {sum(map(len, words))} tokens, but "
+            f"{context.count(None)} are to be generated: give more of those, or fewer words"
+        )
+    # A row of places, each for a word or one token to generate.
+    places = free + len(words)
+    bits = philox_bits(seed, key, numbers, places, WORDS)
+    rows: list[Context] = []
+    for shuffled in bits.argsort(axis=1, kind="stable").tolist():
+        word_at = dict(zip(shuffled, words, strict=False))
+        row: Context = list(prompt)
+        for place in range(places):
+            row += word_at.get(place, [None])
+        rows.append(row)
+    return rows
 
 
 class Part(NamedTuple):
@@ -416,8 +482,12 @@ def generate_distributed(
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process. label:
     before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
-    if options.ban and not options.banned:
-        raise UserError("--ban is for sample.py and eval_gen.py: leave it out")
+    for name, words, ids in (
+        ("--ban", options.ban, options.banned),
+        ("--require", options.require, options.required),
+    ):
+        if words and not ids:
+            raise UserError(f"{name} is for sample.py and eval_gen.py: leave it out")
     share = procs.share(len(planned.plan))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
