@@ -3,12 +3,13 @@ it found is compared with the project's own model, tokenizer and sampler."""
 
 import ast
 import base64
+import html
 import importlib.util
 import json
 import re
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import safetensors.torch
@@ -20,6 +21,7 @@ from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
 
 from aogpt.checkpoints import CheckpointError, hub, load, load_model, store
 from aogpt.checkpoints.load import config_of
+from aogpt.checkpoints.model_card import model_card
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.race import draw
@@ -600,6 +602,32 @@ def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
         "library_name: transformers",
     ):
         assert words in card, words
+
+
+def test_names_and_odd_metrics_are_text_of_the_card_and_no_more(trained, tmp_path):
+    """A name is shown as it is; what is no number is left out; an older row counts."""
+    loaded = load(trained.run_folder)
+    copy = tmp_path / "step_00000010"
+    shutil.copytree(store.find(trained.run_folder)[-1], copy)
+    state = json.loads((copy / store.STATE).read_text())
+    state["data"]["name"] = "a` <script>x()</script> ![](//b)\n# zz"
+    state["data"]["splits"]["x|<b>"] = {"tokens": "many", "documents": None}
+    del state["torch"]
+    (copy / store.STATE).write_text(json.dumps(state))
+    rows = [
+        {"val_loss_l2r": 9.0},
+        {"step": None, "val_loss_l2r": 8.0},
+        {"step": 2, "val_loss_l2r": 1.25, "val_error_l2r": "small"},
+        {"step": 3, "val_loss_l2r": None, "val_loss_random": "low"},
+        {"step": 4, "val_loss_l2r": [], "val_loss_random": 10**400},
+    ]
+    card = model_card(replace(loaded, path=str(copy)), rows)
+    assert "<script" not in card and "<b>" not in card and "![" not in card
+    assert "\n# zz" not in card and "| x&#124;&#60;b&#62; |  |  |" in card
+    shown = html.unescape(re.search("<code>(.*)</code>[.]", card)[1])
+    assert shown == r"a` <script>x()</script> ![](//b)\n# zz"
+    assert "Of step 2." in card and "| left to right | 1.2500 | unknown |" in card
+    assert "| any order |" not in card
 
 
 def test_a_card_without_a_run_has_no_figures_of_one(tmp_path):

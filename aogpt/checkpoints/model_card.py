@@ -1,10 +1,12 @@
 """The README.md of an exported folder: what the model is, how it was trained, how to use it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from ..runtime.command_line import visible
 from ..runtime.outputs import commit
 from ..runtime.validation import read_json
 from ..systems import parameter_counts
@@ -14,19 +16,20 @@ from .load import Loaded
 # Parts of model_card.md, by name.
 TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
 TEXTS = dict(text.split("\n", 1) for text in TEXTS)
-TABLES = (
-    "model",
-    "order",
-    "objective",
-    "optim",
-)  # of a run's configuration, which the card shows
-ORDERS = {"l2r": "left to right", "random": "any order", "fixed": "the run's own order"}
-ORDERS |= {"own": "the run's own orders, in its groups"}
+# Of a run's configuration, which the card shows.
+TABLES = ("model", "order", "objective", "optim")
+ORDERS = {
+    "l2r": "left to right",
+    "random": "any order",
+    "fixed": "the run's own order",
+    "own": "the run's own orders, in its groups",
+}
 
 
 def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> str:
-    """Markdown. Facts of the training are left out where the source has no run. rows: of the run's
-    metrics.jsonl. writes_start: the tokenizer writes a begin-of-text."""
+    """Return the card in Markdown. Facts of the training are left out where the source
+    has no run. rows: of the run's metrics.jsonl. writes_start: the tokenizer writes a
+    begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
     state = (
         read_json(state_file, dict[str, Any], store.ADVICE)
@@ -40,6 +43,24 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def plain(text: Any) -> str:
+    """Return any text as one line of Markdown that shows it as it is: no HTML, link,
+    emphasis or new cell of a table comes of it."""
+    line = visible(text, one_line=True)
+    return re.sub(r"[^\w .-]|_", lambda match: f"&#{ord(match[0])};", line)
+
+
+def number(values: dict, key: str) -> float | None:
+    """Return a number of a row or table; None where it has none of this name."""
+    value = values.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of an integer of hundreds of digits
+        return None
+
+
 def _summary(loaded: Loaded) -> str:
     c = loaded.model.config
     count = sum(parameter_counts(loaded.model).values())
@@ -48,13 +69,13 @@ def _summary(loaded: Loaded) -> str:
         kind = "An encoder for masked diffusion: it predicts each [MASK] from all other tokens."
     elif c.l2r_only:
         kind = "A GPT that predicts the tokens of a text from left to right."
-    origin = (
-        f" They have the released layout of {loaded.system}." if loaded.system else ""
-    )
+    origin = ""
+    if loaded.system:
+        origin = f" They have the released layout of {plain(loaded.system)}."
     weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
     return (
         f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens of the "
-        f"tokenizer `{loaded.tokenizer}` ({loaded.vocab_size:,} ids). "
+        f"tokenizer <code>{plain(loaded.tokenizer)}</code> ({loaded.vocab_size:,} ids). "
         f"The weights are the {weights} ones of step {loaded.step:,}.{origin}"
     )
 
@@ -77,20 +98,22 @@ def _usage(loaded: Loaded, writes_start: bool) -> str:
 
 
 def _data(data: dict) -> str:
-    rows = ["| split | tokens | documents |", "|---|---:|---:|"]
-    for name, split in data.get("splits", {}).items():
-        numbers = (split.get(key) for key in ("tokens", "documents"))
-        cells = " | ".join(
-            "" if number is None else f"{number:,}" for number in numbers
-        )
-        rows.append(f"| {name} | {cells} |")
-    name = f"Data set `{data['name']}`.\n\n" if data.get("name") else ""
-    return f"## Data\n\n{name}" + "\n".join(rows)
+    lines = ["| split | tokens | documents |", "|---|---:|---:|"]
+    for split, values in data.get("splits", {}).items():
+        cells = [plain(split)]
+        for key in ("tokens", "documents"):
+            count = number(values, key)
+            cells.append("" if count is None else f"{count:,.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    name = ""
+    if data.get("name"):
+        name = f"Data set <code>{plain(data['name'])}</code>.\n\n"
+    return f"## Data\n\n{name}" + "\n".join(lines)
 
 
 def _recipe(state: dict) -> str:
     config = state["config"]
-    tokens = state.get("tokens")
+    tokens = number(state, "tokens")
     shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
     shown |= {table: dict(config[table]) for table in TABLES}
     shown["train"] = {
@@ -99,31 +122,45 @@ def _recipe(state: dict) -> str:
     shown["model"] = {
         key: value for key, value in shown["model"].items() if value is not None
     }
-    seen = f"{tokens:,} tokens, with " if tokens else ""
-    how = f"On {seen}PyTorch {state['torch']}:"
+    amount = f"{tokens:,.0f} tokens, with " if tokens else ""
+    how = f"On {amount}PyTorch {plain(state.get('torch', 'of an unknown version'))}:"
     return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
 
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
-    """The newest validation of these weights up to their step; "" if there was none."""
+    """Return the newest validation of these weights up to their step; "" if there was
+    none. Rows without a step, and values that are no numbers, are left out."""
     key = "val_loss_{}_raw" if loaded.weights == "raw" else "val_loss_{}"
-    seen = [row for row in rows if row["step"] <= loaded.step]
-    seen = [row for row in seen if any(key.format(kind) in row for kind in ORDERS)]
-    if not seen:
+    newest = None
+    for row in rows:
+        step = row.get("step")
+        if not isinstance(step, int) or step > loaded.step:
+            continue
+        if any(number(row, key.format(kind)) is not None for kind in ORDERS):
+            newest = row
+    if newest is None:
         return ""
     lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
     for kind, orders in ORDERS.items():
-        if (loss := seen[-1].get(key.format(kind))) is not None:
-            error = (
-                None if loaded.weights == "raw" else seen[-1].get(f"val_error_{kind}")
-            )
-            known = "unknown" if error is None else f"{error:.4f}"
-            lines.append(f"| {orders} | {loss:.4f} | {known} |")
-    told = f"Of step {seen[-1]['step']:,}. The standard error is over random orders; it is unknown "
-    told += "where one order was drawn."
-    if best := state["best"]:
-        told += f" The run's lowest loss so far: {best['loss']:.4f} at step {best['step']:,}."
-    return f"## Validation losses\n\n{told}\n\n" + "\n".join(lines)
+        loss = number(newest, key.format(kind))
+        if loss is None:
+            continue
+        error = None
+        if loaded.weights != "raw":
+            error = number(newest, f"val_error_{kind}")
+        shown_error = "unknown" if error is None else f"{error:.4f}"
+        lines.append(f"| {orders} | {loss:.4f} | {shown_error} |")
+    text = (
+        f"Of step {newest['step']:,}. The standard error is over random orders; it is "
+        "unknown where one order was drawn."
+    )
+    best = state.get("best")
+    if best:
+        text += (
+            f" The run's lowest loss so far: {best['loss']:.4f} at step "
+            f"{best['step']:,}."
+        )
+    return f"## Validation losses\n\n{text}\n\n" + "\n".join(lines)
 
 
 def _limits(loaded: Loaded) -> str:
