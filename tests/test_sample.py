@@ -37,6 +37,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.runtime.randomness import PLANS
 from aogpt.sampling import engine, modes
+from aogpt.scoring import token_log_probs
 
 ROWS = [
     {"prompt": "the "},
@@ -580,7 +581,8 @@ def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
         assert line["weight"] == pytest.approx(weights[tuple(line["tokens"])])
         assert line["effective_sample_size"] >= 1
         ids = torch.tensor([line["tokens"]])
-        along = model.model.token_log_probs(ids, torch.arange(ids.shape[1])[None])[0]
+        order = torch.arange(ids.shape[1])[None]
+        along = token_log_probs(model.model, ids, order)[0]
         for log_prob, place in zip(line["log_probs"], line["step"], strict=True):
             assert place >= 0 or log_prob == 0
         places = [place for place, step in enumerate(line["step"]) if step >= 0]
