@@ -1,4 +1,5 @@
-"""Steps that the model chooses: the positions of which it is most confident, and how many of them.
+"""Steps that the model chooses: the positions of which it is most confident, and how
+many of them.
 
 `engine` is an `Engine`, whose docstring has the shapes."""
 
@@ -12,106 +13,197 @@ from .plans import Plan
 
 
 def adapt(engine, plan: Plan, tally) -> None:
-    """Unmask the candidates that pass the limits of `Pace` until every row is complete. How many
-    do depends on the model, so every round waits once for it."""
+    """Unmask the candidates that pass the limits of `Pace` until every row is complete.
+    Their number depends on the model, so every round waits once for it."""
+    T = engine.T
+    generated = plan.generated()  # (B, T), by slot
+    block_size = plan.block or max(T, 1)
+    block_of = plan.order // block_size  # (B, T), by slot
+    score_names = [plan.unmask_by]
+    if plan.pace.entropy_bound is not None:
+        score_names.append("entropy")
     cached = torch.zeros_like(tally.known)
-    generated = plan.generated()
-    block_of = plan.order // (plan.block or max(engine.T, 1))
-    by = [plan.unmask_by] + ["entropy"] * (plan.pace.entropy_bound is not None)
     while (tally.known < plan.length).any():
         # 1. The candidates of a row: what is left of the block that it is in.
         known = tally.known
-        block = block_of.gather(1, known.clamp(max=engine.T - 1)[:, None])
-        left = generated & (tally.slots >= known[:, None]) & (block_of == block)
+        next_slot = known.clamp(max=T - 1)[:, None]
+        block = block_of.gather(1, next_slot)  # (B, 1)
+        unknown = tally.slots >= known[:, None]
+        left = generated & unknown & (block_of == block)
         candidates = left.sum(dim=1)
+
         # 2. Predict them all, best first, and see how many of them to take.
-        count = engine.count(cached, known, candidates, plan.length)
+        count = engine.count(
+            cached,
+            known,
+            candidates,
+            plan.length,
+        )
+        # The last two: the pass predicts all candidates, and may unmask all.
         (step,) = engine.steps(
-            *(v[None] for v in (cached, known, count, candidates, candidates))
+            cached[None],
+            known[None],
+            count[None],
+            candidates[None],
+            candidates[None],
         )
         hidden, index = engine.call(engine.predict, step)
-        index, scores = reorder(engine, hidden, index, step, by)
-        size = within_limits(plan, known, candidates, [v.cpu() for v in scores])
+        index, scores = reorder(
+            engine,
+            hidden,
+            index,
+            step,
+            by=score_names,
+        )
+        host_scores = [score.cpu() for score in scores]
+        size = within_limits(
+            plan,
+            known,
+            candidates,
+            scores=host_scores,
+        )
+
         # 3. Draw their tokens.
-        total = int(size.sum())
-        slots = engine.slots(step.known, size.to(engine.device), total)
-        engine.draw(hidden, index, step.known, *slots)
+        row, slot = engine.slots(
+            first=step.known,
+            count=size.to(engine.device),
+            total=int(size.sum()),
+        )
+        engine.draw(
+            hidden,
+            index,
+            known=step.known,
+            row=row,
+            slot=slot,
+        )
         cached = engine.cached_after(known, chosen=True)
         tally.called(count)
         tally.unmask(size)
 
 
 def within_limits(
-    plan: Plan, known: Tensor, candidates: Tensor, scores: list[Tensor]
+    plan: Plan,
+    known: Tensor,
+    candidates: Tensor,
+    scores: list[Tensor],
 ) -> Tensor:
-    """How many candidates each row unmasks, (B,), one at least. scores: as `reorder` gives them,
-    the last one minus the entropy where that is bounded."""
+    """Return how many candidates each row unmasks, (B,), one at least.
+
+    scores: as `reorder` gives them, the last one minus the entropy where that is
+    bounded."""
     pace = plan.pace
-    slots = torch.arange(scores[0].shape[1])
-    taken = candidate = (slots >= known[:, None]) & (
-        slots < (known + candidates)[:, None]
-    )
+    first_scores = scores[0]
+    slots = torch.arange(first_scores.shape[1])
+    start = known[:, None]
+    end = (known + candidates)[:, None]
+    is_candidate = (slots >= start) & (slots < end)  # (B, T + 1)
+    taken = is_candidate
     if pace.threshold is not None:
-        limit = pace.threshold
-        log = math.log(limit) if limit else -math.inf
-        least = {"confidence": log, "oracle": log, "margin": limit, "entropy": -limit}
-        taken = taken & (scores[0] >= least[plan.unmask_by])
+        least = _least_score(plan.unmask_by, pace.threshold)
+        taken = taken & (first_scores >= least)
     if pace.entropy_bound is not None:
-        entropy = (-scores[-1]).where(candidate, 0).double()
-        others = entropy.cumsum(dim=1) - entropy.cummax(dim=1).values
+        entropy = -scores[-1]
+        entropy = entropy.where(is_candidate, 0)
+        entropy = entropy.double()
+        total = entropy.cumsum(dim=1)
+        largest = entropy.cummax(dim=1).values
+        others = total - largest
         taken = taken & (others <= pace.entropy_bound)
-    return torch.minimum(taken.sum(dim=1).clamp(min=1, max=pace.most), candidates)
+    size = taken.sum(dim=1)
+    size = size.clamp(min=1, max=pace.most)
+    return torch.minimum(size, candidates)
 
 
-def reorder(engine, hidden: Tensor, index: Tensor, step: Step, by: list[str]) -> tuple:
-    """Put the candidates of every row in the order in which the model prefers them, by the first of
-    the scores `by`. hidden, index: as `Engine.predict` gives them. Returns `index` in that order,
-    and the scores (B, T + 1) of its slots: inf where known, -inf where it is not a candidate."""
+def _least_score(unmask_by: str, threshold: float) -> float:
+    """Return the least score, as `scores_of` gives it, that passes the threshold of a
+    `Pace`."""
+    if unmask_by == "entropy":
+        return -threshold
+    if unmask_by == "margin":
+        return threshold
+    if threshold == 0:
+        return -math.inf
+    return math.log(threshold)
+
+
+def reorder(
+    engine,
+    hidden: Tensor,
+    index: Tensor,
+    step: Step,
+    by: list[str],
+) -> tuple[Tensor, list[Tensor]]:
+    """Put the candidates of every row in the order in which the model prefers them, by
+    the first of the scores `by`.
+
+    hidden, index: as `Engine.predict` gives them. Returns `index` in that order, and
+    for each score those (B, T + 1) of its slots: inf where known, -inf where a slot is
+    not a candidate."""
     # 1. The scores of every candidate, (N, scores).
-    row, slot = engine.slots(step.known, step.candidates, step.all_candidates)
-    targets = (
-        torch.zeros_like(slot) if engine.forced is None else engine.forced_at(row, slot)
+    row, slot = engine.slots(
+        first=step.known,
+        count=step.candidates,
+        total=step.all_candidates,
     )
-    chunks = (x.split(engine.head_rows) for x in (hidden[index[row, slot]], targets))
-    found = [scores_of(engine.logits(x), by, of) for x, of in zip(*chunks, strict=True)]
-    found = torch.cat(found).to(engine.device)
-    # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable), slots that
-    #    come later or that a row does not have stay behind, and so does slot T.
+    if engine.forced is None:
+        targets = torch.zeros_like(slot)
+    else:
+        targets = engine.forced_at(row, slot)
+    states = hidden[index[row, slot]]  # (N, D)
+    state_chunks = states.split(engine.head_rows)
+    target_chunks = targets.split(engine.head_rows)
+    parts = []
+    for chunk, chunk_targets in zip(state_chunks, target_chunks, strict=True):
+        logits = engine.logits(chunk)
+        parts.append(scores_of(logits, by, chunk_targets))
+    candidate_scores = torch.cat(parts).to(engine.device)
+
+    # 2. Their place by slot. Known slots stay in front (infinity; the sort is stable),
+    #    slots that come later or that a row does not have stay behind, and so does
+    #    slot T.
     slots = torch.arange(engine.T + 1, device=engine.device)
+    is_unknown = slots >= step.known[:, None]
+    exists = slots < engine.T
     by_slot = []
-    for score in found.unbind(dim=-1):
+    for score in candidate_scores.unbind(dim=-1):
         scores = torch.full_like(engine.log_probs, -torch.inf)
         scores[row, slot] = score
-        scores = scores.where(slots >= step.known[:, None], torch.inf)
-        by_slot.append(scores.where(slots < engine.T, -torch.inf))
+        scores = scores.where(is_unknown, torch.inf)
+        scores = scores.where(exists, -torch.inf)
+        by_slot.append(scores)
+
     # 3. Highest score first.
-    preferred = by_slot[0].argsort(dim=1, descending=True, stable=True)
-    engine.order.copy_(engine.order.gather(1, preferred))
-    return index.gather(1, preferred), [
-        scores.gather(1, preferred) for scores in by_slot
-    ]
+    first_scores = by_slot[0]
+    preferred = first_scores.argsort(dim=1, descending=True, stable=True)
+    order = engine.order.gather(1, preferred)
+    engine.order.copy_(order)
+    sorted_scores = [scores.gather(1, preferred) for scores in by_slot]
+    return index.gather(1, preferred), sorted_scores
 
 
 def scores_of(logits: Tensor, by: list[str], targets: Tensor | None = None) -> Tensor:
-    """(N, V) -> (N, scores), higher is better. confidence: the log-probability of the likeliest
-    token; oracle: that of the target, (N,); entropy: minus the entropy; margin: the likeliest
-    probability minus the second."""
+    """Return the scores (N, scores) of logits (N, V), higher is better.
+
+    confidence: the log-probability of the likeliest token. oracle: that of the target,
+    (N,). entropy: minus the entropy. margin: the likeliest probability minus the
+    second."""
     log_probs = logits.float().log_softmax(dim=-1)
     scores = []
     for name in by:
         match name:
             case "confidence":
-                scores.append(log_probs.amax(dim=-1))
+                score = log_probs.amax(dim=-1)
             case "oracle":
-                at = targets[:, None].to(log_probs.device)
-                scores.append(log_probs.gather(1, at).squeeze(1))
+                targets = targets.to(log_probs.device)
+                score = log_probs.gather(1, targets[:, None]).squeeze(1)
             case "margin":
-                first, second = log_probs.topk(2, dim=-1).values.exp().unbind(dim=-1)
-                scores.append(first - second)
+                highest = log_probs.topk(2, dim=-1).values.exp()
+                score = highest[:, 0] - highest[:, 1]
             case "entropy":
-                # 0 times minus infinity is not a number, but 0 times the least number is 0.
+                # 0 times minus infinity is not a number, but 0 times the least number
+                # is 0.
                 least = torch.finfo(torch.float).min
-                scores.append(
-                    (log_probs.exp() * log_probs.clamp(min=least)).sum(dim=-1)
-                )
+                probs = log_probs.exp()
+                score = (probs * log_probs.clamp(min=least)).sum(dim=-1)
+        scores.append(score)
     return torch.stack(scores, dim=-1)
