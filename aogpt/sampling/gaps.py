@@ -27,6 +27,8 @@ from ..scoring import group_log_probs
 from .modes import Context
 
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
+# The first length, and after a hyphen the last one, both without leading zeros.
+LENGTHS = re.compile(r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]")
 MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
 RankBy = Literal["filling", "right", "joint"]  # a field of `Scores`
 
@@ -40,12 +42,11 @@ def read_gaps(text: str) -> list[str | range]:
     a mask, and for a mask that is not written correctly."""
     parts: list[str | range] = []
     for number, part in enumerate(MASK.split(text)):
-        if number % 2 == 0:
+        is_text = number % 2 == 0
+        if is_text:
             parts.append(part)
             continue
-        mask = re.fullmatch(
-            r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]", part
-        )
+        mask = LENGTHS.fullmatch(part)
         if mask is None:
             raise UserError(
                 f"{part[:40]!r} is not a mask; write [MASK:n] for n tokens, "
@@ -63,8 +64,10 @@ def read_gaps(text: str) -> list[str | range]:
 
 def refuse_masks(text: str, advice: str) -> None:
     """Raise UserError for a text that has a mask where none is allowed."""
-    if mask := MASK.search(text):
-        raise UserError(f"the text has a mask, {mask[0][:40]}: {advice}")
+    mask = MASK.search(text)
+    if mask is not None:
+        beginning = mask[0][:40]
+        raise UserError(f"the text has a mask, {beginning}: {advice}")
 
 
 @dataclass(frozen=True)
@@ -95,18 +98,26 @@ class Gapped:
 
     def contexts(self, block_size: int) -> list[Context]:
         """Return the context of every combination of lengths that fits into a block."""
-        found = map(self.context, itertools.product(*self.lengths))
-        return [context for context in found if len(context) <= block_size]
+        contexts = []
+        for lengths in itertools.product(*self.lengths):
+            context = self.context(lengths)
+            if len(context) <= block_size:
+                contexts.append(context)
+        return contexts
 
 
 def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
     """Return the tokens and gaps of a text. Raises UserError if the shortest gaps do
     not fit into a block, and for gaps of unknown length that nothing can judge."""
     parts = read_gaps(text)
-    known = [tokenizer.encode(parts[0])]
-    known += [tokenizer.encode_after(part) for part in parts[2::2]]
-    gapped = Gapped(known, parts[1::2])
-    if len(gapped.context([lengths[0] for lengths in gapped.lengths])) > block_size:
+    texts = parts[0::2]
+    lengths = parts[1::2]
+    known = [tokenizer.encode(texts[0])]
+    for part in texts[1:]:
+        known.append(tokenizer.encode_after(part))
+    gapped = Gapped(known, lengths)
+    shortest = gapped.context([gap.start for gap in lengths])
+    if len(shortest) > block_size:
         raise TooLong(
             f"text and masks exceed the block size, {block_size} tokens; shorten them"
         )
@@ -131,7 +142,8 @@ def gapped_of(context: Context) -> Gapped:
         if token is not None:
             known[-1].append(token)
         elif before is None:
-            lengths[-1] = range(lengths[-1][0] + 1, lengths[-1][0] + 2)
+            length = lengths[-1].start + 1
+            lengths[-1] = range(length, length + 1)
         else:
             lengths.append(range(1, 2))
             known.append([])
@@ -172,30 +184,57 @@ def score_fillings(
 
 
 def _score(
-    model: AOGPT, given: Sequence[Context], tokens: Sequence[list[int]]
+    model: AOGPT,
+    given: Sequence[Context],
+    tokens: Sequence[list[int]],
 ) -> list[Scores]:
+    """Score the N fillings of one batch."""
+    texts = [torch.tensor(row) for row in tokens]
     lengths = torch.tensor([len(row) for row in tokens])
-    x = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)  # (N, T)
-    known = [torch.tensor([token is not None for token in row]) for row in given]
-    blank = ~pad_sequence(known, batch_first=True, padding_value=True)
-    position = torch.arange(x.shape[1]).expand_as(x)
-    padding = position >= lengths[:, None]
-    first = torch.where(blank, position, x.shape[1]).amin(dim=1, keepdim=True)
-    after = (position >= first) & ~padding
-    along = log_probs_along(model, x, position, lengths, first.squeeze(1))
-    filling = torch.full((len(x),), math.nan, dtype=torch.float64)
+    x = pad_sequence(texts, batch_first=True)  # (N, T)
+    N, T = x.shape
+    blanks = [torch.tensor([token is None for token in row]) for row in given]
+    is_blank = pad_sequence(blanks, batch_first=True, padding_value=False)
+    position = torch.arange(T).expand(N, T)
+    is_padding = position >= lengths[:, None]
+    is_known = ~is_blank & ~is_padding
+
+    # From left to right.
+    first = torch.where(is_blank, position, T).amin(dim=1)
+    is_after = (position >= first[:, None]) & ~is_padding
+    l2r_log_probs = log_probs_along(
+        model,
+        x,
+        order=position,
+        lengths=lengths,
+        start=first,
+    )
+    right = _mean(l2r_log_probs, is_after & ~is_blank)
+    joint = _mean(l2r_log_probs, is_after)
+
+    # What is known first, then the gaps, then the padding.
+    filling = torch.full((N,), math.nan, dtype=torch.float64)
     if not model.config.l2r_only:
-        # what is known first, then the gaps, then the padding
-        order = (blank + 2 * padding).argsort(dim=1, stable=True)
-        before = (~blank & ~padding).sum(dim=1)
-        last = log_probs_along(model, x, order, lengths, before)
-        filling = _mean(last, blank.gather(1, order))
-    right = _mean(along, after & ~blank)
-    joint = _mean(along, after)
-    return [
-        Scores(*values)
-        for values in zip(right.tolist(), joint.tolist(), filling.tolist(), strict=True)
-    ]
+        place = is_blank + 2 * is_padding
+        order = place.argsort(dim=1, stable=True)
+        log_probs = log_probs_along(
+            model,
+            x,
+            order=order,
+            lengths=lengths,
+            start=is_known.sum(dim=1),
+        )
+        filling = _mean(log_probs, is_blank.gather(1, order))
+
+    scores = []
+    for n in range(N):
+        score = Scores(
+            right=float(right[n]),
+            joint=float(joint[n]),
+            filling=float(filling[n]),
+        )
+        scores.append(score)
+    return scores
 
 
 def log_probs_along(
@@ -220,21 +259,27 @@ def log_probs_along(
 
 
 def _mean(log_probs: Tensor, where: Tensor) -> Tensor:
-    return (log_probs * where).sum(dim=1) / where.sum(dim=1)  # NaN where there are none
+    """Return the mean over the places of a row that count, (N,); NaN if none does."""
+    total = (log_probs * where).sum(dim=1)
+    return total / where.sum(dim=1)
 
 
 def rank_by(model: AOGPT, given: Sequence[Context]) -> RankBy:
     """Return the score that ranks fillings of these contexts: "right" for different
     lengths; for one length "filling", which is the probability given both sides, or a
     plain GPT's "joint"."""
-    if len({context.count(None) for context in given}) > 1:
+    lengths = {context.count(None) for context in given}
+    if len(lengths) > 1:
         return "right"
-    return "joint" if model.config.l2r_only else "filling"
+    if model.config.l2r_only:
+        return "joint"
+    return "filling"
 
 
 def ranked(scores: Sequence[Scores], by: RankBy) -> list[int]:
     """Return the numbers of the fillings, the best first."""
-    return sorted(range(len(scores)), key=lambda i: -getattr(scores[i], by))
+    values = [getattr(score, by) for score in scores]
+    return sorted(range(len(scores)), key=lambda number: -values[number])
 
 
 def best_fillings(
@@ -246,9 +291,12 @@ def best_fillings(
 ) -> list[tuple[int, Scores]]:
     """Return numbers and scores of at most `most` fillings with different tokens, the
     best first. by: the score that ranks them, `rank_by` if None."""
-    numbers = {tuple(row): i for i, row in enumerate(tokens)}
-    distinct = list(numbers.values())
-    contexts_of_distinct = [given[i] for i in distinct]
-    scores = score_fillings(model, contexts_of_distinct, [tokens[i] for i in distinct])
-    places = ranked(scores, by or rank_by(model, contexts_of_distinct))
-    return [(distinct[i], scores[i]) for i in places[:most]]
+    number_of = {tuple(row): number for number, row in enumerate(tokens)}
+    numbers = list(number_of.values())  # of fillings with different tokens
+    distinct_given = [given[number] for number in numbers]
+    distinct_tokens = [tokens[number] for number in numbers]
+    scores = score_fillings(model, distinct_given, distinct_tokens)
+    if by is None:
+        by = rank_by(model, distinct_given)
+    places = ranked(scores, by)
+    return [(numbers[place], scores[place]) for place in places[:most]]

@@ -1,11 +1,13 @@
-"""Plans of generation: which position is unmasked at which step, drawn before the model runs. Times
-of masked diffusion do not depend on the model, so this is exact (the paper, Lemma 4.1). Every way
-of generating is a plan; with given positions it is prompting or infilling.
+"""Plans of generation: which position is unmasked at which step, drawn before the model
+runs. Times of masked diffusion do not depend on the model, so this is exact (the paper,
+Lemma 4.1). Every way of generating is a plan; with given positions it is prompting or
+infilling.
 
-Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask something).
-Arguments of all plans: length is T, or LongTensor (B,) of rows that differ; given a BoolTensor
-(B, T) of positions that are context, or None; generator a CPU generator, or the numbers that it
-would draw, float64 (B, T) in [0, 1), by position: a row's plan depends on its own alone."""
+Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask
+something). Arguments of all plans: length is T, or LongTensor (B,) of rows that differ;
+given a BoolTensor (B, T) of positions that are context, or None; generator a CPU
+generator, or the numbers that it would draw, float64 (B, T) in [0, 1), by position: a
+row's plan depends on its own alone."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,10 +22,10 @@ from ..scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
-RuleScore = Literal[
-    Score, "oracle"
-]  # the probability of the true token, which is forced
+# oracle: the probability of the true token, which is forced
+RuleScore = Literal[Score, "oracle"]
 UnmaskBy = Literal["order", RuleScore]
+DraftBy = Literal["model", "ngram"]
 Length = int | Tensor
 Given = Tensor | None
 Generator = torch.Generator | Tensor
@@ -31,30 +33,34 @@ Generator = torch.Generator | Tensor
 
 @dataclass(frozen=True)
 class Pace:
-    """How many positions a step unmasks where the model decides that: the best ones within these
-    limits, and always one at least."""
+    """How many positions a step unmasks where the model decides that: the best ones
+    within these limits, and always one at least.
 
-    threshold: float | None = (
-        None  # confidence or margin at least, entropy (nats) at most this
-    )
-    # (Fast-dLLM, arXiv 2505.22618)
-    entropy_bound: float | None = (
-        None  # entropies (nats) of a step, without the largest, add up to
-    )
-    # at most this: it bounds what they tell of each other (EB-sampler, arXiv 2505.24857)
-    most: int | None = None  # positions a step; without the other two exactly this many
+    threshold: confidence or margin at least, entropy (nats) at most this (Fast-dLLM,
+    arXiv 2505.22618). entropy_bound: entropies (nats) of a step, without the largest,
+    add up to at most this: it bounds what they tell of each other (EB-sampler, arXiv
+    2505.24857). most: positions a step; without the other two exactly this many."""
+
+    threshold: float | None = None
+    entropy_bound: float | None = None
+    most: int | None = None
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            least = int(name == "most")
-            if value is not None and not value >= least:
-                raise UserError(f"{name} is {value}; give a number of at least {least}")
+        _check_limit("threshold", self.threshold, least=0)
+        _check_limit("entropy_bound", self.entropy_bound, least=0)
+        _check_limit("most", self.most, least=1)
+
+
+def _check_limit(name: str, value: float | None, least: int) -> None:
+    """Raise UserError for a value below the least one, or NaN."""
+    if value is not None and not value >= least:
+        raise UserError(f"{name} is {value}; give a number of at least {least}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a model chooses its own order: by a score, a fixed number of positions a step or at a
-    pace, in blocks that are filled in one after the other."""
+    """How a model chooses its own order: by a score, a fixed number of positions a step
+    or at a pace, in blocks that are filled in one after the other."""
 
     score: RuleScore
     pace: Pace | None = None
@@ -66,6 +72,7 @@ class Rule:
 
 
 def check_threshold(score: Score, threshold: float) -> None:
+    """Raise UserError for a threshold that no probability can pass."""
     if score != "entropy" and threshold > 1:
         raise UserError(
             f"the threshold is {threshold:g}: for {score} give a number from 0 to 1"
@@ -74,85 +81,99 @@ def check_threshold(score: Score, threshold: float) -> None:
 
 @dataclass
 class Plan:
-    """Which positions are unmasked at which step, for B samples of up to T positions."""
+    """Which positions are unmasked at which step, for B samples of up to T positions.
 
-    order: Tensor  # LongTensor (B, T), positions in the order in which they are unmasked, given
-    # ones first, last those that a shorter sample does not have
-    step: Tensor  # LongTensor (B, T), the step at which order[b, i] is unmasked, never falling; -1:
-    # given. Positions of equal step are predicted in parallel, from those of earlier steps.
-    length: Tensor | None = (
-        None  # LongTensor (B,), positions of each sample; None: all have T
-    )
-    unmask_by: UnmaskBy = (
-        "order"  # a score: only the number of positions of each step is fixed,
-    )
-    # and the model chooses which: of the likeliest token the highest probability, or the least
-    # entropy, or the widest margin to the second token (Kim et al., arXiv 2502.06768)
-    draft: int = 0  # positions that are drafted, then verified one after the other; the steps are
-    # then those of the groups at best
-    pace: Pace | None = None  # nor is that number fixed; steps only say what is given
-    draft_by: Literal["model", "ngram"] = (
-        "model"  # in parallel, or from pairs of known neighbours
-    )
-    block: int | None = (
-        None  # positions of blocks that are filled in one after the other (pace)
-    )
+    order: LongTensor (B, T), positions in the order in which they are unmasked, given
+        ones first, last those that a shorter sample does not have.
+    step: LongTensor (B, T), the step at which order[b, i] is unmasked, never falling;
+        -1: given. Positions of equal step are predicted in parallel, from those of
+        earlier steps.
+    length: LongTensor (B,), positions of each sample; None: all have T.
+    unmask_by: a score: only the number of positions of each step is fixed, and the
+        model chooses which: of the likeliest token the highest probability, or the
+        least entropy, or the widest margin to the second token (Kim et al., arXiv
+        2502.06768).
+    draft: positions that are drafted, then verified one after the other; the steps are
+        then those of the groups at best.
+    pace: nor is that number fixed; steps only say what is given.
+    draft_by: the model, in parallel, or from pairs of known neighbors.
+    block: positions of blocks that are filled in one after the other (pace)."""
+
+    order: Tensor
+    step: Tensor
+    length: Tensor | None = None
+    unmask_by: UnmaskBy = "order"
+    draft: int = 0
+    pace: Pace | None = None
+    draft_by: DraftBy = "model"
+    block: int | None = None
 
     def __post_init__(self):
         B, T = self.order.shape
-        self.length = torch.full((B,), T) if self.length is None else self.length
-        if self.length.shape != (B,) or ((self.length < 0) | (self.length > T)).any():
+        if self.length is None:
+            self.length = torch.full((B,), T)
+        is_outside = (self.length < 0) | (self.length > T)
+        if self.length.shape != (B,) or is_outside.any():
             raise UserError(
                 f"a plan's length must be {B} numbers from 0 to {T}, one a sample"
             )
         positions = torch.arange(T, device=self.order.device)
-        if not torch.equal(
-            self.order.sort(dim=1).values, positions.expand_as(self.order)
-        ):
+        sorted_order = self.order.sort(dim=1).values
+        if not torch.equal(sorted_order, positions.expand(B, T)):
             raise UserError(
                 f"every row of a plan's order must be a permutation of 0..{T - 1}"
             )
-        if not torch.equal(self.order < self.length[:, None], self.valid()):
+        valid = self.valid()
+        exists = self.order < self.length[:, None]
+        if not torch.equal(exists, valid):
             raise UserError(
                 "an order must have a sample's positions before those it does not"
             )
-        falls = (self.step.diff(dim=1) < 0) & self.valid()[:, 1:]
-        if (self.step < -1).any() or falls.any():
+        falls = (self.step.diff(dim=1) < 0) & valid[:, 1:]
+        is_below = self.step < -1
+        if is_below.any() or falls.any():
             raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
 
     def __getitem__(self, rows: slice) -> "Plan":
-        of_rows = {
-            name: getattr(self, name)[rows] for name in ("order", "step", "length")
-        }
-        return replace(self, **of_rows)
+        return replace(
+            self,
+            order=self.order[rows],
+            step=self.step[rows],
+            length=self.length[rows],
+        )
 
     def __len__(self) -> int:
         return len(self.order)
 
     def valid(self) -> Tensor:
-        """BoolTensor (B, T): the entries of `order` that name a position of their sample."""
-        return (
-            torch.arange(self.order.shape[1], device=self.order.device)
-            < self.length[:, None]
-        )
+        """Return the entries of `order` that name a position of their sample,
+        BoolTensor (B, T)."""
+        T = self.order.shape[1]
+        entries = torch.arange(T, device=self.order.device)
+        return entries < self.length[:, None]
 
     def generated(self) -> Tensor:
-        """BoolTensor (B, T): the entries of `order` whose tokens are generated."""
+        """Return the entries of `order` whose tokens are generated, BoolTensor
+        (B, T)."""
         return (self.step >= 0) & self.valid()
 
     def given_positions(self) -> Tensor:
-        """BoolTensor (B, T), by position: those whose tokens come from the user."""
+        """Return the positions whose tokens come from the user, BoolTensor (B, T)."""
         given = (self.step < 0) & self.valid()
-        return torch.empty_like(given).scatter_(1, self.order, given)
+        by_position = torch.empty_like(given)
+        return by_position.scatter_(1, self.order, given)
 
 
 def l2r_plan(
-    batch_size: int, length: Length, given: Given = None, group: int = 1
+    batch_size: int,
+    length: Length,
+    given: Given = None,
+    group: int = 1,
 ) -> Plan:
-    """Left to right, `group` positions a step."""
+    """Plan from left to right, `group` positions a step."""
     samples = _Samples(batch_size, length, given)
     return samples.in_groups(samples.position, group)
 
@@ -164,9 +185,11 @@ def random_plan(
     given: Given = None,
     group: int = 1,
 ) -> Plan:
-    """A uniformly random order, `group` positions a step: positions by rising random number."""
+    """Plan a uniformly random order, `group` positions a step: positions by rising
+    random number."""
     samples = _Samples(batch_size, length, given)
-    return samples.in_groups(samples.uniforms(generator), group)
+    uniforms = samples.uniforms(generator)
+    return samples.in_groups(uniforms, group)
 
 
 def mdm_plan(
@@ -178,38 +201,50 @@ def mdm_plan(
     even: bool = False,
     schedule: Schedule = "linear",
 ) -> Plan:
-    """Masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma 4.1), or in a
-    number of its own for each row, LongTensor (B,).
+    """Plan masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma
+    4.1), or in a number of its own for each row, LongTensor (B,).
 
-    Exact: every masked position unmasks at its own random time, so that the number of positions
-    differs from step to step. Even: a random order in groups of the expected sizes, rounded.
-    schedule: the share of masked positions at time t, which runs from 1 down to 0. linear: t.
-    cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT)."""
-    steps = torch.as_tensor(steps).cpu().expand(batch_size)[:, None]
+    Exact: every masked position unmasks at its own random time, so that the number of
+    positions differs from step to step. Even: a random order in groups of the expected
+    sizes, rounded. schedule: the share of masked positions at time t, which runs from 1
+    down to 0. linear: t. cosine: sin(pi t / 2), few positions at first and many at the
+    end (MaskGIT)."""
     check_value(schedule, Schedule, "the schedule")
+    steps = torch.as_tensor(steps).cpu()
+    steps = steps.expand(batch_size)
+    steps = steps[:, None]
     samples = _Samples(batch_size, length, given)
-    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to its number.
     uniforms = samples.uniforms(generator)
     order, index = samples.order_by(uniforms)
     if not even:
-        step = (_elapsed(uniforms.gather(1, order), schedule) * steps).long()
-        return samples.plan(order, index, step.minimum(steps - 1))
-    # Entry `index` of n unmasks where the share of unmasked positions is expected to pass it. More
-    # steps than positions would leave some empty: a row takes n at most.
-    n = (samples.length - samples.given.sum(dim=1))[:, None]
+        # Inverse CDF: a position unmasks when the share of unmasked positions has risen
+        # to its number.
+        share = uniforms.gather(1, order)
+        step = (_elapsed(share, schedule) * steps).long()
+        step = step.minimum(steps - 1)
+        return samples.plan(order, index, step)
+    # Entry `index` of n unmasks where the share of unmasked positions is expected to
+    # pass it. More steps than positions would leave some empty: a row takes n at most.
+    n = samples.length - samples.given.sum(dim=1)
+    n = n[:, None]
     row_steps = n.minimum(steps)
+    divisor = n.clamp(min=1)
     if schedule == "linear":  # in integers, so that groups differ by at most one
-        step = index * row_steps // n.clamp(min=1)
+        step = index * row_steps // divisor
     else:
-        middle = ((index + 0.5) / n.clamp(min=1)).clamp(0, 1)
-        step = (_elapsed(middle.double(), schedule) * row_steps).long()
-    return samples.plan(order, index, step.clamp(max=row_steps - 1))
+        middle = (index + 0.5) / divisor
+        middle = middle.clamp(0, 1).double()
+        step = (_elapsed(middle, schedule) * row_steps).long()
+    step = step.clamp(max=row_steps - 1)
+    return samples.plan(order, index, step)
 
 
 def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
-    """1 - t at the time t at which this share u of the positions is unmasked: u = 1 - t, or
-    u = 1 - sin(pi t / 2) (cosine)."""
-    return share if schedule == "linear" else (1 - share).acos() * (2 / math.pi)
+    """Return 1 - t at the time t at which this share u of the positions is unmasked:
+    u = 1 - t, or u = 1 - sin(pi t / 2) (cosine)."""
+    if schedule == "linear":
+        return share
+    return (1 - share).acos() * (2 / math.pi)
 
 
 def adaptive_plan(
@@ -223,22 +258,38 @@ def adaptive_plan(
     entropy_bound: float | None = None,
     block: int | None = None,
 ) -> Plan:
-    """`group` positions a step, chosen by the model as it goes (A3's dynamic resampling), or at
-    random. threshold, entropy_bound: see `Pace`; `group` is then the most of a step, None: any
-    number. block: positions of blocks that are filled in one after the other (semi-autoregressive,
-    as LLaDA, arXiv 2502.09992)."""
+    """Plan `group` positions a step, chosen by the model as it goes (A3's dynamic
+    resampling), or at random.
+
+    threshold, entropy_bound: see `Pace`; `group` is then the most of a step, None: any
+    number. block: positions of blocks that are filled in one after the other
+    (semi-autoregressive, as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
-        plan = random_plan(batch_size, length, generator, given, group)
-        return plan if by == "random" else replace(plan, unmask_by=by)
+        plan = random_plan(
+            batch_size,
+            length,
+            generator,
+            given,
+            group,
+        )
+        if by == "random":
+            return plan
+        return replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
     samples = _Samples(batch_size, length, given)
+    block_size = block or max(samples.T, 1)
     # The order within a block is random, as above: it decides between equals.
-    number = samples.position // (block or max(samples.T, 1))
-    order, index = samples.order_by(number + samples.uniforms(generator))
-    plan = samples.plan(order, index, torch.zeros_like(order))
-    pace = Pace(threshold, entropy_bound, group)
-    return replace(plan, unmask_by=by, pace=pace, block=block)
+    block_number = samples.position // block_size
+    key = block_number + samples.uniforms(generator)
+    order, index = samples.order_by(key)
+    plan = samples.plan(order, index, step=torch.zeros_like(order))
+    return replace(
+        plan,
+        unmask_by=by,
+        pace=Pace(threshold, entropy_bound, most=group),
+        block=block,
+    )
 
 
 def speculative_plan(
@@ -247,49 +298,74 @@ def speculative_plan(
     draft: int,
     generator: Generator | None = None,
     given: Given = None,
-    draft_by: Literal["model", "ngram"] = "model",
+    draft_by: DraftBy = "model",
 ) -> Plan:
-    """Draft `draft` positions and verify them in one causal pass; left to right, or in a random
-    order if a generator is given. Samples follow the joint distribution of one position a step.
-    draft_by: the model, in parallel (self-speculation, Guo & Ermon 2025), or, without a pass, what
-    most often follows the token on the left so far (ASSD, arXiv 2504.20456)."""
+    """Plan to draft `draft` positions and verify them in one causal pass; left to
+    right, or in a random order if a generator is given. Samples follow the joint
+    distribution of one position a step.
+
+    draft_by: the model, in parallel (self-speculation, Guo & Ermon 2025), or, without a
+    pass, what most often follows the token on the left so far (ASSD, arXiv
+    2504.20456)."""
     if generator is None:
-        plan = l2r_plan(batch_size, length, given, draft)
+        plan = l2r_plan(
+            batch_size,
+            length,
+            given,
+            group=draft,
+        )
     else:
-        plan = random_plan(batch_size, length, generator, given, draft)
+        plan = random_plan(
+            batch_size,
+            length,
+            generator,
+            given,
+            group=draft,
+        )
     return replace(plan, draft=draft, draft_by=draft_by)
 
 
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
-    """One plan of the rows of several of one kind, whose rows may differ in length. length:
-    positions of the plan; by default those of the longest."""
+    """Return one plan of the rows of several of one kind, whose rows may differ in
+    length. length: positions of the plan; by default those of the longest."""
     T = length or max(plan.order.shape[1] for plan in plans)
     orders = []
     steps = []
+    lengths = []
     for plan in plans:
-        extra = torch.arange(plan.order.shape[1], T).expand(len(plan), -1)
-        orders.append(torch.cat([plan.order, extra], dim=1))
-        steps.append(torch.cat([plan.step, torch.full_like(extra, -1)], dim=1))
-    lengths = torch.cat([plan.length for plan in plans])
-    stacked = {"order": torch.cat(orders), "step": torch.cat(steps), "length": lengths}
-    return replace(plans[0], **stacked)
+        absent = torch.arange(plan.order.shape[1], T)
+        absent = absent.expand(len(plan), -1)
+        no_step = torch.full_like(absent, -1)
+        orders.append(torch.cat([plan.order, absent], dim=1))
+        steps.append(torch.cat([plan.step, no_step], dim=1))
+        lengths.append(plan.length)
+    return replace(
+        plans[0],
+        order=torch.cat(orders),
+        step=torch.cat(steps),
+        length=torch.cat(lengths),
+    )
 
 
 def group_sizes(plan: Plan) -> Tensor:
-    """Positions in each group of each row, LongTensor (B, G), empty groups at the end. Groups of a
-    row are its steps that unmask something, as in this row, whose first entry is given:
+    """Return the positions in each group of each row, LongTensor (B, G), empty groups
+    at the end. Groups of a row are its steps that unmask something, as in this row,
+    whose first entry is given:
 
         step     -1  0  0  3  5  5
         starts       x     x  x
         group     0  1  1  2  3  3     sizes 2, 1, 2"""
     generated = plan.generated()
     before = torch.full_like(plan.step[:, :1], -1)
-    starts = (plan.step.diff(dim=1, prepend=before) > 0) & generated
-    # Groups are counted from 1; what is given or absent falls into group 0, which is dropped.
+    rises = plan.step.diff(dim=1, prepend=before) > 0
+    starts = rises & generated
+    # Groups are counted from 1; what is given or absent falls into group 0, which is
+    # dropped.
     group = starts.cumsum(dim=1) * generated
     groups = int(group.max()) if group.numel() else 0
     sizes = torch.zeros(len(plan), groups + 1, dtype=torch.long)
-    return sizes.scatter_add_(1, group, torch.ones_like(group))[:, 1:]
+    sizes.scatter_add_(1, group, torch.ones_like(group))
+    return sizes[:, 1:]
 
 
 class _Samples:
@@ -297,35 +373,48 @@ class _Samples:
 
     def __init__(self, batch_size: int, length: Length, given: Given):
         length = torch.as_tensor(length).cpu()
-        B = batch_size
-        self.length = length.expand(B)
-        self.B = B
+        self.length = length.expand(batch_size)
+        self.B = batch_size
         self.T = int(length.max()) if length.numel() else 0
-        given = torch.zeros(B, self.T, dtype=torch.bool) if given is None else given
+        if given is None:
+            given = torch.zeros(self.B, self.T, dtype=torch.bool)
         check_boolean(given, "given")
-        self.position = torch.arange(self.T).expand(B, self.T)
+        positions = torch.arange(self.T)
+        self.position = positions.expand(self.B, self.T)
         self.valid = self.position < self.length[:, None]
         self.given = given.cpu() & self.valid
 
     def uniforms(self, generator: Generator) -> Tensor:
-        """A number in [0, 1) for each position, (B, T)."""
+        """Return a number in [0, 1) for each position, (B, T)."""
         if torch.is_tensor(generator):
             return generator
-        return torch.rand(self.B, self.T, generator=generator, dtype=torch.float64)
+        return torch.rand(
+            self.B,
+            self.T,
+            generator=generator,
+            dtype=torch.float64,
+        )
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Order (B, T): given positions in ascending order, then the others by rising key (B, T),
-        numbers from 0 to below T, then those that a row does not have. And the index (B, T) of each
-        entry among the others, negative for given ones."""
-        key = torch.where(self.given, self.position.to(key.dtype) - self.T, key)
+        """Return the order (B, T): given positions in ascending order, then the others
+        by rising key (B, T), numbers from 0 to below T, then those that a row does not
+        have. And the index (B, T) of each entry among the others, negative for given
+        ones."""
+        below_all = self.position.to(key.dtype) - self.T
+        key = torch.where(self.given, below_all, key)
         key = torch.where(self.valid, key, self.T)
         order = key.argsort(dim=1, stable=True)
-        return order, self.position - self.given.sum(dim=1, keepdim=True)
+        number_given = self.given.sum(dim=1, keepdim=True)
+        index = self.position - number_given
+        return order, index
 
     def plan(self, order: Tensor, index: Tensor, step: Tensor) -> Plan:
-        return Plan(order, step.where(index >= 0, -1), self.length)
+        """Return the plan of an order, its index and the steps of its entries."""
+        step = step.where(index >= 0, -1)
+        return Plan(order, step, self.length)
 
     def in_groups(self, key: Tensor, group: int) -> Plan:
-        """The positions by rising key, `group` in a step."""
+        """Return the plan of the positions by rising key, `group` in a step."""
         order, index = self.order_by(key)
-        return self.plan(order, index, index // group)
+        step = index // group
+        return self.plan(order, index, step)

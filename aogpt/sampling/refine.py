@@ -1,10 +1,11 @@
-"""Refinement: redraw some tokens of complete samples given all that is kept, for some rounds.
+"""Refinement: redraw some tokens of complete samples given all that is kept, for some
+rounds.
 
 A round removes a share of the generated tokens and draws them again, one after the
-other in a random order, each from the model's distribution given all that is known then.
-A decoder reads the kept tokens in the order in which they became known; those redrawn
-become its last. So redrawing the last token of an order leaves the joint along that
-order as it is.
+other in a random order, each from the model's distribution given all that is known
+then. A decoder reads the kept tokens in the order in which they became known; those
+redrawn become its last. So redrawing the last token of an order leaves the joint along
+that order as it is.
 
 Shapes: B samples, T positions."""
 
@@ -40,17 +41,17 @@ def refine(
     is there then: each generated token given all tokens before it in `order`.
 
     Args:
-        uniforms: (B, T), those the samples were drawn with, from which all random numbers
-            are hashed.
+        uniforms: (B, T), those the samples were drawn with, from which all random
+            numbers are hashed.
         rounds: 0 returns the samples as they are.
         share: of the generated tokens that a round redraws.
-        by: redraw the tokens of least log-probability when they were drawn, or given all
-            others, or random ones.
+        by: redraw the tokens of least log-probability when they were drawn, or given
+            all others, or random ones.
         settings: of `generate`."""
     if not rounds:
         return samples
     generated = samples.step >= 0
-    count = redrawn(generated, share)[:, None]
+    count = redrawn(generated, share)
     for number in range(rounds):
         salt = REFINED - 2 * number
         keys = fresh_uniforms(uniforms, salt)
@@ -63,9 +64,16 @@ def refine(
             score = keys
         score = score.double().where(generated, torch.inf)
         least_first = score.argsort(dim=1, stable=True)
-        chosen = inverse_permutation(least_first) < count
+        rank = inverse_permutation(least_first)
+        chosen = rank < count[:, None]
         samples = redraw(
-            model, samples, chosen, keys, uniforms=fresh, progress=progress, **settings
+            model,
+            samples,
+            chosen,
+            keys,
+            uniforms=fresh,
+            progress=progress,
+            **settings,
         )
     return along_order(model, samples, **settings)
 
@@ -74,18 +82,30 @@ def redrawn(generated: Tensor, share: float) -> Tensor:
     """Return how many tokens of each sample a round redraws, LongTensor (B,): one at
     least, if any is generated. generated: BoolTensor (B, T)."""
     total = generated.sum(dim=1)
-    return (share * total).round().long().clamp(min=1).minimum(total)
+    count = (share * total).round().long()
+    count = count.clamp(min=1)
+    return count.minimum(total)
 
 
 def redraw(
-    model: AOGPT, samples: Generation, chosen: Tensor, keys: Tensor, **settings
+    model: AOGPT,
+    samples: Generation,
+    chosen: Tensor,
+    keys: Tensor,
+    **settings,
 ) -> Generation:
-    """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one after
-    the other, those of small key (B, T) in [0, 1) first. Their steps come after the
-    sample's. settings: of `generate`."""
-    plan = _last(samples.order, samples.length, chosen, keys)
+    """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one
+    after the other, those of small key (B, T) in [0, 1) first. Their steps come after
+    the sample's. settings: of `generate`."""
+    plan = _last(
+        samples.order,
+        samples.length,
+        chosen,
+        keys,
+    )
     new = generate(model, plan, samples.tokens, **settings)
-    later = new.step + samples.step.amax(dim=1, keepdim=True) + 1
+    last_step = samples.step.amax(dim=1, keepdim=True)
+    later = new.step + last_step + 1
     return Generation(
         tokens=new.tokens,
         step=later.where(chosen, samples.step),
@@ -105,20 +125,32 @@ def given_others(
     generated token given all others: a pass for each token, those of a sample side by
     side. settings: of `generate`."""
     generated = samples.step >= 0
+    any_generated = generated.any(dim=1)
     T = samples.step.shape[1]
     scores = torch.zeros_like(samples.log_probs)
     calls = 0
     forwards = 0
-    for b in generated.any(dim=1).nonzero().flatten().tolist():
-        alone = torch.arange(T) == generated[b].nonzero()  # (n, T)
-        n = len(alone)
-        order = samples.order[b].expand(n, T)
+    for b in any_generated.nonzero().flatten().tolist():
+        positions = generated[b].nonzero()  # (n, 1)
+        n = len(positions)
+        alone = torch.arange(T) == positions  # (n, T): one position in each row
         tokens = samples.tokens[b].expand(n, T)
-        plan = _last(order, samples.length[b].expand(n), alone, torch.zeros(n, T))
-        got = generate(model, plan, tokens, forced=tokens, **settings)
-        scores[b, generated[b]] = got.log_probs[alone]
-        calls += got.model_calls
-        forwards += got.token_forwards
+        plan = _last(
+            order=samples.order[b].expand(n, T),
+            length=samples.length[b].expand(n),
+            chosen=alone,
+            keys=torch.zeros(n, T),
+        )
+        scored = generate(
+            model,
+            plan,
+            tokens,
+            forced=tokens,
+            **settings,
+        )
+        scores[b, generated[b]] = scored.log_probs[alone]
+        calls += scored.model_calls
+        forwards += scored.token_forwards
     samples = replace(
         samples,
         model_calls=samples.model_calls + calls,
@@ -141,8 +173,14 @@ def along_order(
     decoder, or one a generated token of an encoder, whose cost is added."""
     generated = samples.step >= 0
     if model.config.is_encoder:
-        place = inverse_permutation(samples.order) / samples.order.shape[1]
-        plan = _last(samples.order, samples.length, generated, place)
+        T = samples.order.shape[1]
+        place = inverse_permutation(samples.order)
+        plan = _last(
+            samples.order,
+            samples.length,
+            chosen=generated,
+            keys=place / T,
+        )
         scored = generate(
             model,
             plan,
@@ -160,44 +198,71 @@ def along_order(
         )
     device = model.wte.weight.device
     size = batch_size or ROWS
+    token_parts = samples.tokens.split(size)
+    order_parts = samples.order.split(size)
     parts = []
-    rows = zip(samples.tokens.split(size), samples.order.split(size), strict=True)
-    for tokens, order in rows:
-        log_probs = _one_pass(model, tokens.to(device), order.to(device), vocab_size)
+    for tokens, order in zip(token_parts, order_parts, strict=True):
+        log_probs = _one_pass(
+            model,
+            tokens.to(device),
+            order.to(device),
+            vocab_size,
+        )
         parts.append(log_probs.cpu())
+    log_probs = torch.cat(parts)
     any_generated = generated.any(dim=1)
+    forwards = int(samples.length[any_generated].sum())
     return replace(
         samples,
-        log_probs=torch.cat(parts).where(generated, 0.0),
+        log_probs=log_probs.where(generated, 0.0),
         model_calls=samples.model_calls + len(parts),
-        token_forwards=samples.token_forwards
-        + int(samples.length[any_generated].sum()),
+        token_forwards=samples.token_forwards + forwards,
         nfe=samples.nfe + any_generated,
     )
 
 
 def _one_pass(
-    model: AOGPT, tokens: Tensor, order: Tensor, vocab_size: int | None
+    model: AOGPT,
+    tokens: Tensor,
+    order: Tensor,
+    vocab_size: int | None,
 ) -> Tensor:
     """Return log p (B, T), float32 by position, of tokens (B, T) along order (B, T)."""
     hidden = model.hidden(tokens, order).flatten(0, 1)
     targets = tokens.gather(1, order).flatten()
     chunk = head_chunk(model.config.vocab_size, tokens.device.type)
     parts = []
-    for states, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = float32_logits(model, states)[:, :vocab_size].float()
+    state_chunks = hidden.split(chunk)
+    target_chunks = targets.split(chunk)
+    for states, chunk_targets in zip(state_chunks, target_chunks, strict=True):
+        logits = float32_logits(model, states)
+        logits = logits[:, :vocab_size].float()
         log_probs = logits.log_softmax(dim=-1)
-        parts.append(log_probs.gather(1, wanted[:, None]).squeeze(1))
+        index = chunk_targets[:, None]
+        parts.append(log_probs.gather(1, index).squeeze(1))
     by_step = torch.cat(parts).view(order.shape)
-    return torch.zeros_like(by_step).scatter_(1, order, by_step)
+    by_position = torch.zeros_like(by_step)
+    return by_position.scatter_(1, order, by_step)
 
 
-def _last(order: Tensor, length: Tensor, chosen: Tensor, keys: Tensor) -> Plan:
+def _last(
+    order: Tensor,
+    length: Tensor,
+    chosen: Tensor,
+    keys: Tensor,
+) -> Plan:
     """Return a plan that generates the chosen positions by rising key (B, T) in [0, 1),
     after all others in their order."""
     T = order.shape[1]
     place = inverse_permutation(order).double()
-    absent = place >= length[:, None]  # positions that a shorter sample does not have
-    key = torch.where(chosen, T + keys, torch.where(absent, place + 2 * T, place))
-    step = torch.arange(T) - (length - chosen.sum(dim=1))[:, None]
-    return Plan(key.argsort(dim=1, stable=True), step.clamp(min=-1), length)
+    # Positions that a shorter sample does not have come after the chosen ones.
+    is_absent = place >= length[:, None]
+    key = torch.where(is_absent, place + 2 * T, place)
+    key = torch.where(chosen, T + keys, key)
+    number_kept = length - chosen.sum(dim=1)
+    step = torch.arange(T) - number_kept[:, None]
+    return Plan(
+        order=key.argsort(dim=1, stable=True),
+        step=step.clamp(min=-1),
+        length=length,
+    )
