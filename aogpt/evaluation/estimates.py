@@ -1,9 +1,11 @@
 """How certain a mean over sequences is: standard errors and 95% intervals.
 
-Standard error over sequences: the uncertainty from which texts and which random orders were
-sampled, if sequences were independent. Blocks of one document are not: the error by document takes
-documents as clusters. Monte Carlo error: the part from which orders, masks or contexts were sampled
-for *these texts*, which falls with their number. N sequences, D Monte Carlo samples."""
+Standard error over sequences: the uncertainty from which texts and which random orders
+were sampled, if sequences were independent. Blocks of one document are not: the error
+by document takes documents as clusters. Monte Carlo error: the part from which orders,
+masks or contexts were sampled for *these texts*, which falls with their number.
+
+N sequences, D Monte Carlo samples."""
 
 import math
 from dataclasses import dataclass
@@ -30,22 +32,26 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half the width of the 95% interval of the mean, over texts and samples: by sequence or,
-        where that is wider and there are several documents, by document."""
+        """Half the width of the 95% interval of the mean, over texts and samples: by
+        sequence or, where that is wider and there are several documents, by
+        document."""
         half = t_quantile(self.sequences - 1) * self.standard_error
         if self.documents > 1:
-            half = max(half, t_quantile(self.documents - 1) * self.document_error)
+            by_document = t_quantile(self.documents - 1) * self.document_error
+            half = max(half, by_document)
         return half
 
     def interval(self) -> tuple[float, float]:
-        """95% interval of the perplexity."""
+        """Return the 95% interval of the perplexity."""
         half = self.half_width
-        return float(np.exp(self.nll - half)), float(np.exp(self.nll + half))
+        low = np.exp(self.nll - half)
+        high = np.exp(self.nll + half)
+        return float(low), float(high)
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of a t test of a mean of 0: by document where there are several, else over
-        sequences. NaN for one sequence."""
+        """The two-sided p-value of a t test of a mean of 0: by document where there are
+        several, else over sequences. NaN for one sequence."""
         error = self.standard_error
         count = self.sequences
         if self.documents > 1:
@@ -55,7 +61,9 @@ class Estimate:
             return float(self.nll == 0)
         from scipy import stats  # takes two thirds of a second
 
-        return float(2 * stats.t.sf(abs(self.nll) / error, count - 1))
+        statistic = abs(self.nll) / error
+        one_sided = stats.t.sf(statistic, count - 1)
+        return float(2 * one_sided)
 
 
 def estimate(
@@ -64,46 +72,70 @@ def estimate(
     weights: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Estimate:
-    """The mean over N sequences of a sum of parts, and its standard errors. A part is (N,), known
-    exactly, or (N, D), D samples of an estimate of it; D may differ. weights: (N,) of mean 1, where
-    sequences count by their tokens. joint: the N numbers of a sample depend on one another, as
-    stratified masks do, which makes standard_error rather too large. documents: (N,), the number of
-    the document of each sequence; by default one for all."""
-    # The spread of the N independent means holds that of the texts and that of the samples.
-    means = sum(part.double().reshape(len(part), -1).mean(dim=1) for part in parts)
-    n = len(means)
-    weights = torch.ones_like(means) if weights is None else weights
+    """Return the mean over N sequences of a sum of parts, and its standard errors.
+
+    parts: each (N,), known exactly, or (N, D), D samples of an estimate of it; D may
+    differ. weights: (N,) of mean 1, where sequences count by their tokens. joint: the N
+    numbers of a sample depend on one another, as stratified masks do, which makes
+    standard_error rather too large. documents: (N,), the number of the document of each
+    sequence; by default one for all."""
+    N = len(parts[0])
+    # The spread of the N independent means holds that of the texts and that of the
+    # samples.
+    means = 0.0
+    for part in parts:
+        samples = part.double().reshape(N, -1)
+        means = means + samples.mean(dim=1)
+    if weights is None:
+        weights = torch.ones_like(means)
     nll = float((weights * means).mean())
-    # A mean by tokens is a ratio of two sums; this is the linear approximation of its error.
+    # A mean by tokens is a ratio of two sums; this is the linear approximation of its
+    # error.
     deviations = weights * (means - nll)
-    error = float(deviations.std()) / n**0.5 if n > 1 else math.nan
+    error = math.nan
+    if N > 1:
+        error = float(deviations.std()) / N**0.5
     document_error = math.nan
     clusters = 1
     if documents is not None:
         _, cluster = documents.unique(return_inverse=True)
         clusters = int(cluster.max()) + 1
-        sums = deviations.new_zeros(clusters).index_add_(0, cluster, deviations)
-        document_error = (
-            float(sums.std()) * clusters**0.5 / n if clusters > 1 else math.nan
-        )
+        sums = deviations.new_zeros(clusters)
+        sums.index_add_(0, cluster, deviations)
+        if clusters > 1:
+            document_error = float(sums.std()) * clusters**0.5 / N
 
-    sampled = [weights[:, None] * part.double() for part in parts if part.dim() == 2]
-    variance = sum(_monte_carlo(part, joint) for part in sampled)
-    return Estimate(nll, error, n, variance**0.5, clusters, document_error)
+    variance = 0
+    for part in parts:
+        if part.dim() == 2:
+            samples = weights[:, None] * part.double()
+            variance += _monte_carlo(samples, joint)
+    return Estimate(
+        nll=nll,
+        standard_error=error,
+        sequences=N,
+        monte_carlo_error=variance**0.5,
+        documents=clusters,
+        document_error=document_error,
+    )
 
 
 def _monte_carlo(samples: Tensor, joint: bool) -> float:
-    """Variance of the mean of (N, D) samples given the data."""
-    n, count = samples.shape
-    if count == 1:
+    """Return the variance of the mean of (N, D) samples given the data."""
+    N, D = samples.shape
+    if D == 1:
         return math.nan
     if joint:
-        return float(samples.mean(dim=0).var() / count)
-    return float(samples.var(dim=1).mean() / (n * count))
+        means = samples.mean(dim=0)
+        return float(means.var() / D)
+    variances = samples.var(dim=1)
+    return float(variances.mean() / (N * D))
 
 
 def t_quantile(degrees: float, probability: float = 0.975) -> float:
-    """Quantile of Student's t, by default for a 95% interval; NaN for no degrees of freedom."""
+    """Return the quantile of Student's t, by default for a 95% interval; NaN for no
+    degrees of freedom."""
     from scipy import stats
 
-    return float(stats.t.ppf(probability, degrees))
+    quantile = stats.t.ppf(probability, degrees)
+    return float(quantile)

@@ -1,5 +1,5 @@
-"""Infilling: how well a model predicts, and fills, the middle sentence of a passage, or its last
-word. N passages of T tokens; the middle of each goes from `start` to `end`."""
+"""Infilling: how well a model predicts, and fills, the middle sentence of a passage, or
+its last word. N passages of T tokens; the middle of each goes from `start` to `end`."""
 
 import re
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ AFTER_THEM = " \n\"')”’"  # what may be between a sentence's end and the nex
 
 @dataclass(frozen=True)
 class Passages:
+    """Texts whose middle is to be predicted."""
+
     tokens: Tensor  # LongTensor (N, T)
     start: Tensor  # LongTensor (N,), the first token of the middle
     end: Tensor  # LongTensor (N,), the first one after it
@@ -33,64 +35,99 @@ class Passages:
         return Passages(self.tokens[rows], self.start[rows], self.end[rows])
 
     def known(self, both_sides: bool) -> Tensor:
-        """BoolTensor (N, T): what is before the middle and, with both sides, what is after it."""
-        positions = torch.arange(self.tokens.shape[1])
-        before = positions < self.start[:, None]
-        return before | (positions >= self.end[:, None]) if both_sides else before
+        """Return what is before the middle and, with both sides, what is after it,
+        BoolTensor (N, T)."""
+        T = self.tokens.shape[1]
+        positions = torch.arange(T)
+        is_before = positions < self.start[:, None]
+        if not both_sides:
+            return is_before
+        is_after = positions >= self.end[:, None]
+        return is_before | is_after
 
     def middle(self, rows: list[list[int]]) -> list[list[int]]:
-        """The middle of each of N rows of tokens."""
-        spans = zip(rows, self.start.tolist(), self.end.tolist(), strict=True)
-        return [row[start:end] for row, start, end in spans]
+        """Return the middle of each of N rows of tokens."""
+        starts = self.start.tolist()
+        ends = self.end.tolist()
+        middles = []
+        for row, start, end in zip(rows, starts, ends, strict=True):
+            middles.append(row[start:end])
+        return middles
 
 
 def find_passages(
-    blocks: Tensor, tokenizer: Tokenizer, shortest: int, longest: int
+    blocks: Tensor,
+    tokenizer: Tokenizer,
+    shortest: int,
+    longest: int,
 ) -> Passages:
-    """The blocks (N, T) that have a whole sentence of this many tokens, and of several the one that
-    is nearest to the middle."""
-    ids = blocks.unique().tolist()
+    """Return the blocks (N, T) that have a whole sentence of this many tokens; where
+    there are several, the middle is the one nearest to the middle of the block."""
+    T = blocks.shape[1]
+    ends_sentence = {}
+    for token in blocks.unique().tolist():
+        text = tokenizer.decode([token]).rstrip(AFTER_THEM)
+        ends_sentence[token] = text.endswith(SENTENCE_ENDS)
     rows = []
     spans = []
-    texts = {token: tokenizer.decode([token]).rstrip(AFTER_THEM) for token in ids}
     for row, block in enumerate(blocks.tolist()):
-        ends = [
-            i + 1
-            for i, token in enumerate(block)
-            if texts[token].endswith(SENTENCE_ENDS)
-        ]
-        pairs = zip(ends, ends[1:], strict=False)
-        fitting = [(a, b) for a, b in pairs if shortest <= b - a <= longest]
-        if fitting:
+        ends = []  # the first token after each sentence
+        for place, token in enumerate(block):
+            if ends_sentence[token]:
+                ends.append(place + 1)
+        sentences = []
+        for start, end in zip(ends, ends[1:], strict=False):
+            if shortest <= end - start <= longest:
+                sentences.append((start, end))
+        if sentences:
+            # Twice the distance from the middle.
+            nearest = min(sentences, key=lambda span: abs(span[0] + span[1] - T))
             rows.append(row)
-            spans.append(min(fitting, key=lambda span: abs(sum(span) - len(block))))
-    return Passages(blocks[rows], *torch.tensor(spans).long().view(-1, 2).T)
+            spans.append(nearest)
+    return _passages(blocks[rows], spans)
+
+
+def _passages(tokens: Tensor, spans: list[tuple[int, int]]) -> Passages:
+    """Return passages of tokens (N, T) whose middles have these starts and ends."""
+    spans = torch.tensor(spans).long().view(-1, 2)
+    return Passages(
+        tokens,
+        start=spans[:, 0],
+        end=spans[:, 1],
+    )
 
 
 def find_last_words(
-    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
+    tokens: Sequence[int],
+    tokenizer: Tokenizer,
+    count: int,
+    length: int,
 ) -> Passages:
-    """Those of `count` documents, spread over a row of tokens, that have two words or more. The
-    middle is the last word with the space before it (Paperno et al. 2016, LAMBADA). Of longer
-    documents the last `length` tokens; shorter ones end with zeros, after the middle."""
-    ends = np.flatnonzero(np.asarray(tokens) == tokenizer.eot)
+    """Return those of `count` documents, spread over a row of tokens, that have two
+    words or more. The middle is the last word with the space before it (Paperno et al.
+    2016, LAMBADA). A longer document gives its last `length` tokens; shorter ones end
+    with zeros, after the middle."""
+    is_end = np.asarray(tokens) == tokenizer.eot
+    ends = np.flatnonzero(is_end)
     starts = np.append(0, ends[:-1] + 1)
-    # the first row for its width alone
+    # The first row is there for its width alone.
     rows = [torch.zeros(length).long()]
     spans = []
     for number in spread(count, len(ends)):
-        start = int(starts[number])
         end = int(ends[number])
-        last = [int(token) for token in tokens[max(start, end - length) : end]]
-        if start := _start_of_last_word(last, tokenizer):
-            rows.append(torch.tensor(last))
-            spans.append((start, len(last)))
-    rows = pad_sequence(rows, batch_first=True)[1:]
-    return Passages(rows, *torch.tensor(spans).long().view(-1, 2).T)
+        start = max(int(starts[number]), end - length)
+        document = [int(token) for token in tokens[start:end]]
+        word = _start_of_last_word(document, tokenizer)
+        if word > 0:
+            rows.append(torch.tensor(document))
+            spans.append((word, len(document)))
+    padded = pad_sequence(rows, batch_first=True)
+    return _passages(padded[1:], spans)
 
 
 def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
-    """The last token from which on a document reads as white space and a word; 0: there is none."""
+    """Return the last token from which on a document reads as white space and a word;
+    0: there is none."""
     for start in range(len(document) - 1, 0, -1):
         text = tokenizer.decode(document[start:])
         if text[:1].isspace() and text.strip():
@@ -100,53 +137,77 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 @torch.no_grad()
 def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
-    """-log p of the middle, token after token, given what is known: (N,) float64, nats per token.
-    With both sides (not a plain GPT's) the order is: what is before, after, then the middle."""
+    """Return -log p of the middle, token after token, given what is known: (N,)
+    float64, nats per token. With both sides (not a plain GPT's) the order is: what is
+    before, after, then the middle."""
+    if model.config.is_encoder:
+        return _masked_middle_nll(model, passages, both_sides)
     tokens = passages.tokens
     device = model.wte.weight.device
-    known = passages.known(both_sides)
     T = tokens.shape[1]
-    length = passages.end - passages.start
     positions = torch.arange(T)
-    if model.config.is_encoder:
-        total = torch.zeros(len(passages), dtype=torch.float64)
-        for i in range(int(length.max())):  # a pass for the i-th token of every middle
-            place = (passages.start + i)[:, None]
-            masked = ~known & (positions >= place)
-            log_probs = (
-                masked_log_probs(model, tokens.to(device), masked.to(device))
-                .cpu()
-                .double()
-            )
-            found = log_probs.gather(1, place.clamp(max=T - 1)).squeeze(1)
-            total -= found.where(i < length, 0.0)
-        return total / length
-    # What is known first, then the middle, then what is neither: each from left to right.
-    middle = ~known & (positions < passages.end[:, None])
-    order = torch.where(known, 0, torch.where(middle, 1, 2)).argsort(dim=1, stable=True)
-    log_probs = (
-        token_log_probs(model, tokens.to(device), order.to(device)).cpu().double()
-    )
-    return -(log_probs * middle.gather(1, order)).sum(dim=1) / length
+    is_known = passages.known(both_sides)
+    is_middle = ~is_known & (positions < passages.end[:, None])
+    # What is known first, then the middle, then what is neither: each from left to
+    # right.
+    rank = torch.where(is_middle, 1, 2)
+    rank = torch.where(is_known, 0, rank)
+    order = rank.argsort(dim=1, stable=True)
+    log_probs = token_log_probs(model, tokens.to(device), order.to(device))
+    log_probs = log_probs.cpu().double()  # (N, T) by step
+    is_scored = is_middle.gather(1, order)
+    total = (log_probs * is_scored).sum(dim=1)
+    length = passages.end - passages.start
+    return -total / length
+
+
+def _masked_middle_nll(
+    model: AOGPT,
+    passages: Passages,
+    both_sides: bool,
+) -> Tensor:
+    """Return `middle_nll` of an encoder: a pass for the i-th token of every middle."""
+    tokens = passages.tokens
+    device = model.wte.weight.device
+    T = tokens.shape[1]
+    positions = torch.arange(T)
+    is_known = passages.known(both_sides)
+    length = passages.end - passages.start
+    total = torch.zeros(len(passages), dtype=torch.float64)
+    for i in range(int(length.max())):
+        place = (passages.start + i)[:, None]
+        is_masked = ~is_known & (positions >= place)
+        log_probs = masked_log_probs(model, tokens.to(device), is_masked.to(device))
+        log_probs = log_probs.cpu().double()  # (N, T) by position
+        index = place.clamp(max=T - 1)
+        log_prob = log_probs.gather(1, index).squeeze(1)
+        total -= log_prob.where(i < length, 0.0)
+    return total / length
 
 
 class Words:
-    """Runs of letters and digits, in small letters (rouge_score's own tokenizer knows a-z only)."""
+    """Runs of letters and digits, in small letters (rouge_score's own tokenizer knows
+    a-z only)."""
 
     def tokenize(self, text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
 
 
 def rouge(pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
-    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of each (sample, reference)."""
+    """Return the F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) of each (sample,
+    reference)."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        install = "pip install -r requirements-harness.txt"
-        raise UserError(f"ROUGE needs the package rouge_score: {install}") from None
+        raise UserError(
+            "ROUGE needs the package rouge_score: "
+            "pip install -r requirements-harness.txt"
+        ) from None
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
-    found = [scorer.score(reference, text) for text, reference in pairs]
-    names = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
-    return {
-        key: [scores[name].fmeasure for scores in found] for key, name in names.items()
-    }
+    scores: dict[str, list[float]] = {"rouge_1": [], "rouge_2": [], "rouge_l": []}
+    for text, reference in pairs:
+        score = scorer.score(reference, text)
+        scores["rouge_1"].append(score["rouge1"].fmeasure)
+        scores["rouge_2"].append(score["rouge2"].fmeasure)
+        scores["rouge_l"].append(score["rougeL"].fmeasure)
+    return scores
