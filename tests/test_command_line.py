@@ -159,7 +159,9 @@ def draw(text):
     record = {"text": text, "prompt_index": 0, "tokens": tokens}
     record["step"] = [-1] * half + [0] * (len(tokens) - half)
     record["log_probs"] = [0.0] * len(tokens)
-    sample.print_samples([record], get_tokenizer("bytes"))
+    sample.print_samples(
+        [record], get_tokenizer("bytes"), replay=False, several=False, first=1
+    )
 
 
 def warn(text):
