@@ -20,11 +20,12 @@ from .runtime.errors import UserError
 from .runtime.randomness import ORDERS, philox_bits, to_uniform
 from .runtime.validation import Count, Probability, Seed, Table, check_values
 
-ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
+# The fields of OrderConfig that each kind reads. A new kind is a line here and a case in
+# `orders_at`.
+ORDER_SETTINGS: dict[str, tuple[str, ...]] = {
     "l2r": (),
     "r2l": (),
     "random": (),
-    "mixture": ("l2r_prob", "mixed", "block", "seed", "share"),
     "fixed_random": ("seed",),
     "fixed_blockwise": ("block", "seed"),
     "random_blockwise": ("block",),
@@ -35,7 +36,13 @@ ORDER_SETTINGS = {  # the fields of OrderConfig that each kind reads
     "infill": ("share",),
     "file": ("file",),
 }
-OrderKind = Literal[*ORDER_SETTINGS]
+# Of a mixture also those of the kind that it mixes in.
+ORDER_SETTINGS["mixture"] = (
+    "l2r_prob",
+    "mixed",
+    *dict.fromkeys(itertools.chain.from_iterable(ORDER_SETTINGS.values())),
+)
+OrderKind = Literal[*ORDER_SETTINGS]  # type: ignore[valid-type]
 FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
 
 
@@ -55,38 +62,47 @@ class OrderConfig(Table):
     # to right; its length is uniform from 1 to all but a "share" of the positions, then its place.
     # file: one of those in a file.
     kind: OrderKind = "mixture"
-    l2r_prob: Probability = (
-        0.1  # share of left-to-right sequences, or of `mixed` ones (mixture)
-    )
-    mixed: Literal["l2r", "r2l", "fixed_random", "slots", "infill"] = (
-        "l2r"  # in place of l2r (mixture)
-    )
+    # share of left-to-right sequences, or of `mixed` ones (mixture)
+    l2r_prob: Probability = 0.1
+    mixed: OrderKind = "l2r"  # in place of l2r (mixture)
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
     # probability to be in the first set (context_l2r, random_l2r); of the positions, the share
     # that is context at least (infill)
     share: Probability = 0.5
     window: Count = 8  # positions that the next one is among (sliding)
-    file: str = ""  # a .npy file of integers (M, T), an order per row, all equally probable (file)
+    # a .npy file of integers (M, T), an order per row, all equally probable (file)
+    file: str = ""
 
     def __post_init__(self):
         check_values(self, lambda field: f"order.{field}")
-        if self.kind == "file" and not self.file:
+        kind = self.unmixed
+        if kind == "mixture":
+            raise UserError("order.mixed is 'mixture'; give another kind")
+        if kind == "file" and not self.file:
             raise UserError(
                 "order.kind is 'file': name a .npy file of orders with order.file"
             )
-        if self.kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
-            what = "order.block is 1, and blocks of one position are left to right"
-            raise UserError(f"{what}; give at least 2, or order.kind = 'l2r'")
+        if kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
+            raise UserError(
+                "order.block is 1, and blocks of one position are left to right; give at "
+                "least 2, or order.kind = 'l2r'"
+            )
+
+    @property
+    def unmixed(self) -> OrderKind:
+        """The kind, of a mixture that of what it mixes in."""
+        return self.mixed if self.kind == "mixture" else self.kind
 
     @property
     def is_fixed(self) -> bool:
         """All sequences have one and the same order."""
-        return self.kind in FIXED
+        only_mixed = self.kind != "mixture" or self.l2r_prob == 1
+        return only_mixed and self.unmixed in FIXED
 
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
-        kind = self.mixed if self.kind == "mixture" else self.kind
+        kind = self.unmixed
         if "block" in ORDER_SETTINGS[kind] and self.block > length:
             raise UserError(
                 f"order.block {self.block} exceeds model.block_size {length}; lower it"

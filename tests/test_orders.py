@@ -68,7 +68,10 @@ def test_seed_step_and_row_all_matter(kind):
     assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
 
 
-@pytest.mark.parametrize("mixed", ["l2r", "r2l", "fixed_random", "slots", "infill"])
+@pytest.mark.parametrize(
+    "mixed",
+    ["l2r", "r2l", "fixed_random", "slots", "infill", "sliding", "context_l2r"],
+)
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
     found = orders_at(config, 1, 2, range(4000), 12)

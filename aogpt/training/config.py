@@ -19,7 +19,7 @@ from annotated_types import Ge, Interval
 from ..checkpoints.load import config_of
 from ..model import ModelConfig
 from ..objectives import DECODER_OBJECTIVES, Kind, ObjectiveConfig
-from ..orders import FIXED, OrderConfig, OrderKind
+from ..orders import OrderConfig, OrderKind
 from ..runtime import validation
 from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
@@ -274,20 +274,19 @@ class Config(Table):
         none = "an encoder has no order: set order.kind to 'random', no [[schedule]]"
         refuse(m.is_encoder and ordered, none)
         for stage in (self.order, *self.schedule) if not m.is_encoder else ():
-            orders = replace(self.order, kind=stage.kind)  # checks its settings
+            # This checks its settings.
+            orders = replace(self.order, kind=stage.kind, l2r_prob=stage.l2r_prob)
             orders.check_length(m.block_size)
-            changes = stage.kind not in (*FIXED, "mixture")
-            changes |= stage.kind == "mixture" and (
-                stage.l2r_prob < 1 or orders.mixed in ("slots", "infill")
-            )
-            needs = (
-                f"order.kind = {stage.kind!r} needs target positions: set model.target"
+            refuse(
+                m.l2r_only and not orders.is_fixed,
+                f"order.kind = {stage.kind!r} needs target positions: set model.target to "
+                "'adaln', or order.kind to 'l2r'",
             )
             refuse(
-                m.l2r_only and changes, f"{needs} to 'adaln', or order.kind to 'l2r'"
+                kind == "ar" and stage.kind != "l2r",
+                "objective.kind = 'ar' needs order.kind = 'l2r', but it is "
+                f"{stage.kind!r}",
             )
-            other = f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}"
-            refuse(kind == "ar" and stage.kind != "l2r", other)
 
 
 def refuse(wrong: object, message: str) -> None:

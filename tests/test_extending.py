@@ -1,0 +1,147 @@
+"""Changes that users make, written into a copy of the project as they would write them: each works
+at once in training, evaluation and sampling."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "sample.py")
+SIZES = (
+    "--model.vocab-size 320 --model.block-size 32 --model.n-layer 2 --model.n-head 2 "
+    "--model.n-embd 32 --train.batch-size 8 --train.micro-batch-size 8 "
+    "--train.device cpu --train.no-compile --optim.warmup-steps 1 --eval.interval 2 "
+    "--eval.sequences 4 --checkpoint.interval 2 --train.steps 2 --name run --out out"
+).split()
+
+
+class Copy:
+    """A copy of the project that can be edited and run."""
+
+    def __init__(self, folder, data):
+        self.folder = folder
+        self.data = data
+        shutil.copytree(ROOT / "aogpt", folder / "aogpt")
+        shutil.copytree(ROOT / "configs", folder / "configs")
+        for script in SCRIPTS:
+            shutil.copy(ROOT / script, folder)
+
+    def edit(self, name, before, after):
+        """Write `after` in place of `before`, which is there once."""
+        path = self.folder / name
+        text = path.read_text()
+        assert text.count(before) == 1, f"{name} does not hold {before!r} once"
+        path.write_text(text.replace(before, after))
+
+    def run(self, script, *words):
+        """Run a script; what it prints. It must succeed."""
+        done = subprocess.run(
+            [sys.executable, script, *map(str, words)],
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.folder)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"{script} {words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def train(self, config, *words):
+        data = ("--data.folder", self.data)
+        return self.run("train.py", f"configs/{config}.toml", *data, *SIZES, *words)
+
+    def losses(self, *words):
+        """The losses of eval_ppl.py, by the name of the order."""
+        data = ("--datasets", self.data, "--max-sequences", 4)
+        self.run("eval_ppl.py", "out/run", *data, *words, "--json", "losses.json")
+        results = json.loads((self.folder / "losses.json").read_text())["results"]
+        (self.folder / "losses.json").unlink()
+        return {row["orders"]: row["nll"] for row in results}
+
+    def samples(self, *words):
+        """The records of samples of sample.py."""
+        self.run("sample.py", "out/run", "--jsonl", "samples.jsonl", *words)
+        lines = (self.folder / "samples.jsonl").read_text().splitlines()
+        (self.folder / "samples.jsonl").unlink()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def project(tmp_path, data):
+    return Copy(tmp_path, data)
+
+
+def test_an_order_is_a_line_and_a_case(project):
+    """Even positions first, then odd ones."""
+    project.edit(
+        "aogpt/orders.py", '    "r2l": (),\n', '    "r2l": (),\n    "even_first": (),\n'
+    )
+    project.edit(
+        "aogpt/orders.py",
+        '        case "r2l":\n',
+        '        case "even_first":\n'
+        "            return (identity % 2).argsort(dim=1, stable=True)\n"
+        '        case "r2l":\n',
+    )
+    project.train("aogpt_small", "--order.kind", "even_first")
+    assert "even_first" in (project.folder / "out" / "run" / "config.toml").read_text()
+    assert "even_first" in project.losses("--orders", "l2r", "even_first")
+    for sample in project.samples("--order", "even_first", "--num-samples", 2):
+        assert sample["order"] == [*range(0, 32, 2), *range(1, 32, 2)]
+    mixture = ("--order.kind", "mixture", "--order.mixed", "even_first")
+    project.train("aogpt_small", *mixture, "--name", "mixed")
+
+
+def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(project):
+    """A table that is added to the queries of every block. Muon, which takes matrices of
+    attention, leaves it to AdamW."""
+    project.edit("aogpt/model.py", '    "rotary",\n', '    "rotary",\n    "queries",\n')
+    project.edit(
+        "aogpt/model.py",
+        "        self.q_norm = self.make_head_norm(c)\n",
+        "        self.wtpe = None\n"
+        '        if c.target == "queries":\n'
+        "            self.wtpe = TargetTable(c, c.n_head * c.head_dim)\n"
+        "        self.q_norm = self.make_head_norm(c)\n",
+    )
+    project.edit(
+        "aogpt/model.py",
+        "        q = self.q_norm(q)\n",
+        "        if self.wtpe is not None:\n"
+        "            q = q + p.lookup(self.wtpe.weight).view_as(q)\n"
+        "        q = self.q_norm(q)\n",
+    )
+    project.train("aogpt_small", "--model.target", "queries", "--optim.kind", "muon")
+    losses = project.losses()
+    assert len(losses) == 2
+    # Every token of a sample has the log-probability that scoring gives it.
+    check = """
+import json, torch
+from aogpt.checkpoints import load_model
+from aogpt.scoring import token_log_probs
+from aogpt.systems import parameter_counts
+from aogpt.training.optimizers import muon_matrices
+
+model = load_model("out/run")
+tables = [block.attn.wtpe.weight for block in model.blocks]
+assert len(tables) == 2
+assert not {id(p) for p, _ in muon_matrices(model)} & {id(p) for p in tables}
+assert parameter_counts(model)["conditioning"] == sum(p.numel() for p in tables)
+for line in open("kept.jsonl"):
+    sample = json.loads(line)
+    order = torch.tensor([sample["order"]])
+    found = token_log_probs(model, torch.tensor([sample["tokens"]]), order)[0]
+    expected = torch.tensor(sample["log_probs"])[order[0]]
+    # In float32; a sample's are of the tokenizer's ids, of which there are fewer.
+    shift = found - expected
+    assert shift.max() < 1e-4 and shift.std() < 0.1, shift
+"""
+    samples = project.samples("--mode", "random", "--num-samples", 2)
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (project.folder / "kept.jsonl").write_text(lines)
+    (project.folder / "check.py").write_text(check)
+    project.run("check.py")
