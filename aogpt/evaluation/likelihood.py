@@ -1,7 +1,8 @@
-"""The likelihood of text under a model: an eval set is scored in rounds, each of which draws the
-orders (or an encoder's masks) of every sequence once.
+"""The likelihood of text under a model: an eval set is scored in rounds, each of which
+draws the orders (or an encoder's masks) of every sequence once.
 
-N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples (`draws`)."""
+N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples
+(`draws`)."""
 
 import math
 from collections.abc import Callable
@@ -31,55 +32,109 @@ ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer sampl
 
 @dataclass(frozen=True)
 class Scorer:
-    """One kind of likelihood of text under a model: along each order drawn from a distribution (for
-    encoders under uniform orders the any-order ELBO, from random masks), along the order in which
-    the model itself would decode the text (a rule: DUEL), or without both SEDD's own bound. (Along
-    orders SEDD's outputs are taken as probabilities.)"""
+    """One kind of likelihood of text under a model: along each order drawn from a
+    distribution (for encoders under uniform orders the any-order ELBO, from random
+    masks), along the order in which the model itself would decode the text (a rule:
+    DUEL), or without both SEDD's own bound. (Along orders SEDD's outputs are taken as
+    probabilities.)"""
 
     orders: OrderConfig | None = None
     rule: Rule | None = None
     group: int = 1  # steps that are predicted at once
     ensembles: tuple[int, ...] = (1,)  # rising sizes, above 1 under uniform orders only
     weighted: bool = False  # the importance-weighted bound over all draws
-    joint: bool = (
-        False  # stratified, as masks are: the sequences of a draw depend on one another
-    )
+    # Stratified, as masks are: the sequences of a draw depend on one another.
+    joint: bool = False
 
     @property
-    def exact(self) -> bool:  # nothing is random
-        return self.rule is not None or self.orders is not None and self.orders.is_fixed
+    def exact(self) -> bool:
+        """Whether nothing is random."""
+        if self.rule is not None:
+            return True
+        return self.orders is not None and self.orders.is_fixed
+
+    @property
+    def larger_ensembles(self) -> list[int]:
+        """The ensemble sizes above 1."""
+        return [size for size in self.ensembles if size > 1]
 
     def nll(
         self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
     ) -> Tensor:
-        """-log p of every token, (B, T) float64, in sequence order, NaN where none is scored. draw:
-        (seed, number of the draw, rows, total of rows)."""
+        """Return -log p of every token, (B, T) float64, in sequence order, NaN where
+        none is scored. draw: (seed, number of the draw, rows, total of rows)."""
         if self.rule is not None:
-            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
+            return decoding_nll(
+                loaded.model,
+                tokens,
+                self.rule,
+                self.group,
+                roles,
+            )
+        seed, number, rows, total = draw
         if self.orders is not None:
-            how = loaded.scored_from, self.group, roles
-            return token_nll(loaded.model, tokens, self.orders, *draw, *how)
+            return token_nll(
+                loaded.model,
+                tokens,
+                self.orders,
+                seed=seed,
+                draw=number,
+                rows=rows,
+                total=total,
+                scored_from=loaded.scored_from,
+                group=self.group,
+                roles=roles,
+            )
         assert roles is None, "a prompt has no part in score entropy"
-        return token_score_entropy(loaded.model, tokens, *draw)
+        return token_score_entropy(
+            loaded.model,
+            tokens,
+            seed=seed,
+            draw=number,
+            rows=rows,
+            total=total,
+        )
 
 
 def decoding_nll(
     model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
-    """-log p of every token along the order in which the model would decode the text if it drew
-    these tokens: (B, T) float64, in sequence order, NaN where a token is not predicted. The rule
-    picks the next positions, `group` of them if it has no pace. The product along this order is a
-    normalised likelihood: that of decoding at temperature 1 (DUEL, arXiv 2603.01367)."""
+    """Return -log p of every token along the order in which the model would decode the
+    text if it drew these tokens: (B, T) float64, in sequence order, NaN where a token
+    is not predicted.
+
+    The rule picks the next positions, `group` of them if it has no pace. The product
+    along this order is a normalised likelihood: that of decoding at temperature 1
+    (DUEL, arXiv 2603.01367)."""
     B, T = tokens.shape
-    length = torch.full((B,), T) if roles is None else roles.lengths
-    given = None if roles is None else roles.given[:, : int(length.max())]
-    plan = l2r_plan(B, length, given, group)  # equals are taken from left to right
-    pace = rule.pace or (Pace(most=group) if rule.block else None)
-    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
-    texts = tokens[:, : plan.order.shape[1]].cpu()
-    got = generate(model, plan, texts, forced=texts)
-    nll = (-got.log_probs.double()).where(got.step >= 0, math.nan)
-    return F.pad(nll, (0, T - nll.shape[1]), value=math.nan)
+    length = torch.full((B,), T)
+    given = None
+    if roles is not None:
+        length = roles.lengths
+        longest = int(length.max())
+        given = roles.given[:, :longest]
+    # Equals are taken from left to right.
+    plan = l2r_plan(
+        B,
+        length,
+        given,
+        group,
+    )
+    pace = rule.pace
+    if pace is None and rule.block:
+        pace = Pace(most=group)
+    plan = replace(
+        plan,
+        pace=pace,
+        block=rule.block,
+        unmask_by=rule.score,
+    )
+    width = plan.order.shape[1]
+    texts = tokens[:, :width].cpu()
+    decoded = generate(model, plan, texts, forced=texts)
+    nll = -decoded.log_probs.double()
+    nll = nll.where(decoded.step >= 0, math.nan)
+    return F.pad(nll, (0, T - width), value=math.nan)
 
 
 class Task(NamedTuple):
@@ -91,17 +146,19 @@ class Task(NamedTuple):
     scorer: Scorer
 
     def scored_tokens(self) -> Tensor:
-        """(N,) tokens of each row that are scored."""
-        roles = self.eval_set.roles(range(self.eval_set.count))
+        """Return how many tokens of each row are scored, (N,)."""
+        skipped = self.loaded.scored_from
+        rows = range(self.eval_set.count)
+        roles = self.eval_set.roles(rows)
         if roles is None:
-            return self.eval_set.lengths - self.loaded.scored_from
+            return self.eval_set.lengths - skipped
         # The first step of an order is part of the prompt wherever there is one.
-        return roles.predicted.sum(dim=1) - self.loaded.scored_from * ~roles.given.any(
-            dim=1
-        )
+        has_prompt = roles.given.any(dim=1)
+        predicted = roles.predicted.sum(dim=1)
+        return predicted - skipped * ~has_prompt
 
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text of each token that is scored."""
+        """Return the mean UTF-8 bytes of text of each token that is scored."""
         first = 0  # random orders leave out every token equally often
         if self.scorer.orders is not None and self.scorer.orders.kind == "l2r":
             first = self.loaded.scored_from
@@ -109,9 +166,11 @@ class Task(NamedTuple):
 
 
 class BatchRunner:
-    """Takes the rows of an eval set through the model in batches, a share of them per process.
+    """Takes the rows of an eval set through the model in batches, a share of them per
+    process.
 
-    batch_size: rows; None: enough for a fast pass, halved for good where memory runs out."""
+    batch_size: rows; None: enough for a fast pass, halved for good where memory runs
+    out."""
 
     def __init__(
         self,
@@ -123,9 +182,10 @@ class BatchRunner:
         self.procs = procs
         self.dtype = dtype
         self.halves = batch_size is None
-        most = (
-            2**12 if procs.device.type == "cpu" else 2**19
-        )  # tokens: more are not faster
+        # Tokens: more are not faster.
+        most = 2**19
+        if procs.device.type == "cpu":
+            most = 2**12
         self.batch_size = batch_size or max(1, most // block_size)
 
     def run(
@@ -134,43 +194,63 @@ class BatchRunner:
         work: Callable[[Tensor, range], Tensor],
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """work(tokens, rows) -> (B, ...) for all rows: (N, ...), on the CPU of every process."""
+        """Return the results of all rows, (N, ...), on the CPU of every process.
+
+        work: (tokens, rows) -> (B, ...) of a batch. dtype: of this run alone."""
         eval_set = task.eval_set
-        device = self.procs.device
         parts = []
         share = self.procs.share(eval_set.count)
         title = visible(f"{eval_set.name} {task.name}")
-        quiet = None if self.procs.main else True
+        progress = tqdm(
+            total=len(share),
+            desc=title,
+            unit="seq",
+            leave=False,
+            disable=None if self.procs.main else True,
+        )
         row = share.start
-        with tqdm(
-            total=len(share), desc=title, unit="seq", leave=False, disable=quiet
-        ) as bar:
+        with progress as bar:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 rows = eval_set.batch(range(row, end))
-                part = None
-                try:
-                    with torch.no_grad(), autocast(device, dtype or self.dtype):
-                        part = work(eval_set.tokens(rows).to(device), rows).cpu()
-                except (MemoryError, RuntimeError) as error:
-                    if (
-                        not out_of_memory(error)
-                        or not self.halves
-                        or self.batch_size == 1
-                    ):
-                        raise
+                part = self._batch(
+                    work,
+                    eval_set,
+                    rows,
+                    dtype or self.dtype,
+                )
                 if part is None:
                     self.batch_size //= 2
-                    release_memory(
-                        device
-                    )  # out here, where no error keeps tensors alive
+                    # Out here, where no error keeps tensors alive.
+                    release_memory(self.procs.device)
                     continue
                 parts.append(part)
                 row = rows.stop
                 bar.update(len(rows))
         # A process has no part if there are fewer rows than processes.
-        found = self.procs.gather(torch.cat(parts) if parts else None)
-        return torch.cat([part for part in found if part is not None])
+        own = torch.cat(parts) if parts else None
+        gathered = self.procs.gather(own)
+        return torch.cat([part for part in gathered if part is not None])
+
+    def _batch(
+        self,
+        work: Callable[[Tensor, range], Tensor],
+        eval_set: EvalSet,
+        rows: range,
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """Return the results of these rows, (B, ...) on the CPU; None where memory ran
+        out and smaller batches may be tried."""
+        device = self.procs.device
+        try:
+            with torch.no_grad(), autocast(device, dtype):
+                tokens = eval_set.tokens(rows).to(device)
+                return work(tokens, rows).cpu()
+        except (MemoryError, RuntimeError) as error:
+            may_halve = self.halves and self.batch_size > 1
+            if not may_halve or not out_of_memory(error):
+                raise
+        return None
 
 
 # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
@@ -181,96 +261,138 @@ class Losses(NamedTuple):
     """What a task costs: D Monte Carlo samples for each of N sequences."""
 
     nll: Tensor  # (N, D) float64, nats per token that is scored
-    gains: Tensor | None = (
-        None  # (N, fewer samples, ensemble sizes above 1), nats per token
-    )
+    # (N, fewer samples, ensemble sizes above 1), nats per token
+    gains: Tensor | None = None
 
 
 def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
-    """The losses of every sequence, with this number of Monte Carlo samples, one where the task is
-    exact. What is random is a function of (seed, number of the sample, row), whatever the batches,
-    the processes and the model."""
+    """Return the losses of every sequence, with this number of Monte Carlo samples, one
+    where the task is exact. What is random is a function of (seed, number of the
+    sample, row), whatever the batches, the processes and the model."""
     scorer = task.scorer
     eval_set = task.eval_set
-    larger = tuple(size for size in scorer.ensembles if size > 1)
+    sizes = scorer.larger_ensembles
     losses = []
     gains = []
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
-        draw = seed, len(losses), rows, eval_set.count
-        return scorer.nll(task.loaded, tokens, draw, eval_set.roles(rows)).nanmean(
-            dim=1
+        nll = scorer.nll(
+            task.loaded,
+            tokens,
+            draw=(seed, len(losses), rows, eval_set.count),
+            roles=eval_set.roles(rows),
         )
+        return nll.nanmean(dim=1)
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
-        how = seed, len(gains), rows, runner.batch_size, eval_set.roles(rows)
-        return cheap_gains(task.loaded.model, tokens, larger, *how)
+        return cheap_gains(
+            task.loaded.model,
+            tokens,
+            sizes=tuple(sizes),
+            seed=seed,
+            draw=len(gains),
+            rows=rows,
+            batch_size=runner.batch_size,
+            roles=eval_set.roles(rows),
+        )
 
     for _ in range(1 if scorer.exact else draws):
         losses.append(runner.run(task, loss))
-    # Two contexts at least if there are two draws: a single one does not show its error.
-    for _ in range(
-        max(min(draws, 2), math.ceil(draws / ORDERS_PER_CONTEXT)) if larger else 0
-    ):
-        # In float32 (or TF32): averaging the independent rounding of bfloat16 looks like a gain.
+    if not sizes:
+        return Losses(torch.stack(losses, dim=1))
+    # Two contexts at least if there are two draws: a single one does not show its
+    # error.
+    contexts = math.ceil(draws / ORDERS_PER_CONTEXT)
+    contexts = max(min(draws, 2), contexts)
+    for _ in range(contexts):
+        # In float32 (or TF32): averaging the independent rounding of bfloat16 looks
+        # like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
     return Losses(
-        torch.stack(losses, dim=1), torch.stack(gains, dim=1) if gains else None
+        nll=torch.stack(losses, dim=1),
+        gains=torch.stack(gains, dim=1),
     )
 
 
 def scores_of(task: Task, losses: Losses) -> Scores:
+    """Return the estimates of a task from its losses, by ensemble size."""
     scorer = task.scorer
-    scored = task.scored_tokens().double()
-    of = _weighting(task)
+    documents = task.eval_set.documents
     if scorer.weighted:
-        return {
-            1: (importance_weighted(losses.nll, scored, task.eval_set.documents), None)
-        }
-    found = {1: (estimate(_samples(task, losses.nll), joint=scorer.joint, **of), None)}
-    # The loss of an ensemble is that of size 1 plus the gain, estimated from other contexts.
-    for i, size in enumerate(size for size in scorer.ensembles if size > 1):
-        gain = losses.gains[..., i]
-        found[size] = estimate(losses.nll, gain, **of), estimate(gain, **of)
-    return {size: found[size] for size in scorer.ensembles}
+        scored = task.scored_tokens().double()
+        bound = importance_weighted(losses.nll, scored, documents)
+        return {1: (bound, None)}
+    weights = _weights(task)
+    nll = estimate(
+        _samples(task, losses.nll),
+        joint=scorer.joint,
+        weights=weights,
+        documents=documents,
+    )
+    by_size: Scores = {1: (nll, None)}
+    # The loss of an ensemble is that of size 1 plus the gain, estimated from other
+    # contexts.
+    for i, size in enumerate(scorer.larger_ensembles):
+        gains = losses.gains[..., i]
+        loss = estimate(
+            losses.nll,
+            gains,
+            weights=weights,
+            documents=documents,
+        )
+        gain = estimate(gains, weights=weights, documents=documents)
+        by_size[size] = (loss, gain)
+    return {size: by_size[size] for size in scorer.ensembles}
 
 
 def difference(tasks: tuple[Task, Task], losses: tuple[Losses, Losses]) -> Estimate:
-    """The mean loss of the first model minus that of the second one on the same text, nats per
-    token, from the differences of every sequence and Monte Carlo sample."""
-    gap = _samples(tasks[0], losses[0].nll - losses[1].nll)
-    joint = any(task.scorer.joint for task in tasks)
-    return estimate(gap, joint=joint, **_weighting(tasks[0]))
+    """Return the mean loss of the first model minus that of the second one on the same
+    text, nats per token, from the differences of every sequence and Monte Carlo
+    sample."""
+    first_task = tasks[0]
+    first, second = losses
+    return estimate(
+        _samples(first_task, first.nll - second.nll),
+        joint=any(task.scorer.joint for task in tasks),
+        weights=_weights(first_task),
+        documents=first_task.eval_set.documents,
+    )
 
 
-def _weighting(task: Task) -> dict[str, Tensor]:
+def _weights(task: Task) -> Tensor:
+    """Return the weights (N,) of rows under which their mean is that over tokens."""
     scored = task.scored_tokens().double()
-    # The mean of the weighted rows is the mean over tokens.
-    return {"weights": scored / scored.mean(), "documents": task.eval_set.documents}
+    return scored / scored.mean()
 
 
 def _samples(task: Task, nll: Tensor) -> Tensor:
-    """(N, D), or (N,) where it is exact: for `estimate`, without Monte Carlo error."""
-    return nll[:, 0] if task.scorer.exact else nll
+    """Return losses (N, D), or (N,) where they are exact: for `estimate`, without Monte
+    Carlo error."""
+    if task.scorer.exact:
+        return nll[:, 0]
+    return nll
 
 
 def importance_weighted(
     nll: Tensor, scored: Tensor, documents: Tensor | None = None
 ) -> Estimate:
-    """The importance-weighted bound over D orders of each sequence, -log mean_k p(x | order k)
-    (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token, and `scored` (N,) tokens.
-    It falls with D, to -log of the mean of p over all orders. The Monte Carlo error is that of the
-    log of a mean (delta method)."""
-    D = nll.shape[1]
+    """Return the importance-weighted bound over D orders of each sequence, -log mean_k
+    p(x | order k) (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token,
+    and `scored` (N,) tokens.
+
+    It falls with D, to -log of the mean of p over all orders. The Monte Carlo error is
+    that of the log of a mean (delta method)."""
+    N, D = nll.shape
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
     weights = scored / scored.mean()
-    found = estimate(bound, weights=weights, documents=documents)
-    share = (log_p - log_p.amax(dim=1, keepdim=True)).exp()  # p, up to a factor
-    relative = (
-        share.var(dim=1) / share.mean(dim=1).square() / D if D > 1 else bound * math.nan
-    )
-    variance = (weights / scored).square() * relative
-    error = float(variance.sum().sqrt()) / len(nll)
-    return replace(found, monte_carlo_error=error)
+    mean = estimate(bound, weights=weights, documents=documents)
+    if D == 1:
+        return replace(mean, monte_carlo_error=math.nan)
+    largest = log_p.amax(dim=1, keepdim=True)
+    p = (log_p - largest).exp()  # up to a factor
+    relative_variance = p.var(dim=1) / p.mean(dim=1).square() / D
+    variance = (weights / scored).square() * relative_variance
+    error = float(variance.sum().sqrt()) / N
+    return replace(mean, monte_carlo_error=error)

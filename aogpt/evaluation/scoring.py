@@ -1,8 +1,9 @@
-"""Generated samples: the files that they are read from, what a judge and the measures say of each,
-and of a whole set.
+"""Generated samples: the files that they are read from, what a judge and the measures
+say of each, and of a whole set.
 
-To add a measure of a sample's token ids: a function in `text_measures`, a name in `MEASURES`, a row
-in `COLUMNS` of eval_gen.py. One that needs the text or the whole set: `score_samples`."""
+To add a measure of a sample's token ids: a function in `text_measures`, a name in
+`MEASURES`, a row in `COLUMNS` of eval_gen.py. One that needs the text or the whole set:
+`score_samples`."""
 
 import json
 import math
@@ -52,45 +53,57 @@ class SampleSet:
 
 
 def read_sample_sets(path: Path) -> list[SampleSet]:
-    """The samples of a file, a set for all of equal settings."""
+    """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
         sample = from_json(line, Sample, place, ADVICE)
-        groups.setdefault(
-            json.dumps(sample.get("settings"), sort_keys=True), []
-        ).append(sample)
+        key = json.dumps(sample.get("settings"), sort_keys=True)
+        group = groups.setdefault(key, [])
+        group.append(sample)
     if not groups:
         raise UserError(f"--samples {path}: there is no sample in it")
-    sets = []
-    for samples in groups.values():
-        settings = samples[0].get("settings", {}) | {"file": str(path)}
-        name = str(settings.get("run", path))
-        # Each sample has the seconds up to then.
-        seconds = max((s.get("seconds") or 0.0 for s in samples), default=0.0) or None
-        sets.append(SampleSet(name, samples, settings, seconds, _tokenizer_of(samples)))
-    return sets
+    return [_sample_set(samples, path) for samples in groups.values()]
 
 
-def _tokenizer_of(samples: list[Sample]) -> str | None:
-    """The tokenizer that makes the samples' text from their tokens; None if none does."""
-
-    def fits(name: str, sample: Sample) -> bool:
-        decoder = get_tokenizer(name)
-        tokens = sample["tokens"]
-        known = all(0 <= token < decoder.vocab_size for token in tokens)
-        return known and decoder.decode(tokens) == sample["text"]
-
-    if not all("tokens" in sample for sample in samples):
-        return None
-    # gpt2 last, which may read its files from the network.
-    return next(
-        (n for n in reversed(TOKENIZERS) if all(fits(n, s) for s in samples)), None
+def _sample_set(samples: list[Sample], path: Path) -> SampleSet:
+    """Return the set of samples of equal settings from a file."""
+    settings = dict(samples[0].get("settings", {}))
+    settings["file"] = str(path)
+    # Each sample has the seconds up to then.
+    seconds = max(sample.get("seconds") or 0.0 for sample in samples)
+    return SampleSet(
+        name=str(settings.get("run", path)),
+        samples=samples,
+        settings=settings,
+        seconds=seconds or None,
+        tokenizer=_tokenizer_of(samples),
     )
 
 
+def _tokenizer_of(samples: list[Sample]) -> str | None:
+    """Return the tokenizer that makes the samples' text from their tokens; None if none
+    does."""
+    if not all("tokens" in sample for sample in samples):
+        return None
+    # gpt2 last, which may read its files from the network.
+    for name in reversed(TOKENIZERS):
+        if all(_fits(name, sample) for sample in samples):
+            return name
+    return None
+
+
+def _fits(tokenizer: str, sample: Sample) -> bool:
+    """Return whether a tokenizer makes the sample's text from its tokens."""
+    decoder = get_tokenizer(tokenizer)
+    tokens = sample["tokens"]
+    if not all(0 <= token < decoder.vocab_size for token in tokens):
+        return False
+    return decoder.decode(tokens) == sample["text"]
+
+
 class Reference:
-    """Held-out text, to whose n-grams those of samples are compared (arXiv 2606.08417): chunks
-    spread over the split; every other one tells how near text itself comes."""
+    """Held-out text, to whose n-grams those of samples are compared (arXiv 2606.08417):
+    chunks spread over the split; every other one tells how near text itself comes."""
 
     def __init__(self, name: str):
         folder = find_dataset(name)
@@ -99,35 +112,50 @@ class Reference:
         tokenizer = get_tokenizer(self.tokenizer, folder=folder)
         self.encode = tokenizer.encode
         self.decode = tokenizer.decode
-        self.tokens = tokens = read_tokens(folder, evaluation_split(meta))
-        whole = tokens[: tokens.size // CHUNK * CHUNK].reshape(-1, CHUNK)
-        chunks = whole[spread(MOST_CHUNKS, len(whole))].tolist()
+        self.tokens = read_tokens(folder, evaluation_split(meta))
+        number_of_chunks = self.tokens.size // CHUNK
+        chunked = self.tokens[: number_of_chunks * CHUNK]
+        chunks = chunked.reshape(-1, CHUNK)
+        places = spread(MOST_CHUNKS, number_of_chunks)
+        chunks = chunks[places].tolist()
         self.other = chunks[1::2]
         self.counts = {n: ngrams(chunks[::2], n) for n in NGRAMS}
 
     def divergences(self, samples: SampleSet) -> dict[str, float]:
-        """js_N: the Jensen-Shannon divergence of the samples' N-grams from those of the text, nats;
-        js_N_text: that of about as much other text, below which no samples need to come."""
-        found = self._tokens_of(samples)
-        count = -(-sum(map(len, found)) // CHUNK)
-        text = [self.other[n] for n in spread(count, len(self.other))]
+        """Return js_N: the Jensen-Shannon divergence of the samples' N-grams from those
+        of the text, nats; js_N_text: that of about as much other text, below which no
+        samples need to come."""
+        sequences = self._tokens_of(samples)
+        total = sum(len(tokens) for tokens in sequences)
+        count = -(-total // CHUNK)  # rounded up
+        places = spread(count, len(self.other))
+        text = [self.other[place] for place in places]
         row = {}
         for n, counts in self.counts.items():
-            row[f"js_{n}"] = jensen_shannon(ngrams(found, n), counts)
-            row[f"js_{n}_text"] = jensen_shannon(ngrams(text, n), counts)
+            of_samples = ngrams(sequences, n)
+            of_text = ngrams(text, n)
+            row[f"js_{n}"] = jensen_shannon(of_samples, counts)
+            row[f"js_{n}_text"] = jensen_shannon(of_text, counts)
         return row
 
     def _tokens_of(self, samples: SampleSet) -> list[list[int]]:
-        own = samples.tokenizer == self.tokenizer
-        return [s["tokens"] if own else self.encode(s["text"]) for s in samples.samples]
+        """Return the samples as tokens of the reference's tokenizer."""
+        if samples.tokenizer == self.tokenizer:
+            return [sample["tokens"] for sample in samples.samples]
+        return [self.encode(sample["text"]) for sample in samples.samples]
 
     def passages(self, samples: SampleSet) -> list[str]:
-        """Twice as many passages of the text as there are samples, or what there is, as long
-        as samples on average, spread over the split."""
+        """Return twice as many passages of the text as there are samples, or what there
+        is, as long as samples on average, spread over the split."""
         lengths = [len(tokens) for tokens in self._tokens_of(samples)]
-        length = max(1, round(sum(lengths) / len(lengths)))
+        mean = sum(lengths) / len(lengths)
+        length = max(1, round(mean))
         places = spread(2 * len(lengths), len(self.tokens) // length)
-        return [self.decode(self.tokens[n * length : (n + 1) * length]) for n in places]
+        texts = []
+        for place in places:
+            start = place * length
+            texts.append(self.decode(self.tokens[start : start + length]))
+        return texts
 
 
 def mauve_scores(
@@ -138,19 +166,23 @@ def mauve_scores(
     batch_size: int,
     procs: Processes,
 ) -> dict[str, float]:
-    """mauve: of the samples and passages of the reference, by the judge's features;
-    mauve_text: of other passages and these, above which samples need not come. judged: this
-    process's share of the samples, in the judge's ids."""
+    """Return mauve: of the samples and passages of the reference, by the judge's
+    features; mauve_text: of other passages and these, above which samples need not
+    come. judged: this process's share of the samples, in the judge's ids."""
     passages = reference.passages(samples)
     share = procs.share(len(passages))
-    read = [judge.encode(text) for text in passages[share.start : share.stop]]
-    of_samples = sum(procs.gather(judge.features(judged, batch_size)), [])
-    of_text = np.array(sum(procs.gather(judge.features(read, batch_size)), []))
+    own = passages[share.start : share.stop]
+    own_tokens = [judge.encode(text) for text in own]
+    sample_features = judge.features(judged, batch_size)
+    sample_features = np.array(_joined(procs.gather(sample_features)))
+    text_features = judge.features(own_tokens, batch_size)
+    text_features = np.array(_joined(procs.gather(text_features)))
     if not procs.main:
         return {}
+    compared = text_features[::2]
     return {
-        "mauve": mauve_score(of_text[::2], np.array(of_samples)),
-        "mauve_text": mauve_score(of_text[::2], of_text[1::2]),
+        "mauve": mauve_score(compared, sample_features),
+        "mauve_text": mauve_score(compared, text_features[1::2]),
     }
 
 
@@ -162,51 +194,108 @@ def score_samples(
     reference: Reference | None = None,
     mauve: bool = False,
 ) -> dict:
-    """The scores of a set: over all samples, and of each in `per_sample`; every process scores its
-    share. batch_size: as in `Judge.score`. mauve: also compare them with the reference so."""
-    how = "text"
-    if samples.tokenizer is not None:
-        same = samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer)
-        how = "ids" if same else "retokenised"
+    """Score a set: over all samples, and each in `per_sample`; every process scores its
+    share. batch_size: as in `Judge.score`. mauve: also compare the samples with the
+    reference by MAUVE."""
+    judged_as = _judged_as(samples, judge)
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]
-    judged = [s["tokens"] if how == "ids" else judge.encode(s["text"]) for s in own]
+    if judged_as == "ids":
+        judged = [sample["tokens"] for sample in own]
+    else:
+        judged = [judge.encode(sample["text"]) for sample in own]
     scores = judge.score(judged, batch_size, quiet=not procs.main)
+    # Measures are of the sample's own tokens, or else of the judge's.
+    if judged_as == "text":
+        measured = judged
+    else:
+        measured = [sample["tokens"] for sample in own]
     results = []
-    measured_tokens = []
-    for sample, ids, (nll, count) in zip(own, judged, scores, strict=True):
-        # Measures are of the sample's own tokens, or else of the judge's.
-        tokens = ids if how == "text" else sample["tokens"]
-        measured_tokens.append(tokens)
-        perplexity = text_measures.exp(nll / count) if count else math.nan
-        result = {"nll": nll, "scored_tokens": count, "perplexity": perplexity}
-        result |= {
-            "tokens": len(tokens),
-            "given_tokens": sample.get("step", []).count(-1),
-        }
-        measured = {name: measure(tokens) for name, measure in MEASURES.items()}
-        results.append(result | measured | {"nfe": sample.get("nfe", math.nan)})
-    results = sum(procs.gather(results), [])
-    measured_tokens = sum(procs.gather(measured_tokens), [])
-    for result, bleu in zip(
-        results, text_measures.self_bleu(measured_tokens), strict=True
-    ):
-        result["self_bleu"] = bleu
+    for sample, tokens, score in zip(own, measured, scores, strict=True):
+        nll, count = score
+        result = _result(
+            sample,
+            tokens,
+            nll,
+            count,
+        )
+        results.append(result)
 
-    row = {"run": samples.name, "tokens_judged": how} | summary(results)
-    row["distinct_samples"] = len(set(map(tuple, measured_tokens)))
-    row |= reference.divergences(samples) if reference and procs.main else {}
-    if reference and mauve:
-        row |= mauve_scores(samples, judged, reference, judge, batch_size, procs)
-    row |= {
+    results = _joined(procs.gather(results))
+    measured = _joined(procs.gather(measured))
+    self_bleu = text_measures.self_bleu(measured)
+    for result, bleu in zip(results, self_bleu, strict=True):
+        result["self_bleu"] = bleu
+    distinct_samples = {tuple(tokens) for tokens in measured}
+    divergences = {}
+    if reference is not None and procs.main:
+        divergences = reference.divergences(samples)
+    mauve_row = {}
+    if reference is not None and mauve:
+        mauve_row = mauve_scores(
+            samples,
+            judged,
+            reference,
+            judge,
+            batch_size,
+            procs,
+        )
+    return {
+        "run": samples.name,
+        "tokens_judged": judged_as,
+        **summary(results),
+        "distinct_samples": len(distinct_samples),
+        **divergences,
+        **mauve_row,
         "seconds": samples.seconds,
         "tokenizer": samples.tokenizer,
         "sampler": samples.settings,
+        "per_sample": results,
     }
-    return row | {"per_sample": results}
 
 
-# Numbers of one sample's tokens, without a judge, whose means over samples `summary` takes.
+def _judged_as(samples: SampleSet, judge: Judge) -> str:
+    """Return what the judge reads: the samples' ids, their text, which has tokens of
+    another kind (retokenised), or text that has no tokens."""
+    if samples.tokenizer is None:
+        return "text"
+    if samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer):
+        return "ids"
+    return "retokenised"
+
+
+def _result(
+    sample: Sample,
+    tokens: list[int],
+    nll: float,
+    count: int,
+) -> dict:
+    """Return what is said of one sample: the nats of its scored tokens, `count` of
+    them, and the measures of its tokens."""
+    perplexity = math.nan
+    if count:
+        perplexity = text_measures.exp(nll / count)
+    steps = sample.get("step", [])
+    result = {
+        "nll": nll,
+        "scored_tokens": count,
+        "perplexity": perplexity,
+        "tokens": len(tokens),
+        "given_tokens": steps.count(-1),
+    }
+    for name, measure in MEASURES.items():
+        result[name] = measure(tokens)
+    result["nfe"] = sample.get("nfe", math.nan)
+    return result
+
+
+def _joined(parts: list[list]) -> list:
+    """Return the lists of all processes as one."""
+    return [item for part in parts for item in part]
+
+
+# Numbers of one sample's tokens, without a judge, whose means over samples `summary`
+# takes.
 MEASURES = {
     "entropy": text_measures.unigram_entropy,
     "distinct_1": lambda tokens: text_measures.distinct(tokens, 1),
@@ -217,9 +306,13 @@ MEASURES = {
 
 
 def summary(results: list[dict]) -> dict:
-    """Over all samples: corpus perplexity, and means with standard errors."""
-    columns = {name: [result[name] for result in results] for name in results[0]}
+    """Return numbers of all samples: corpus perplexity, and means with standard
+    errors."""
+    columns = {}
+    for name in results[0]:
+        columns[name] = [result[name] for result in results]
     scored = columns["scored_tokens"]
+    perplexity, _ = text_measures.mean_and_error(columns["perplexity"])
     row = {
         "samples": len(results),
         "tokens": sum(columns["tokens"]),
@@ -227,12 +320,10 @@ def summary(results: list[dict]) -> dict:
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
         **text_measures.corpus_perplexity(columns["nll"], scored),
-        "mean_sample_perplexity": text_measures.mean_and_error(columns["perplexity"])[
-            0
-        ],
+        "mean_sample_perplexity": perplexity,
     }
     for name in (*MEASURES, "self_bleu", "nfe"):
-        row[name], row[f"{name}_standard_error"] = text_measures.mean_and_error(
-            columns[name]
-        )
+        mean, error = text_measures.mean_and_error(columns[name])
+        row[name] = mean
+        row[f"{name}_standard_error"] = error
     return row
