@@ -3,7 +3,6 @@
 python -m aogpt.training.plot out/one out/other --out compare.png"""
 
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,24 @@ from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
 from .metrics import ORDERS, read_metrics
 
-PANELS = {"training loss (the run's objective), smoothed": ("loss",)}
-PANELS |= {  # title: keys of metrics.jsonl, drawn solid and dashed
-    f"validation, {orders} (dashed: last weights)": (
-        f"val_loss_{kind}",
-        f"val_loss_{kind}_raw",
-    )
-    for kind, orders in ORDERS.items()
+
+def validation_panels() -> dict[str, tuple[str, str]]:
+    """Return the panels of the validation losses, one for each kind of orders."""
+    panels = {}
+    for kind, orders in ORDERS.items():
+        title = f"validation, {orders} (dashed: last weights)"
+        panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
+    return panels
+
+
+# Title: keys of metrics.jsonl, drawn solid and dashed.
+PANELS: dict[str, tuple[str, ...]] = {
+    "training loss (the run's objective), smoothed": ("loss",),
+    **validation_panels(),
+    "gradient norm, smoothed": ("grad_norm",),
 }
-PANELS |= {"gradient norm, smoothed": ("grad_norm",)}
+STYLES = ("-", "--")
+COLUMNS = 3  # panels side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,67 +52,130 @@ def main() -> None:
 
 
 def plot_runs(folders: list[Path]) -> bytes:
-    """A PNG of the panels that at least one of the run folders has values for."""
+    """Return a PNG of the panels that at least one of the run folders has values
+    for."""
     runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
-    found = {run: {key for row in rows for key in row} for run, rows in runs.items()}
-    panels = {
-        k: v for k, v in PANELS.items() if any(keys & set(v) for keys in found.values())
-    }
-    for run, keys in found.items():
-        if not any(keys & set(of_panel) for of_panel in PANELS.values()):
-            raise UserError(
-                f"cannot plot {run}: it has no metrics.jsonl with losses; give run folders"
-            )
-    lines = -(-len(panels) // 3)
-    figure, grid = new_figure(lines, 3, (15.6, 3.8 * lines + 0.6), squeeze=False)
+    panels = panels_of(runs)
+    lines = -(-len(panels) // COLUMNS)  # rounded up
+    figure, grid = new_figure(
+        lines,
+        COLUMNS,
+        (15.6, 3.8 * lines + 0.6),
+        squeeze=False,
+    )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
         for i, rows in enumerate(runs.values()):
-            draw(axes, rows, keys, f"C{i}")
+            draw(
+                axes,
+                rows,
+                keys,
+                color=f"C{i}",
+            )
+        unit = "" if "grad_norm" in keys else "nats per token"
         axes.set_title(title, fontsize=9)
-        axes.set(
-            xlabel="tokens", ylabel="" if "grad_norm" in keys else "nats per token"
-        )
+        axes.set(xlabel="tokens", ylabel=unit)
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for i, run in enumerate(runs):  # $x$ would be typeset as mathematics
-        figure.axes[0].plot([], [], color=f"C{i}", label=run.replace("$", r"\$"))
+    first_axes = figure.axes[0]
+    for i, run in enumerate(runs):
+        label = run.replace("$", r"\$")  # $x$ would be typeset as mathematics
+        first_axes.plot(
+            [],
+            [],
+            color=f"C{i}",
+            label=label,
+        )
     figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
 
 
-def draw(axes, rows: list[dict], keys: tuple[str, ...], color) -> None:
-    for key, style in zip(keys, ("-", "--"), strict=False):
+def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
+    """Return the panels that at least one run has values for. Raises UserError for a
+    run that has none.
+
+    runs: the rows of metrics.jsonl, by folder."""
+    all_keys = set()
+    panel_keys = {key for keys in PANELS.values() for key in keys}
+    for run, rows in runs.items():
+        run_keys = set()
+        for row in rows:
+            run_keys.update(row)
+        if run_keys.isdisjoint(panel_keys):
+            raise UserError(
+                f"cannot plot {run}: it has no metrics.jsonl with losses; "
+                "give run folders"
+            )
+        all_keys |= run_keys
+    panels = {}
+    for title, keys in PANELS.items():
+        if not all_keys.isdisjoint(keys):
+            panels[title] = keys
+    return panels
+
+
+def draw(
+    axes,
+    rows: list[dict],
+    keys: tuple[str, ...],
+    color: str,
+) -> None:
+    """Draw the values of one run in a panel, over tokens where they are known."""
+    for key, style in zip(keys, STYLES, strict=False):
         values = numbers(rows, key)
         if not values:
             continue
-        at, y = (np.array(list(v), dtype=float) for v in (values, values.values()))
-        known = sorted(numbers(rows, "tokens").items())
-        if known:  # interpolated between the rows that have them
-            at = np.interp(at, *np.array([(0, 0), *known], dtype=float).T)
+        x = np.array(list(values.keys()), dtype=float)
+        y = np.array(list(values.values()), dtype=float)
+        tokens = sorted(numbers(rows, "tokens").items())
+        if tokens:  # interpolated between the rows that have them
+            points = np.array([(0, 0), *tokens], dtype=float)
+            x = np.interp(x, points[:, 0], points[:, 1])
         if key.startswith("val_loss"):
-            axes.plot(at, y, style, color=color, marker="o", markersize=2.5)
+            axes.plot(
+                x,
+                y,
+                style,
+                color=color,
+                marker="o",
+                markersize=2.5,
+            )
         else:
-            axes.plot(at, y, color=color, linewidth=0.5, alpha=0.25)
-            axes.plot(at, smoothed(y), color=color)
+            axes.plot(
+                x,
+                y,
+                color=color,
+                linewidth=0.5,
+                alpha=0.25,
+            )
+            axes.plot(x, smoothed(y), color=color)
         if key == "grad_norm":
             axes.set_yscale("log")
 
 
-def numbers(rows: list[dict], key: str) -> dict:
-    """{step: value} of the rows that have a number under this key."""
-    return {
-        row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)
-    }
+def numbers(rows: list[dict], key: str) -> dict[int, float]:
+    """Return {step: value} of the rows that have a number under this key."""
+    values = {}
+    for row in rows:
+        value = row.get(key)
+        if isinstance(value, int | float):
+            values[row["step"]] = value
+    return values
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average over a fiftieth of the values, without bias at its start."""
-    keep = 1 - 1 / max(1.0, len(values) / 50)
-    sums = accumulate(
-        values, lambda total, value: keep * total + (1 - keep) * value, initial=0.0
-    )
-    return np.array([*sums][1:]) / (1 - keep ** np.arange(1, len(values) + 1))
+    """Return the exponential moving average over a fiftieth of the values, without bias
+    at its start."""
+    count = len(values)
+    keep = 1 - 1 / max(1.0, count / 50)
+    averages = []
+    average = 0.0
+    for value in values:
+        average = keep * average + (1 - keep) * value
+        averages.append(average)
+    steps = np.arange(1, count + 1)
+    bias = 1 - keep**steps
+    return np.array(averages) / bias
 
 
 if __name__ == "__main__":
