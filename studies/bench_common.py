@@ -133,7 +133,8 @@ def publish(
         show(
             f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}."
         )
-        show("On a CPU only the ratios mean something.\n" * (m["type"] == "cpu"))
+        if m["type"] == "cpu":
+            show("On a CPU only the ratios mean something.\n")
         show(*report(result), sep="\n")
     return result
 

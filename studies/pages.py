@@ -152,7 +152,8 @@ def difference_cell(claim: dict, form: str = "+.3f") -> str:
         higher, lower = claim["successes"]
         return f"{higher} against {lower} of {claim['seeds']} runs"
     if claim["half_width"] is None or claim["seeds"] < FEW:
-        return f"{claim['mean']:{form}} ({claim['seeds']} seed{'s' * (claim['seeds'] != 1)})"
+        seeds = "seed" if claim["seeds"] == 1 else "seeds"
+        return f"{claim['mean']:{form}} ({claim['seeds']} {seeds})"
     return f"{claim['mean']:{form}} ± {claim['half_width']:.3f}"
 
 

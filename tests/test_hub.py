@@ -579,7 +579,7 @@ def test_the_model_card_says_what_the_run_recorded(trained, tmp_path, weights):
     config = trained
     convert(str(config.run_folder), tmp_path / "hub", weights, hub=True)
     card = (tmp_path / "hub" / "README.md").read_text()
-    suffix = "_raw" * (weights == "raw")
+    suffix = "_raw" if weights == "raw" else ""
     for kind, orders in (("l2r", "left to right"), ("random", "any order")):
         loss = metrics(config, f"val_loss_{kind}{suffix}")[10]
         errors = metrics(config, f"val_error_{kind}")

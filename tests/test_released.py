@@ -420,7 +420,8 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     refused(folder, "named as in RADD", "config.json", "it lacks n_blocks")
     for text, words in (("[1]", "it is [1], but"), ("{not json", "is not JSON")):
         (folder / "config.json").write_text(text)
-        refused(folder, f"config.json: {'this ' * ('{' in text)}{words}")
+        this = "this " if "{" in text else ""
+        refused(folder, f"config.json: {this}{words}")
     (folder / "config.json").unlink()
     refused(folder, "config.json beside it", "it lacks tokens")
 

@@ -74,7 +74,7 @@ class EvalSet:
         return self.dataset.blocks(self._chosen[rows])
 
     def batch(self, rows: range) -> range:
-        """The first of these rows, as many as are of one length."""
+        """Return the first of these rows that all have one length."""
         blocks = self.dataset.num_blocks
         if rows.start < blocks < rows.stop:  # the row after the blocks is shorter
             return range(rows.start, blocks)
@@ -230,7 +230,9 @@ def open_eval_set(
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
     if other_tokenizer(vars(loaded), meta):
-        other = " of another vocabulary" * (meta["tokenizer"] == loaded.tokenizer)
+        other = ""
+        if meta["tokenizer"] == loaded.tokenizer:
+            other = " of another vocabulary"
         ours = f"but the model was trained on {loaded.tokenizer} tokens{other}"
         advice = "prepare the text with the model's --tokenizer"
         raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")

@@ -139,8 +139,9 @@ def _notes(results: list[dict]) -> list[str]:
     texts = {}
     for r in results:
         part = f" of {r['blocks']:,}" if r["sequences"] < r["blocks"] else ""
-        size = f"{r['sequences']:,}{part} sequence{'s' * (r['sequences'] != 1)} of"
-        size += f" {r['documents']:,} document{'s' * (r['documents'] != 1)}"
+        sequences = "sequence" if r["sequences"] == 1 else "sequences"
+        documents = "document" if r["documents"] == 1 else "documents"
+        size = f"{r['sequences']:,}{part} {sequences} of {r['documents']:,} {documents}"
         split = r["data"]["split"]
         tokens = f"{r['tokens']:,} tokens"
         tested = (
@@ -157,8 +158,11 @@ def _notes(results: list[dict]) -> list[str]:
 
 def label(row: dict) -> str:
     text = LABELS.get(row["orders"], row["orders"])
-    text += f", groups of {row['group']}" * (row["group"] > 1)
-    return text + f", weighted over {row['draws']}" * (row["bound"] == "iw")
+    if row["group"] > 1:
+        text += f", groups of {row['group']}"
+    if row["bound"] == "iw":
+        text += f", weighted over {row['draws']}"
+    return text
 
 
 def _number(value: float, digits: int) -> str:

@@ -222,7 +222,8 @@ def commit() -> str:
         ).stdout
 
     changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
-    return (git("describe", "--always").strip() or "unknown") + "-dirty" * bool(changed)
+    name = git("describe", "--always").strip() or "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def command() -> str:

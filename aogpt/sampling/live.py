@@ -118,7 +118,8 @@ def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
             top = max(0, min(first - room // 2, len(lines) - room))
             lines = lines[top : top + room]
         text = "".join(f"{paint(line)}\033[K\n" for line in lines + below)
-        sys.stdout.write(f"\033[{drawn}A" * (drawn > 0) + f"\r{text}\033[J")
+        up = f"\033[{drawn}A" if drawn else ""
+        sys.stdout.write(f"{up}\r{text}\033[J")
         drawn = len(lines + below)
 
     keys = [0] if os.isatty(0) else []  # standard input
@@ -153,7 +154,7 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
     if sys.stdin is None:
         raise UserError("standard input is closed, so that there are no lines to read")
     sys.stdin.reconfigure(errors="replace")
-    prompt = "> " * (sys.stdin.isatty() and sys.stdout.isatty())
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     line = ""
     now = seed - 1
     if prompt:
@@ -169,4 +170,5 @@ def interact(fill: Callable[[str, int], None], seed: int) -> None:
             except UserError as error:
                 show(visible(f"error: {error}", one_line=True), file=sys.stderr)
     except EOFError:
-        show(end="\n" * bool(prompt))  # the shell's prompt begins a line
+        if prompt:
+            show()  # the shell's prompt begins a line
