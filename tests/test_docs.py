@@ -419,7 +419,17 @@ def test_the_papers_page_has_a_command_for_every_script_and_few_words():
     assert len(re.sub(r"`[^`]*`", "", text).split()) <= 600
 
 
-@pytest.mark.parametrize("page", ["method", "own_order_policy", "log_probs_for_rl"])
+TRAINS = pytest.mark.slow  # 20 seconds each; .ci/run calls them
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "method",
+        pytest.param("own_order_policy", marks=TRAINS),
+        pytest.param("log_probs_for_rl", marks=TRAINS),
+    ],
+)
 def test_the_code_of_a_page_prints_what_the_page_says(page, tmp_path):
     """All code of the page is one program. Numbers may differ in the last place."""
     text = (ROOT / "docs" / f"{page}.md").read_text()

@@ -75,6 +75,7 @@ def project(tmp_path, data):
     return Copy(tmp_path, data)
 
 
+@pytest.mark.slow  # six processes; .ci/run calls it
 def test_an_order_is_a_line_and_a_case(project):
     """Even positions first, then odd ones."""
     project.edit(
@@ -96,6 +97,7 @@ def test_an_order_is_a_line_and_a_case(project):
     project.train("aogpt_small", *mixture, "--name", "mixed")
 
 
+@pytest.mark.slow  # six processes; .ci/run calls it
 def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(project):
     """A table that is added to the queries of every block. Muon, which takes matrices of
     attention, leaves it to AdamW."""

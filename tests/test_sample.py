@@ -29,6 +29,7 @@ from helpers import (
 import aogpt
 import sample
 from aogpt import checkpoints as checkpoint
+from aogpt import scoring
 from aogpt.checkpoints import store
 from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
 from aogpt.orders import ORDER_SETTINGS, orders_at, parse_order
@@ -642,7 +643,9 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
             known = int((steps < step).sum())
             with torch.no_grad():
                 inputs = tokens, torch.tensor([order]), torch.tensor([known])
-                logits = model.head_logits(model.parallel_hidden(*inputs))[0, :, :257]
+                logits = model.head_logits(scoring.parallel_hidden(model, *inputs))[
+                    0, :, :257
+                ]
             for i in (steps == step).nonzero().flatten().tolist() if step >= 0 else ():
                 log_p = logits[i].log_softmax(-1)[line["tokens"][order[i]]]
                 assert float(log_p) == pytest.approx(
