@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from helpers import (
     ALONE,
+    ROOT,
     assert_user_error,
     make_data,
     run_main,
@@ -853,3 +854,11 @@ def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
     ).abs()
     assert 0 < difference.max() < 0.01
     assert torch.equal(found["wte.weight"], expected["wte.weight"])
+
+
+def test_a_model_with_a_start_of_its_own_is_no_plain_llama(tmp_path):
+    with pytest.raises(UserError, match="a .None. of its own.* use --hub"):
+        convert(
+            str(ROOT / "results/books_model"), tmp_path / "x", layout="transformers"
+        )
+    assert not (tmp_path / "x").exists()

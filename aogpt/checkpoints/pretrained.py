@@ -405,6 +405,11 @@ def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]
             for module, part in zip(theirs, parts, strict=True):
                 tensors[f"{module}.{kind}"] = part.contiguous()
     if config.start == "attended":
+        if not tokenizer.starts:
+            raise UserError(
+                "--layout transformers: this model learned a [None] of its own, and its "
+                "tokenizer has no begin-of-text that could stand for it; use --hub"
+            )
         table = tensors[TABLE]
         first = tokenizer.starts[0]
         if not torch.equal(table[first], parameters["start"]):
