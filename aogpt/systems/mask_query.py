@@ -78,8 +78,11 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then queries.
     Returns (B, T, D)."""
-    T, groups = q.shape[1] // 2, q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k, v))
+    T = q.shape[1] // 2
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:  # each head of keys and values serves several of queries
+        k = k.repeat_interleave(groups, dim=2)
+        v = v.repeat_interleave(groups, dim=2)
     q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, 2 T, D/H)
     if T == 1:  # there is no content to see
         return v[:, :, 1:].transpose(1, 2).flatten(2)
