@@ -40,6 +40,7 @@ TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
 LEFT_TO_RIGHT = "one token a pass, left to right"
+SLOTS = "one token a pass, slots of 8"
 # By name: the words of eval_gen.py. Exact methods draw from the joint distribution of one token a
 # pass along their order; the others are approximations.
 EXACT = {
@@ -52,6 +53,10 @@ EXACT = {
     "speculative, left to right, draft 4": "--mode speculative --order l2r --draft 4",
     "speculative, left to right, draft 8": "--mode speculative --order l2r --draft 8",
     "speculative, left to right, draft 16": "--mode speculative --order l2r --draft 16",
+    SLOTS: "--mode order --order slots:block=8",
+    "speculative, slots of 8, draft 4": "--mode speculative --order slots:block=8 --draft 4",
+    "speculative, slots of 8, draft 8": "--mode speculative --order slots:block=8 --draft 8",
+    "speculative, slots of 8, draft 16": "--mode speculative --order slots:block=8 --draft 16",
 }
 APPROXIMATE = {
     "even, 8 steps": "--mode even --steps 8",
@@ -67,6 +72,30 @@ APPROXIMATE = {
     "entropies up to 1 nat": "--mode entropy --entropy-bound 1",
     "entropies up to 4 nats": "--mode entropy --entropy-bound 4",
     "most confident first, one a pass": "--mode confidence",
+}
+# A3's table of selection rules: which positions are filled next, 1, 4 or 8 a pass. Rows that are
+# in the tables above already are not run again.
+SELECTION = {
+    "random": {
+        1: ONE_AT_A_TIME,
+        4: "random, 4 a pass",
+        8: "random, 8 a pass",
+    },
+    "confidence": {
+        1: "most confident first, one a pass",
+        4: "confidence, 4 a pass",
+        8: "confidence, 8 a pass",
+    },
+    "entropy": {
+        1: "entropy, 1 a pass",
+        4: "entropy, 4 a pass",
+        8: "entropy, 8 a pass",
+    },
+    "margin": {
+        1: "margin, 1 a pass",
+        4: "margin, 4 a pass",
+        8: "margin, 8 a pass",
+    },
 }
 # Colors and markers of the families of the figure.
 FAMILIES = {
@@ -102,7 +131,7 @@ def main() -> None:
             rows[row["name"]] = row
     samples = 4 if a.quick else a.samples
     length = 16 if a.quick else LENGTH
-    for name, words in (EXACT | APPROXIMATE).items():
+    for name, words in all_rows().items():
         if name in rows:
             continue
         rows[name] = measured(name, words, samples, length)
@@ -115,6 +144,15 @@ def main() -> None:
     write_atomically(folder / "speculation.png", lambda out: out.write(image))
     write_text(folder / "speculation.md", page(rows))
     show(f"wrote {folder}/speculation.md and its figure")
+
+
+def all_rows() -> dict[str, str]:
+    """Return the words of eval_gen.py for every row by its name."""
+    rows = EXACT | APPROXIMATE
+    for rule, names in SELECTION.items():
+        for group_size, name in names.items():
+            rows.setdefault(name, f"--mode {rule} --group-size {group_size}")
+    return rows
 
 
 def measured(name: str, words: str, samples: int, length: int) -> dict:

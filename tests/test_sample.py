@@ -267,6 +267,11 @@ def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_on
     assert speculative["step"][6:] == sorted(speculative["step"][6:])
     (random_order,) = draw("--mode", "speculative", *common)
     assert random_order["step"][6:] != sorted(random_order["step"][6:])
+    order = ["--order", "slots:block=4"]
+    (plain_slots,) = draw("--mode", "order", *order, *common)
+    (slots,) = draw("--mode", "speculative", *order, *common)
+    assert slots["tokens"] == plain_slots["tokens"]
+    assert slots["model_calls"] < plain_slots["model_calls"]
 
 
 def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run):

@@ -105,7 +105,7 @@ class DecodingOptions(TokenChoice):
     counted from the beginning of a sample, prompt and all."""
     order: str | None = None
     """A distribution over orders, KIND or KIND:setting=value, such as slots:block=8: the kinds of
-    order.kind in a training config. speculative: random (default) or l2r."""
+    order.kind in a training config; random is the default of speculative."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens drafted at once; by default 8."""
     draft_by: Literal["model", "ngram"] | None = None
@@ -202,8 +202,7 @@ def with_mode_defaults(
                 "--mode speculative draws exactly: leave out --repetition-penalty and "
                 "--no-repeat-ngram and --ban"
             )
-        check_value(o.order, Literal["random", "l2r"], "--order of --mode speculative")
-    elif o.mode == "order":
+    if o.mode in ("order", "speculative"):
         parse_order(o.order, "--order")
     if o.unmask_by == "random":
         if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
@@ -436,7 +435,8 @@ def _sort_keys(
     options: DecodingOptions, seed: int, key: int, rows: range, length: int
 ) -> Tensor:
     """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
-    if options.mode == "order":
+    shuffles = options.mode == "speculative" and options.order == "random"
+    if options.order is not None and not shuffles:
         orders = parse_order(options.order, "--order")
         order = orders_at(orders, seed, key, rows, length, PLANS)
         return inverse_permutation(order).double() / length
@@ -465,10 +465,7 @@ def _mode_plan(
                 B, length, o.unmask_by, keys, given, group, *limits
             )
         case "speculative":
-            shuffled = keys if o.order == "random" else None
-            return plans.speculative_plan(
-                B, length, o.draft, shuffled, given, o.draft_by
-            )
+            return plans.speculative_plan(B, length, o.draft, keys, given, o.draft_by)
 
 
 def generate_distributed(
