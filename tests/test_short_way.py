@@ -1,0 +1,120 @@
+"""The way of a training step, a sample and a score through the code is short: how many functions
+of the project run, and in how many files. `pytest -rP tests/test_short_way.py` lists them."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ALONE, ROOT
+
+import train
+from aogpt.training.config import load_toml
+
+# What one reads to understand a training step.
+MOST_OF_STEP = {"functions": 64, "files": 13}
+SMALL = {
+    "vocab_size": 320,
+    "block_size": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 32,
+}
+
+
+class Functions:
+    """The functions of the project that this thread calls between `start` and `stop`, or inside a
+    `with` block.
+
+    calls: {(file, name): number of calls}. Comprehensions and generator expressions belong to the
+    function that they stand in; tests do not count."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def start(self):
+        sys.setprofile(self.record)
+
+    def stop(self):
+        sys.setprofile(None)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def record(self, frame, event, argument):
+        code = frame.f_code
+        is_part = code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+        file = code.co_filename.removeprefix(f"{ROOT}/")
+        is_ours = file != code.co_filename and not file.startswith((".", "tests/"))
+        if event == "call" and is_ours and not is_part:
+            place = (file, code.co_qualname)
+            self.calls[place] = self.calls.get(place, 0) + 1
+
+    @property
+    def files(self):
+        return {file for file, _ in self.calls}
+
+    def describe(self):
+        """A line for each function, by file."""
+        lines = [f"{len(self.calls)} functions in {len(self.files)} files"]
+        lines += [f"{file}  {name}" for file, name in sorted(self.calls)]
+        return "\n".join(lines)
+
+
+def small(name, data, out, **changes):
+    """A config of configs/ at a small size, for a few steps on a CPU."""
+    config = load_toml(ROOT / "configs" / f"{name}.toml")
+    return replace(
+        config,
+        out=str(out),
+        model=replace(config.model, **SMALL),
+        data=replace(config.data, folder=str(data)),
+        optim=replace(config.optim, warmup_steps=1),
+        train=replace(
+            config.train,
+            steps=9,
+            batch_size=8,
+            micro_batch_size=8,
+            device="cpu",
+            compile=False,
+            log_interval=100,
+        ),
+        eval=replace(config.eval, interval=100),
+        checkpoint=replace(config.checkpoint, interval=100),
+    )
+
+
+def functions_of_step(config, monkeypatch):
+    """The functions that run between the fourth optimizer step and the fifth."""
+    functions = Functions()
+    steps = []
+    plain = torch.optim.AdamW.step
+
+    def step(optimizer, *arguments, **keywords):
+        if len(steps) == 4:
+            functions.stop()
+        steps.append(optimizer)
+        plain(optimizer, *arguments, **keywords)
+        if len(steps) == 4:
+            functions.start()
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train.train(config, ALONE)
+    assert len(steps) == config.train.steps
+    return functions
+
+
+@pytest.mark.parametrize("name", ["quickstart", "aogpt_small"])
+def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkeypatch):
+    """A step without a validation, a checkpoint or a row of metrics."""
+    functions = functions_of_step(small(name, data, tmp_path), monkeypatch)
+    print(functions.describe())
+    assert {("aogpt/model.py", "AOGPT.forward"), ("aogpt/model.py", "MLP.forward")} <= (
+        functions.calls.keys()
+    )
+    assert len(functions.calls) <= MOST_OF_STEP["functions"], functions.describe()
+    assert len(functions.files) <= MOST_OF_STEP["files"], functions.describe()
