@@ -24,7 +24,6 @@ from ..runtime.validation import (
     LARGEST,
     Count,
     NonNegative,
-    check_value,
     check_values,
     flag,
 )
