@@ -175,7 +175,12 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     ]
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(
-        a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
+        a,
+        dtype,
+        procs.device,
+        procs.world_size,
+        judge=judge.describe(),
+        rows=[],
     )
     result["versions"] |= judge.libraries
     rows = result["rows"]
@@ -205,7 +210,10 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
 
 def fitted(
-    run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
+    run: str,
+    loaded: Loaded,
+    options: DecodingOptions,
+    a: Arguments,
 ) -> DecodingOptions:
     """The options with defaults of the model. Raises UserError if it cannot generate with them."""
     if loaded.scored_from:

@@ -110,7 +110,12 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     return found
 
 
-def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
+def evaluate(
+    run: str,
+    loaded: Loaded,
+    passages: Passages,
+    a: Arguments,
+) -> list[dict]:
     """A row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     rows = []
@@ -136,7 +141,11 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
 
 
 def fill_in(
-    loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
+    loaded: Loaded,
+    passages: Passages,
+    both: bool,
+    options: DecodingOptions,
+    seed: int,
 ) -> list[tuple[str, str]]:
     """(sample, true middle) of every passage, as text. both: whether the right side is given."""
     N, T = passages.tokens.shape

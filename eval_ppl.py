@@ -134,7 +134,9 @@ def check_arguments(a: Arguments) -> Outputs:
 
 
 def scorers_of(
-    a: Arguments, configs: list[ModelConfig], block_size: int
+    a: Arguments,
+    configs: list[ModelConfig],
+    block_size: int,
 ) -> dict[str, list[Scorer]]:
     """What to score with each model, by name. Raises UserError where one has no such likelihood."""
     first, *others = map(default_orders, configs)
@@ -166,7 +168,12 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
     return ("l2r",) if config.l2r_only else ("l2r", "random")
 
 
-def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> Scorer:
+def scorer_of(
+    text: str,
+    a: Arguments,
+    config: ModelConfig,
+    block_size: int,
+) -> Scorer:
     """What one of --orders means."""
     if a.group > 1 and (config.l2r_only or text == "score_entropy"):
         raise UserError("--group is for any-order models: leave it out")
@@ -219,7 +226,10 @@ def is_text_file(name: str) -> bool:
 
 
 def open_all(
-    a: Arguments, loaded: Loaded, block_size: int, procs: Processes
+    a: Arguments,
+    loaded: Loaded,
+    block_size: int,
+    procs: Processes,
 ) -> list[EvalSet]:
     """The data sets and texts, in blocks of this size."""
     eval_sets = []

@@ -122,7 +122,9 @@ def is_prepared(task: str) -> bool:
 
 
 def answer_prompts(
-    a: Arguments, procs: Processes, judges: Mapping[str, Judge] | None
+    a: Arguments,
+    procs: Processes,
+    judges: Mapping[str, Judge] | None,
 ) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
@@ -142,7 +144,11 @@ def answer_prompts(
             temperature = questions.judge.temperature if questions.judge else 0.0
         if mode is None and a.decoding.order is None:
             mode = "l2r" if config.l2r_only else "confidence"
-        options = replace(a.decoding, temperature=temperature, mode=mode)
+        options = replace(
+            a.decoding,
+            temperature=temperature,
+            mode=mode,
+        )
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
@@ -174,7 +180,11 @@ def answer_prompts(
 
 
 def origin_of(
-    a: Arguments, loaded: Loaded, dtype, procs: Processes, **settings
+    a: Arguments,
+    loaded: Loaded,
+    dtype,
+    procs: Processes,
+    **settings,
 ) -> dict:
     source = {
         key: getattr(loaded, key) for key in ("path", "step", "weights", "system")
@@ -203,7 +213,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     manager = TaskManager(include_path=a.include_path)
     options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
     results = lm_eval.simple_evaluate(
-        model, log_samples=a.samples is not None, **options
+        model,
+        log_samples=a.samples is not None,
+        **options,
     )
     requests = model.request_counts()
     if not procs.main:

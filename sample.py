@@ -182,7 +182,12 @@ def sample(a: Arguments, procs: Processes) -> None:
             new = max(
                 1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line)))
             )
-        changed = replace(a, seed=seed, length=length, new_tokens=new)
+        changed = replace(
+            a,
+            seed=seed,
+            length=length,
+            new_tokens=new,
+        )
         request = Request("this line", kind, line)
         fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
@@ -193,7 +198,13 @@ MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
 
 
 def fill(
-    a: Arguments, requests, options, loaded: Loaded, tokenizer, outputs, procs
+    a: Arguments,
+    requests,
+    options,
+    loaded: Loaded,
+    tokenizer,
+    outputs,
+    procs,
 ) -> None:
     """Generate the samples of some requests; write and print them as they come."""
     encoded = encode_all(requests, tokenizer, a, loaded, procs)
@@ -303,7 +314,13 @@ class Report:
     """Writes and prints samples as they come, and what all of them cost."""
 
     def __init__(
-        self, a: Arguments, options, loaded: Loaded, tokenizer, outputs, procs
+        self,
+        a: Arguments,
+        options,
+        loaded: Loaded,
+        tokenizer,
+        outputs,
+        procs,
     ):
         self.a = a
         self.options = options
@@ -382,7 +399,12 @@ class Report:
 
 
 def best_fillings(
-    model, contexts, rows, records, numbers: list[int], a: Arguments
+    model,
+    contexts,
+    rows,
+    records,
+    numbers: list[int],
+    a: Arguments,
 ) -> list[dict]:
     """The records, of which only the best fillings of each text with masks, best first, with
     scores. rows: all token ids of each sample; numbers: the index of each context's request."""
@@ -461,7 +483,11 @@ def read_request(place: str, line: str) -> Request:
     return Request(place, kind, row[kind], row.get("length"))
 
 
-def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
+def read_dataset(
+    folder: Path,
+    loaded: Loaded,
+    tokenizer: Tokenizer,
+) -> list[Request]:
     """The rows of a data set with prompts, with masks in place of the tokens to predict."""
     from aogpt.evaluation.answers import open_questions  # not needed for text
 
@@ -480,7 +506,11 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
 
 
 def encode_all(
-    requests, tokenizer, a: Arguments, loaded: Loaded, procs
+    requests,
+    tokenizer,
+    a: Arguments,
+    loaded: Loaded,
+    procs,
 ) -> list[tuple[int, Context | Gapped]]:
     """Pairs of the index of a request that fits and one of its texts to fill in; prints how
     many requests are too long. Raises UserError if none fits."""
@@ -509,7 +539,10 @@ def encode_all(
 
 
 def encode(
-    request: Request, tokenizer: Tokenizer, a: Arguments, loaded: Loaded
+    request: Request,
+    tokenizer: Tokenizer,
+    a: Arguments,
+    loaded: Loaded,
 ) -> list[Context | Gapped]:
     """The token ids of a sample, None where they are to be generated, for each length that
     the request allows; for gaps of a plain GPT one `Gapped`. Raises UserError if the model
@@ -560,7 +593,11 @@ def encode(
 
 
 def print_samples(
-    records: list[dict], tokenizer: Tokenizer, replay: bool, several: bool, first: int
+    records: list[dict],
+    tokenizer: Tokenizer,
+    replay: bool,
+    several: bool,
+    first: int,
 ) -> None:
     """Print the samples; on a terminal generated tokens are bold beside given ones, or
     replayed. several: name the prompt of each; first: the number of the first one."""

@@ -133,7 +133,11 @@ def parallel_log_probs(
     x = model.masked_hidden(tokens, masked, lengths)[row, position]
     logits = at_least_float32(model.head_logits(x))
     scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
-    log_probs = torch.zeros(order.shape, device=order.device, dtype=scored.dtype)
+    log_probs = torch.zeros(
+        order.shape,
+        device=order.device,
+        dtype=scored.dtype,
+    )
     log_probs[row, step] = scored.squeeze(1)
     return log_probs
 
@@ -168,7 +172,11 @@ def group_log_probs(
         return token_log_probs(model, tokens, order, starts)
     check_tokens(model, tokens, order)
     check_permutations(order)
-    result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
+    result = torch.zeros(
+        order.shape,
+        device=order.device,
+        dtype=model.wte.weight.dtype,
+    )
     for known, steps in groups_of(order, group, prompt_lengths):
         log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
         result = log_probs.where(steps, result.to(log_probs.dtype))
@@ -188,12 +196,20 @@ class MaskedPass(Pass):
         super().__init__(config, targets, condition)
         self.allowed = allowed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         return attention(q, k, v, mask=self.allowed)
 
 
 def parallel_hidden(
-    model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
+    model: Transformer,
+    tokens: Tensor,
+    order: Tensor,
+    known: Tensor,
 ) -> Tensor:
     """Final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are those of
     training; all later ones are predicted from the first `known` tokens.
@@ -214,7 +230,11 @@ def parallel_hidden(
     return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
 
 
-def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
+def without_start(
+    allowed: Tensor,
+    last: Tensor,
+    config: ModelConfig,
+) -> Tensor:
     """A mask (..., keys) in which a hidden [None] is visible only to queries that see
     nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
@@ -224,7 +244,9 @@ def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
 
 
 def group_starts(
-    order: Tensor, group: int, prompt_lengths: Tensor | None = None
+    order: Tensor,
+    group: int,
+    prompt_lengths: Tensor | None = None,
 ) -> Tensor:
     """The first step of every step's group, (B, T). Steps of the prompt are groups of
     one."""
@@ -236,13 +258,19 @@ def group_starts(
 
 
 def groups_of(
-    order: Tensor, group: int, prompt_lengths: Tensor | None = None
+    order: Tensor,
+    group: int,
+    prompt_lengths: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each group, the step where it begins in each row (B,) and its steps,
     BoolTensor (B, T)."""
     B, T = order.shape
     if prompt_lengths is None:
-        prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
+        prompt_lengths = torch.zeros(
+            B,
+            dtype=torch.long,
+            device=order.device,
+        )
     steps = torch.arange(T, device=order.device)
     for start in range(0, T - int(prompt_lengths.min()), group):
         known = (prompt_lengths + start).clamp(max=T)
@@ -253,7 +281,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
+def check_tokens(
+    model: Transformer,
+    tokens: Tensor,
+    companion: Tensor,
+) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
         raise UserError(
@@ -273,7 +305,11 @@ def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
         )
 
 
-def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
+def check_mask(
+    model: Transformer,
+    tokens: Tensor,
+    masked: Tensor,
+) -> None:
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")
 

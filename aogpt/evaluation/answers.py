@@ -53,7 +53,11 @@ class Questions:
 
     def first(self, count: int) -> "Questions":
         roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
-        return replace(self, tokens=self.tokens[:count], roles=roles)
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            roles=roles,
+        )
 
     def given_first(self) -> "Questions":
         """With the prompt at the beginning, for a model that can only continue a text."""
@@ -62,7 +66,11 @@ class Questions:
         )
         rows = self.tokens, self.roles.predicted, self.roles.given
         tokens, *roles = (values.gather(1, order) for values in rows)
-        return replace(self, tokens=tokens, roles=Roles(*roles))
+        return replace(
+            self,
+            tokens=tokens,
+            roles=Roles(*roles),
+        )
 
 
 def open_questions(
@@ -76,7 +84,12 @@ def open_questions(
     split: by default test, where there is one. judges: by the name of the data set that
     prepare.py was told. Raises UserError for a set without prompts."""
     eval_set = open_eval_set(
-        name, split, loaded, limit, preferred_split="test", verify=False
+        name,
+        split,
+        loaded,
+        limit,
+        preferred_split="test",
+        verify=False,
     )
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
@@ -137,7 +150,11 @@ def answer(
     return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
 
 
-def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
+def _compared(
+    loaded: Loaded,
+    questions: Questions,
+    samples: Generation,
+) -> list[dict]:
     """Every row as it is and as it was filled in, up to its end-of-text."""
     text = functools.partial(modes.text_until, loaded.get_tokenizer())
     records = []
@@ -152,7 +169,11 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
     return records
 
 
-def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float | None:
+def limit_of(
+    judge: Judge | None,
+    plan: Plan,
+    options: DecodingOptions,
+) -> float | None:
     """The mean of the judge's limit over the rows of a plan; None where there is none, where the
     model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
     exact = options.choice.is_exact and not options.refine
@@ -164,7 +185,12 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
     return math.fsum(map(judge.limit, sizes)) / len(sizes)
 
 
-def page_of(loaded: Loaded, questions: Questions, answers: Answers, told: dict) -> str:
+def page_of(
+    loaded: Loaded,
+    questions: Questions,
+    answers: Answers,
+    told: dict,
+) -> str:
     """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
     tokenizer = loaded.get_tokenizer()
     shown = []

@@ -53,7 +53,12 @@ class RandomStream(NamedTuple):
         member = self.member << 48
         return self.draw + use + member
 
-    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
+    def uniform(
+        self,
+        seed: int,
+        rows: range,
+        width: int,
+    ) -> Tensor:
         """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
         bits = philox_bits(
             seed,
@@ -96,7 +101,11 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
         members = log_probs[:size]
         log_sums.append(members.logsumexp(dim=0))
     log_sums = torch.stack(log_sums)
-    counts = torch.tensor(sizes, dtype=log_sums.dtype, device=log_sums.device)
+    counts = torch.tensor(
+        sizes,
+        dtype=log_sums.dtype,
+        device=log_sums.device,
+    )
     log_counts = counts.log()
     while log_counts.dim() < log_sums.dim():
         log_counts = log_counts.unsqueeze(-1)

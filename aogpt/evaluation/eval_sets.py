@@ -33,7 +33,12 @@ class TextDataset(TokenDataset):
     """Texts in memory, without end-of-text. Each is cut into blocks of its own, of which the last
     may be shorter; a model that scores from token `scored_from` on leaves out what is shorter."""
 
-    def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
+    def __init__(
+        self,
+        texts: list[str],
+        loaded: Loaded,
+        block_size: int,
+    ):
         tokenizer = loaded.get_tokenizer()
         ids = [tokenizer.encode_array(text) for text in texts]
         rows = []
@@ -267,7 +272,14 @@ def open_texts(
     return TextEvalSet(name, Path(loaded.path), "text", dataset, count)
 
 
-def _eval_set(name, folder, split, dataset, loaded, max_sequences) -> EvalSet:
+def _eval_set(
+    name,
+    folder,
+    split,
+    dataset,
+    loaded,
+    max_sequences,
+) -> EvalSet:
     rows = dataset.num_blocks
     # The protocol sedd drops what is left over, as published evaluations do.
     whole = dataset.meta.get("protocol", "full") == "full"

@@ -137,7 +137,11 @@ class HarnessModel(TemplateLM):
         self.order = decoding.order or order
         mode = decoding.mode or mode
         order = decoding.order if mode in ("order", "speculative") else None
-        decoding = replace(decoding, mode=mode, order=order)
+        decoding = replace(
+            decoding,
+            mode=mode,
+            order=order,
+        )
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
         self.counts = (
@@ -264,7 +268,12 @@ class HarnessModel(TemplateLM):
             True if disable_tqdm or self.rank else None
         )  # None: quiet without a terminal
         starts = range(0, len(passes), self.batch_size)
-        for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
+        for start in tqdm(
+            starts,
+            desc=self.order,
+            disable=quiet,
+            leave=False,
+        ):
             batch = passes[start : start + self.batch_size]
             scores = self.score(
                 [self.scoring_pass(*pairs[i], draw) for _, i, draw in batch]
@@ -291,7 +300,10 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(requests)
         quiet = True if disable_tqdm or self.rank else None
         with tqdm(
-            desc=self.decoding.mode, unit="token", disable=quiet, leave=False
+            desc=self.decoding.mode,
+            unit="token",
+            disable=quiet,
+            leave=False,
         ) as bar:
             for settings, group in groups.items():
                 group.sort(key=lambda request: -len(request[0]))
@@ -311,7 +323,10 @@ class HarnessModel(TemplateLM):
         return context[max(0, len(context) + new - self.block_size) :]
 
     def scoring_pass(
-        self, context: list[int], continuation: list[int], draw: int
+        self,
+        context: list[int],
+        continuation: list[int],
+        draw: int,
     ) -> ScoringPass:
         """Pass `draw` over a request, by the definitions above."""
         a = self.settings
@@ -320,18 +335,33 @@ class HarnessModel(TemplateLM):
         tokens = context + continuation
         positions = torch.arange(c + n)
         if self.order == "l2r":
-            return ScoringPass(tokens, positions, first=c, weight=1.0)
+            return ScoringPass(
+                tokens,
+                positions,
+                first=c,
+                weight=1.0,
+            )
         # The request itself is the key of its random numbers, whatever its place and process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
         order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
-            return ScoringPass(tokens, order, first=c, weight=1.0)
+            return ScoringPass(
+                tokens,
+                order,
+                first=c,
+                weight=1.0,
+            )
         # A uniform order leaves the first of its n + 1 random numbers unused.
         u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
-        return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
+        return ScoringPass(
+            tokens,
+            order,
+            first=c + n - masked,
+            weight=n / masked,
+        )
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
@@ -366,7 +396,13 @@ class HarnessModel(TemplateLM):
             for p, values, hit in parts
         ]
 
-    def _encoder_hidden(self, tokens, order, scored, length) -> Tensor:
+    def _encoder_hidden(
+        self,
+        tokens,
+        order,
+        scored,
+        length,
+    ) -> Tensor:
         """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
@@ -417,11 +453,19 @@ class HarnessModel(TemplateLM):
             raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
         top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
         choice = TokenChoice(
-            temperature, top_p=1.0 if top_p is None else top_p, top_k=top_k
+            temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=top_k,
         )
         return choice, max_tokens, until
 
-    def complete(self, contexts, repeats, settings: tuple, progress) -> list[str]:
+    def complete(
+        self,
+        contexts,
+        repeats,
+        settings: tuple,
+        progress,
+    ) -> list[str]:
         """The text after each context, a function of (seed, context, repeat) alone."""
         choice, most, until = settings
         keys = [

@@ -136,7 +136,11 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
+def middle_nll(
+    model: AOGPT,
+    passages: Passages,
+    both_sides: bool,
+) -> Tensor:
     """Return -log p of the middle, token after token, given what is known: (N,)
     float64, nats per token. With both sides (not a plain GPT's) the order is: what is
     before, after, then the middle."""

@@ -48,7 +48,10 @@ class Judge:
     hidden: Callable[[Tensor], Tensor]  # last hidden states, (B, T) -> (B, T, D)
 
     def score(
-        self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
+        self,
+        samples: Sequence[Sequence[int]],
+        batch_size: int,
+        quiet: bool = True,
     ) -> list[tuple[float, int]]:
         """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
         and their number. batch_size: windows in one pass, at most; quiet: no progress bar."""
@@ -66,7 +69,12 @@ class Judge:
         totals = [0.0] * len(samples)
         counts = [0] * len(samples)
         starts = range(0, len(windows), size)
-        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
+        for start in tqdm(
+            starts,
+            desc="judge",
+            disable=quiet or None,
+            leave=False,
+        ):
             batch = windows[start : start + size]
             tokens = pad_sequence(
                 [torch.tensor(ids) for _, ids in batch], batch_first=True
@@ -235,7 +243,9 @@ class TransformersJudge(Judge):
             tokens
         )  # padding is at the end: a causal model does not see it
         logits = self.model(
-            input_ids=tokens, attention_mask=mask, use_cache=False
+            input_ids=tokens,
+            attention_mask=mask,
+            use_cache=False,
         ).logits
         # One row at a time: cross_entropy of all would take several times the memory of the logits.
         pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
@@ -249,6 +259,8 @@ class TransformersJudge(Judge):
             tokens = F.pad(tokens, (1, 0), value=self._bos)
         mask = torch.ones_like(tokens)
         states = self.model.base_model(
-            input_ids=tokens, attention_mask=mask, use_cache=False
+            input_ids=tokens,
+            attention_mask=mask,
+            use_cache=False,
         ).last_hidden_state
         return states[:, int(self.start) :]

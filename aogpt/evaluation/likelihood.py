@@ -59,7 +59,11 @@ class Scorer:
         return [size for size in self.ensembles if size > 1]
 
     def nll(
-        self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
+        self,
+        loaded: Loaded,
+        tokens: Tensor,
+        draw: tuple,
+        roles: Roles | None,
     ) -> Tensor:
         """Return -log p of every token, (B, T) float64, in sequence order, NaN where
         none is scored. draw: (seed, number of the draw, rows, total of rows)."""
@@ -97,7 +101,11 @@ class Scorer:
 
 
 def decoding_nll(
-    model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
+    model: AOGPT,
+    tokens: Tensor,
+    rule: Rule,
+    group: int,
+    roles: Roles | None = None,
 ) -> Tensor:
     """Return -log p of every token along the order in which the model would decode the
     text if it drew these tokens: (B, T) float64, in sequence order, NaN where a token
@@ -265,7 +273,12 @@ class Losses(NamedTuple):
     gains: Tensor | None = None
 
 
-def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
+def losses_of(
+    task: Task,
+    runner: BatchRunner,
+    seed: int,
+    draws: int,
+) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
     where the task is exact. What is random is a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
@@ -341,7 +354,11 @@ def scores_of(task: Task, losses: Losses) -> Scores:
             weights=weights,
             documents=documents,
         )
-        gain = estimate(gains, weights=weights, documents=documents)
+        gain = estimate(
+            gains,
+            weights=weights,
+            documents=documents,
+        )
         by_size[size] = (loss, gain)
     return {size: by_size[size] for size in scorer.ensembles}
 
@@ -375,7 +392,9 @@ def _samples(task: Task, nll: Tensor) -> Tensor:
 
 
 def importance_weighted(
-    nll: Tensor, scored: Tensor, documents: Tensor | None = None
+    nll: Tensor,
+    scored: Tensor,
+    documents: Tensor | None = None,
 ) -> Estimate:
     """Return the importance-weighted bound over D orders of each sequence, -log mean_k
     p(x | order k) (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token,
@@ -387,7 +406,11 @@ def importance_weighted(
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
     weights = scored / scored.mean()
-    mean = estimate(bound, weights=weights, documents=documents)
+    mean = estimate(
+        bound,
+        weights=weights,
+        documents=documents,
+    )
     if D == 1:
         return replace(mean, monte_carlo_error=math.nan)
     largest = log_p.amax(dim=1, keepdim=True)

@@ -44,7 +44,11 @@ PAIRED = (
 )
 
 
-def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
+def result_rows(
+    task: Task,
+    scores: Scores,
+    draws: int,
+) -> list[dict]:
     """The results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set

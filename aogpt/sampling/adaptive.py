@@ -12,7 +12,11 @@ from .cached import Step
 from .plans import Plan
 
 
-def adapt(engine, plan: Plan, tally) -> None:
+def adapt(
+    engine,
+    plan: Plan,
+    tally,
+) -> None:
     """Unmask the candidates that pass the limits of `Pace` until every row is complete.
     Their number depends on the model, so every round waits once for it."""
     T = engine.T
@@ -174,14 +178,22 @@ def reorder(
 
     # 3. Highest score first.
     first_scores = by_slot[0]
-    preferred = first_scores.argsort(dim=1, descending=True, stable=True)
+    preferred = first_scores.argsort(
+        dim=1,
+        descending=True,
+        stable=True,
+    )
     order = engine.order.gather(1, preferred)
     engine.order.copy_(order)
     sorted_scores = [scores.gather(1, preferred) for scores in by_slot]
     return index.gather(1, preferred), sorted_scores
 
 
-def scores_of(logits: Tensor, by: list[str], targets: Tensor | None = None) -> Tensor:
+def scores_of(
+    logits: Tensor,
+    by: list[str],
+    targets: Tensor | None = None,
+) -> Tensor:
     """Return the scores (N, scores) of logits (N, V), higher is better.
 
     confidence: the log-probability of the likeliest token. oracle: that of the target,

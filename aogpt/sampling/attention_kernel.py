@@ -47,7 +47,12 @@ def can_attend(head_width: int, dtype: torch.dtype) -> bool:
     return head_width <= WIDEST_HEAD and dtype in DTYPES
 
 
-def make_tiles(step: Step, heads: int, key_heads: int, dtype: torch.dtype) -> Tiles:
+def make_tiles(
+    step: Step,
+    heads: int,
+    key_heads: int,
+    dtype: torch.dtype,
+) -> Tiles:
     """The tiles of a step of a model with these heads and a cache of this type."""
     group = heads // key_heads
     queries = queries_of_tile(step.inputs, step.rows.shape[1], group, dtype)
@@ -64,7 +69,12 @@ def make_tiles(step: Step, heads: int, key_heads: int, dtype: torch.dtype) -> Ti
     )
 
 
-def queries_of_tile(inputs: int, rows: int, group: int, dtype: torch.dtype) -> int:
+def queries_of_tile(
+    inputs: int,
+    rows: int,
+    group: int,
+    dtype: torch.dtype,
+) -> int:
     """Queries of a tile: its inputs times the query heads of a key head (`group`), up
     to a power of two. Rows with many inputs take larger tiles, so that a key is read
     for more queries; not in float32, whose products take too many registers."""
@@ -73,7 +83,9 @@ def queries_of_tile(inputs: int, rows: int, group: int, dtype: torch.dtype) -> i
 
 
 def pick_tile(
-    dtype: torch.dtype, width: int, queries: int
+    dtype: torch.dtype,
+    width: int,
+    queries: int,
 ) -> tuple[int, int, int, str]:
     """Keys of an iteration, warps, stages of loads ahead and the precision of products,
     so that registers and shared memory of an A100 suffice."""
@@ -128,13 +140,31 @@ def ragged_attention(
     splits = pick_splits(B * key_heads, slots)
     width = max(16, triton.next_power_of_2(D))
     tile_k, warps, stages, precision = pick_tile(q.dtype, width, queries)
-    out = torch.empty(N, H * D, dtype=v.dtype, device=q.device)
+    out = torch.empty(
+        N,
+        H * D,
+        dtype=v.dtype,
+        device=q.device,
+    )
     if splits == 1:
         parts = out
         log_sums = out  # not written
     else:
-        parts = torch.empty(splits, N, H, D, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(splits, N, H, dtype=torch.float32, device=q.device)
+        parts = torch.empty(
+            splits,
+            N,
+            H,
+            D,
+            dtype=torch.float32,
+            device=q.device,
+        )
+        log_sums = torch.empty(
+            splits,
+            N,
+            H,
+            dtype=torch.float32,
+            device=q.device,
+        )
     _attend[(tiles, key_heads, splits)](
         q,
         k,
@@ -172,12 +202,30 @@ def ragged_attention(
         num_stages=stages,
     )
     if splits > 1:
-        _merge[(N * H,)](parts, log_sums, out, N * H, D=D, WIDTH=width, SPLITS=splits)
+        _merge[(N * H,)](
+            parts,
+            log_sums,
+            out,
+            N * H,
+            D=D,
+            WIDTH=width,
+            SPLITS=splits,
+        )
     return out
 
 
 @ragged_attention.register_fake
-def _(q, k, v, keys, values, rows, starts, ends, hide_start):
+def _(
+    q,
+    k,
+    v,
+    keys,
+    values,
+    rows,
+    starts,
+    ends,
+    hide_start,
+):
     return v.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
@@ -222,7 +270,11 @@ def _attend(
     # 1. The row of this tile, and the first of its inputs. The last programs may have
     #    none.
     lanes = tl.arange(0, ROWS)
-    end = tl.load(ends + lanes, mask=lanes <= B, other=0)
+    end = tl.load(
+        ends + lanes,
+        mask=lanes <= B,
+        other=0,
+    )
     over = (lanes <= B) & (end <= tile)
     row = tl.sum(over.to(tl.int32), axis=0)
     if row <= B:
@@ -312,7 +364,13 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, log_sums, out, n, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
+    parts,
+    log_sums,
+    out,
+    n,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """The mean of the splits of one input and head, by their weights."""
     place = tl.program_id(0).to(tl.int64)
@@ -321,6 +379,10 @@ def _merge(
     log_sum = tl.load(log_sums + split * n + place)
     weight = tl.exp2(log_sum - tl.max(log_sum, axis=0))
     at = (split * n + place)[:, None] * D + d[None, :]
-    part = tl.load(parts + at, mask=(d < D)[None, :], other=0.0)
+    part = tl.load(
+        parts + at,
+        mask=(d < D)[None, :],
+        other=0.0,
+    )
     mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + place * D + d, mean.to(out.dtype.element_ty), mask=d < D)

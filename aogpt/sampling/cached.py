@@ -79,7 +79,15 @@ class Step:
         self.cached, self.known, self.count, self.candidates, self.size = self.rows
 
 
-def make_steps(cached, known, count, candidates, size, device, **more) -> list[Step]:
+def make_steps(
+    cached,
+    known,
+    count,
+    candidates,
+    size,
+    device,
+    **more,
+) -> list[Step]:
     """Steps of LongTensors (G, B) on the host, which go to the device in one piece."""
     ends = (cached + count) * (count > 0)  # rows that are finished read nothing
     sums = count.sum(1), count.amax(1), ends.amax(1), (candidates > 0).sum(1)
@@ -88,7 +96,13 @@ def make_steps(cached, known, count, candidates, size, device, **more) -> list[S
     return [Step(r, *n, **more) for r, n in zip(rows, numbers, strict=True)]
 
 
-def single_step(cached: int, known: int, count: int, size: int, device) -> Step:
+def single_step(
+    cached: int,
+    known: int,
+    count: int,
+    size: int,
+    device,
+) -> Step:
     """The pass over one sequence that computes `count` inputs from `cached` on and unmasks
     `size` places after the `known` ones."""
     numbers = [[cached], [known], [count], [size], [size]]
@@ -108,14 +122,33 @@ class KVCache:
     that of input i; the last slot, `unused_slot`, is written to and never read."""
 
     def __init__(
-        self, config: ModelConfig, batch_size: int, length: int, device=None, dtype=None
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        length: int,
+        device=None,
+        dtype=None,
     ):
         self.unused_slot = length
         shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
         # A tensor for each layer: compiled code would copy all of one that it writes a part of.
         layers = range(config.n_layer)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.keys = [
+            torch.zeros(
+                shape,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in layers
+        ]
+        self.values = [
+            torch.zeros(
+                shape,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in layers
+        ]
 
     def lengthen(self, length: int) -> None:
         """Make room for `length` inputs. What the cache holds is kept."""
@@ -207,7 +240,12 @@ class CachedPass(Pass):
             self.values = self.cache.values[layer]
         self.table = self.tables[layer] if self.tables else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """(N, H, D/H) each -> (N, D)."""
         k = k.to(self.keys.dtype)
         v = v.to(self.values.dtype)
@@ -220,7 +258,12 @@ class CachedPass(Pass):
             q, k, v, self.keys, self.values, self.tiles, self.hide_start
         )
 
-    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_queries(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         return self._attend_cache(
             q, self.query_mask
         )  # of two streams: k and v are cached already
@@ -319,7 +362,12 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(self, x: Tensor, then: str = "none", variant: str = "") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        then: str = "none",
+        variant: str = "",
+    ) -> Tensor:
         """then: an activation that is applied to the output where it is computed."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
         return torch.ops.mkldnn._linear_pointwise(
@@ -338,7 +386,11 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGPT:
+def decoding_copy(
+    model: AOGPT,
+    compile: bool,
+    many_sizes: bool = False,
+) -> AOGPT:
     """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers.
     many_sizes: compile code that serves any number of inputs."""
     weight = model.wte.weight

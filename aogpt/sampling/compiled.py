@@ -76,7 +76,12 @@ class GraphRunner:
         self.stream = None
 
     def __call__(
-        self, stage: Callable, size: int, variant, step: Step, *tensors: Tensor
+        self,
+        stage: Callable,
+        size: int,
+        variant,
+        step: Step,
+        *tensors: Tensor,
     ):
         """stage(step, *tensors). Where a graph is recorded, its result is overwritten
         by the next step of this size. size: what the shapes of the stage follow from.
@@ -120,7 +125,12 @@ class GraphRunner:
             flush=True,
         )
 
-    def record(self, stage: Callable, size: int, variant) -> tuple:
+    def record(
+        self,
+        stage: Callable,
+        size: int,
+        variant,
+    ) -> tuple:
         """The graph of a stage and its result. What is recorded is a step of no inputs:
         all of its entries are padding, which no sample reads."""
         self.rows.zero_()
@@ -139,7 +149,10 @@ class GraphRunner:
         return self.capture(stage, step, tensors)
 
     def capture(
-        self, stage: Callable, step: Step, tensors: tuple[Tensor, ...]
+        self,
+        stage: Callable,
+        step: Step,
+        tensors: tuple[Tensor, ...],
     ) -> tuple:
         if self.pool is None:
             # One graph runs at a time, so that all can use the same memory in passing.
@@ -148,6 +161,10 @@ class GraphRunner:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream(self.rows.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(
+            graph,
+            pool=self.pool,
+            stream=self.stream,
+        ):
             result = stage(step, *tensors)
         return graph, result

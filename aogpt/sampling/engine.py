@@ -128,7 +128,13 @@ def generate(
 
 
 def check_inputs(
-    model, plan: Plan, choice, tokens, uniforms, generator, forced
+    model,
+    plan: Plan,
+    choice,
+    tokens,
+    uniforms,
+    generator,
+    forced,
 ) -> tuple:
     """Tokens, 0 where they are not given, uniforms and forced tokens, (B, T) each;
     UserError if they do not fit model, plan and choice."""
@@ -163,7 +169,12 @@ def check_inputs(
     if forced is not None:  # nothing is drawn
         uniforms = torch.zeros(B, T, dtype=torch.float64)
     elif uniforms is None:
-        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(
+            B,
+            T,
+            generator=generator,
+            dtype=torch.float64,
+        )
     for name, value in (("tokens", tokens), ("uniforms", uniforms), ("forced", forced)):
         if value is not None and value.shape != (B, T):
             raise UserError(
@@ -273,11 +284,18 @@ class Engine:
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
         # Their addresses stay, as CUDA graphs need.
         self.order = torch.zeros(
-            batch_size, length + 1, dtype=torch.long, device=device
+            batch_size,
+            length + 1,
+            dtype=torch.long,
+            device=device,
         )
         self.tokens, self.log_probs = torch.zeros_like(self.order), self.order.float()
         self.uniforms = self.order.to(self.draw_device).double()  # by position
-        self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.length = torch.zeros(
+            batch_size,
+            dtype=torch.long,
+            device=device,
+        )
         self.forced: Tensor | None = None  # by position: tokens that are not drawn
         self.padded = False  # whether some rows are shorter than T
         self.graphs: GraphRunner | None = None
@@ -289,14 +307,30 @@ class Engine:
         width = self.model.config.n_embd
         dtype = self.model.wte.weight.dtype
         longest = ladder(self.B * (self.T + 1))[-1]
-        hidden = torch.zeros(longest, width, dtype=dtype, device=self.device)
+        hidden = torch.zeros(
+            longest,
+            width,
+            dtype=dtype,
+            device=self.device,
+        )
         index = torch.zeros_like(self.order)
-        rows = torch.zeros(5, self.B, dtype=torch.long, device=self.device)
+        rows = torch.zeros(
+            5,
+            self.B,
+            dtype=torch.long,
+            device=self.device,
+        )
         return GraphRunner(rows, {"prefer": (hidden, index), "unmask": (hidden, index)})
 
     @torch.no_grad()
     def generate(
-        self, plan: Plan, tokens=None, *, generator=None, uniforms=None, progress=None
+        self,
+        plan: Plan,
+        tokens=None,
+        *,
+        generator=None,
+        uniforms=None,
+        progress=None,
     ) -> Generation:
         """As the function of that name, with the same checks."""
         if plan.order.shape[1] != self.T:
@@ -308,7 +342,14 @@ class Engine:
         return self.run(plan, *inputs, progress)
 
     @torch.no_grad()
-    def run(self, plan: Plan, tokens, uniforms, forced, progress) -> Generation:
+    def run(
+        self,
+        plan: Plan,
+        tokens,
+        uniforms,
+        forced,
+        progress,
+    ) -> Generation:
         """`generate` of what `check_inputs` has checked, B samples at a time."""
         compiled = many_shapes() if self.compiled else contextlib.nullcontext()
         with devices.current(self.device), devices.attention_of_many_shapes(), compiled:
@@ -321,7 +362,14 @@ class Engine:
                 parts.append(self._batch(plan[rows], *inputs, progress))
         return Generation.joined(parts)
 
-    def _batch(self, plan: Plan, tokens, uniforms, forced, progress) -> Generation:
+    def _batch(
+        self,
+        plan: Plan,
+        tokens,
+        uniforms,
+        forced,
+        progress,
+    ) -> Generation:
         """Generate up to B samples."""
         # 1. Fill the batch up with samples of length 0, and the buffers with it.
         rows = len(plan)
@@ -363,7 +411,11 @@ class Engine:
     # -------------------------------------
 
     def count(
-        self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor
+        self,
+        cached: Tensor,
+        known: Tensor,
+        candidates: Tensor,
+        length: Tensor,
     ) -> Tensor:
         """Inputs of a pass that predicts the candidates after `known` tokens."""
         return (candidates > 0) * (
@@ -390,7 +442,12 @@ class Engine:
             return [few_shapes(step, slots) for step in steps]
         return steps
 
-    def call(self, stage: Callable, step: Step, *tensors: Tensor):
+    def call(
+        self,
+        stage: Callable,
+        step: Step,
+        *tensors: Tensor,
+    ):
         """stage(step, *tensors), by a CUDA graph where one is recorded. A graph could
         not read forced tokens, which each batch has at another address."""
         if self.graphs is None or self.forced is not None:
@@ -514,18 +571,33 @@ class Engine:
             index = self.call(self.prefer, step, hidden, index)
         self.call(self.unmask, step, hidden, index)
 
-    def prefer(self, step: Step, hidden: Tensor, index: Tensor) -> Tensor:
+    def prefer(
+        self,
+        step: Step,
+        hidden: Tensor,
+        index: Tensor,
+    ) -> Tensor:
         """Put the candidates in the order in which the model prefers them; `index`
         so."""
         index, _ = reorder(self, hidden, index, step, [step.unmask_by])
         return index
 
-    def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
+    def unmask(
+        self,
+        step: Step,
+        hidden: Tensor,
+        index: Tensor,
+    ) -> None:
         """Draw the tokens that the step unmasks."""
         row, slot = self.slots(step.known, step.size, step.all_size)
         self.draw(hidden, index, step.known, row, slot)
 
-    def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    def slots(
+        self,
+        first: Tensor,
+        count: Tensor,
+        total: int,
+    ) -> tuple[Tensor, Tensor]:
         """Row and slot, (total,) each, of `count` slots of each row from `first` on;
         slot T in the entries beyond these."""
         row, column, valid = caching.ragged(count, total)
@@ -550,7 +622,12 @@ class Engine:
         return self.forced[row, self.order[row, slot]]
 
     def draw(
-        self, hidden: Tensor, index: Tensor, known: Tensor, row: Tensor, slot: Tensor
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        known: Tensor,
+        row: Tensor,
+        slot: Tensor,
     ) -> None:
         """Draw the tokens of the slots, given `known` (B,) of each row, or store forced
         ones."""
@@ -573,7 +650,11 @@ class Engine:
                 self.draw_from(chunk, r, s, text)
 
     def draw_from(
-        self, logits: Tensor, row: Tensor, slot: Tensor, text: Tensor | None
+        self,
+        logits: Tensor,
+        row: Tensor,
+        slot: Tensor,
+        text: Tensor | None,
     ) -> None:
         """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B,
         T), where repeats are avoided."""
@@ -595,7 +676,13 @@ class Engine:
         self.tokens[row, slot] = tokens
         self.log_probs[row, slot] = log_probs
 
-    def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
+    def store(
+        self,
+        row: Tensor,
+        slot: Tensor,
+        tokens: Tensor,
+        logits: Tensor,
+    ) -> None:
         """Store tokens (N,) and their log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(
@@ -606,7 +693,11 @@ class Engine:
         self.log_probs[at] = log_probs.squeeze(1).float().to(self.device)
 
 
-def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
+def follow(
+    engine: Engine,
+    plan: Plan,
+    tally: Tally,
+) -> None:
     """Take the steps of a plan that is known, apart from which positions the model
     prefers."""
     # (G, B)

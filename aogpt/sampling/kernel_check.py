@@ -75,7 +75,11 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
         if agrees("attention", lambda: attention_error(attention_kernel, model)):
             attention = attention_kernel
     graphs = agrees("CUDA graphs", lambda: graph_error(weight.device))
-    return Kernels(choice=kernels, attention=attention, graphs=graphs)
+    return Kernels(
+        choice=kernels,
+        attention=attention,
+        graphs=graphs,
+    )
 
 
 def agrees(name: str, check: Callable[[], str]) -> bool:
@@ -96,12 +100,24 @@ def agrees(name: str, check: Callable[[], str]) -> bool:
     return not difference
 
 
-def wrong_draws(kernels: ModuleType, vocabulary: int, device: torch.device) -> str:
+def wrong_draws(
+    kernels: ModuleType,
+    vocabulary: int,
+    device: torch.device,
+) -> str:
     """What is wrong with the tokens that the kernel draws; "": nothing."""
-    choice = TokenChoice(temperature=0.9, top_k=min(50, vocabulary), top_p=0.95)
+    choice = TokenChoice(
+        temperature=0.9,
+        top_k=min(50, vocabulary),
+        top_p=0.95,
+    )
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, vocabulary, generator=generator)
-    uniforms = torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(
+        ROWS,
+        generator=generator,
+        dtype=torch.float64,
+    )
     logits = logits.to(device)
     uniforms = uniforms.to(device)
     tokens, _ = kernels.choose(logits, uniforms, choice)
@@ -126,7 +142,10 @@ def attention_error(kernel: ModuleType, model: AOGPT) -> str:
 
 
 def two_passes(
-    model: AOGPT, length: int, known: int, kernel: ModuleType | None
+    model: AOGPT,
+    length: int,
+    known: int,
+    kernel: ModuleType | None,
 ) -> Tensor:
     """Hidden states of `known` tokens in a random order and of all positions after
     them, for two rows, of which the second is one token shorter."""
@@ -156,13 +175,29 @@ def two_passes(
 
 def graph_error(device: torch.device) -> str:
     """What is wrong with a small CUDA graph; "": nothing."""
-    runner = GraphRunner(torch.zeros(5, 1, dtype=torch.long, device=device), {})
+    runner = GraphRunner(
+        torch.zeros(
+            5,
+            1,
+            dtype=torch.long,
+            device=device,
+        ),
+        {},
+    )
 
     def twice(step: Step) -> Tensor:
         return 2 * step.rows + 1
 
     runner.graphs["twice", 8, None] = runner.record(twice, 8, None)
     rows = torch.arange(5, device=device)[:, None]
-    step = Step(rows, inputs=1, width=0, end=0, active=1, all_candidates=0, all_size=0)
+    step = Step(
+        rows,
+        inputs=1,
+        width=0,
+        end=0,
+        active=1,
+        all_candidates=0,
+        all_size=0,
+    )
     same = torch.equal(runner(twice, 1, None, step), 2 * rows + 1)
     return "" if same else "a graph returned other numbers than its code"

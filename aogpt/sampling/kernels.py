@@ -65,22 +65,37 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
 
 
 def choose(
-    logits: Tensor, uniforms: Tensor, choice: TokenChoice
+    logits: Tensor,
+    uniforms: Tensor,
+    choice: TokenChoice,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row: logits (N, V), rows contiguous, uniforms float64 (N,) in
     [0, 1) -> tokens, LongTensor (N,), and their log-probabilities before temperature
     and truncation, float32."""
     N, V = logits.shape
     device = logits.device
-    tokens = torch.empty(N, dtype=torch.long, device=device)
-    log_probs = torch.empty(N, dtype=torch.float, device=device)
+    tokens = torch.empty(
+        N,
+        dtype=torch.long,
+        device=device,
+    )
+    log_probs = torch.empty(
+        N,
+        dtype=torch.float,
+        device=device,
+    )
     if N == 0:
         return tokens, log_probs
     # Of every row: the bits of its likeliest tokens, where something is cut off.
     top_k = choice.top_k if choice.top_k is not None and choice.top_k < V else 0
     truncates = top_k > 0 or choice.top_p < 1
     most = CANDIDATES if truncates and not choice.greedy else 1
-    candidates = torch.empty(N, most, dtype=torch.int32, device=device)
+    candidates = torch.empty(
+        N,
+        most,
+        dtype=torch.int32,
+        device=device,
+    )
     _choose[(N,)](
         logits,
         uniforms,
@@ -210,13 +225,26 @@ def _choose(
 
 
 @triton.jit
-def _load_tile(logits, start, V, TILE: tl.constexpr):
+def _load_tile(
+    logits,
+    start,
+    V,
+    TILE: tl.constexpr,
+):
     ids = start + tl.arange(0, TILE)
-    return ids, tl.load(logits + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+    return ids, tl.load(
+        logits + ids,
+        mask=ids < V,
+        other=-float("inf"),
+    ).to(tl.float32)
 
 
 @triton.jit
-def _largest(logits, V, TILE: tl.constexpr):
+def _largest(
+    logits,
+    V,
+    TILE: tl.constexpr,
+):
     """The largest logit, and the first token that has it; token 0 where none is a
     number."""
     largest = tl.full((), -float("inf"), tl.float32)
@@ -231,7 +259,14 @@ def _largest(logits, V, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sums(logits, V, largest, heat, TILE: tl.constexpr, CUTS: tl.constexpr):
+def _sums(
+    logits,
+    V,
+    largest,
+    heat,
+    TILE: tl.constexpr,
+    CUTS: tl.constexpr,
+):
     """The sums of exponentials at temperature 1 and of weights; and, for `_limit`,
     weight and number of the tokens above each cut."""
     exponentials = tl.full((), 0, tl.float32)
@@ -255,7 +290,11 @@ def _zero():
 
 
 @triton.jit
-def _add_above(sums, bits, weights):
+def _add_above(
+    sums,
+    bits,
+    weights,
+):
     return (
         sums[0] + _sum_above(bits, weights, _CUT_4),
         sums[1] + _sum_above(bits, weights, _CUT_8),
@@ -265,12 +304,20 @@ def _add_above(sums, bits, weights):
 
 
 @triton.jit
-def _sum_above(bits, weights, cut):
+def _sum_above(
+    bits,
+    weights,
+    cut,
+):
     return tl.sum(tl.where(bits > cut, weights, 0).to(tl.int64), axis=0)
 
 
 @triton.jit
-def _bits_and_weight(logits, largest, heat):
+def _bits_and_weight(
+    logits,
+    largest,
+    heat,
+):
     """exp((logit - largest) / temperature) as the bits of a float, whose order is that
     of the numbers, and as a weight."""
     bits = tl.exp((logits - largest) / heat).to(tl.int32, bitcast=True)
@@ -283,7 +330,16 @@ def _weight(bits):
 
 
 @triton.jit
-def _draw(logits, V, largest, heat, uniform, least, ties, TILE: tl.constexpr):
+def _draw(
+    logits,
+    V,
+    largest,
+    heat,
+    uniform,
+    least,
+    ties,
+    TILE: tl.constexpr,
+):
     """`token_choice.draw`: of all tokens whose bits are above `least`, and of those
     whose bits equal it the first `ties`."""
     token = _zero()
@@ -325,7 +381,15 @@ def _over(noise, weights):
 
 
 @triton.jit
-def _above(logits, V, largest, heat, bits, token, TILE: tl.constexpr):
+def _above(
+    logits,
+    V,
+    largest,
+    heat,
+    bits,
+    token,
+    TILE: tl.constexpr,
+):
     """The weight of the tokens with larger bits, and how many of equal bits have lower
     ids."""
     above = _zero()
@@ -392,7 +456,11 @@ def _limit(
     if copies:
         copied = _copy_above(logits, candidates, V, largest, heat, low, TILE)
         tl.debug_barrier()  # a thread reads what others have written
-        bits = tl.load(candidates + place, mask=place < copied, other=-1)
+        bits = tl.load(
+            candidates + place,
+            mask=place < copied,
+            other=-1,
+        )
         weights = _weight(tl.maximum(bits, 0))
         if COUNT:
             weights = tl.full((MOST,), 1, tl.int64)
@@ -410,7 +478,15 @@ def _limit(
 
 
 @triton.jit
-def _copy_above(logits, candidates, V, largest, heat, low, TILE: tl.constexpr):
+def _copy_above(
+    logits,
+    candidates,
+    V,
+    largest,
+    heat,
+    low,
+    TILE: tl.constexpr,
+):
     """Copy the bits of the tokens above `low`; their number."""
     copied = tl.full((), 0, tl.int32)
     for start in range(0, V, TILE):
@@ -425,7 +501,13 @@ def _copy_above(logits, candidates, V, largest, heat, low, TILE: tl.constexpr):
 
 @triton.jit
 def _all_above(
-    logits, V, largest, heat, limit, COUNT: tl.constexpr, TILE: tl.constexpr
+    logits,
+    V,
+    largest,
+    heat,
+    limit,
+    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     above = _zero()
     for start in range(0, V, TILE):

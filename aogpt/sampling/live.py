@@ -48,7 +48,11 @@ def columns(c: str) -> int:
 
 
 def cells(
-    pieces, step, log_probs, now: float = math.inf, color: bool = False
+    pieces,
+    step,
+    log_probs,
+    now: float = math.inf,
+    color: bool = False,
 ) -> Iterator[Cell]:
     """A sample after step `now`: a mask for each token of a later step; other tokens colored by
     their probability, or else bold; given text (step -1) as it is."""
@@ -89,7 +93,11 @@ def paint(found: Iterable[Cell]) -> str:
     return "".join(f"{style}{part}{RESET}" if style else part for style, part in parts)
 
 
-def play(pieces: list[str], step: list[int], log_probs: list[float]) -> bool:
+def play(
+    pieces: list[str],
+    step: list[int],
+    log_probs: list[float],
+) -> bool:
     """Replay a sample and leave it there. A key or Ctrl-C ends that; False: it was Ctrl-C."""
     import termios  # Windows has neither
     import tty

@@ -146,7 +146,9 @@ class DecodingOptions(TokenChoice):
 
 
 def with_mode_defaults(
-    options: DecodingOptions, l2r_only: bool = False, until_end: bool = False
+    options: DecodingOptions,
+    l2r_only: bool = False,
+    until_end: bool = False,
 ) -> DecodingOptions:
     """The options with the defaults of their mode. l2r_only: of the model; until_end: samples
     are cut at their end-of-text. Raises UserError for options without meaning in the mode,
@@ -163,7 +165,11 @@ def with_mode_defaults(
             raise UserError(
                 f"--mode {options.mode} says what to unmask by: leave out --unmask-by"
             )
-        options = replace(options, mode="adaptive", unmask_by=options.mode)
+        options = replace(
+            options,
+            mode="adaptive",
+            unmask_by=options.mode,
+        )
     defaults = {}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = getattr(options, name)
@@ -252,7 +258,11 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
                 f"--require {word}: the tokenizer reads it as {tokenizer.decode(ids)!r}"
             )
         required.append(tuple(ids))
-    return replace(options, banned=tuple(banned), required=tuple(required))
+    return replace(
+        options,
+        banned=tuple(banned),
+        required=tuple(required),
+    )
 
 
 def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
@@ -296,7 +306,11 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
 
-def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
+def check_context(
+    context: Context,
+    config: ModelConfig,
+    scored_from: int,
+) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
     check_start(context[0] is not None, scored_from)
     if config.l2r_only and any(
@@ -325,7 +339,11 @@ class PlannedSamples(NamedTuple):
     )
 
 
-def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
+def contexts_of(
+    tokens: Tensor,
+    given: Tensor,
+    length: Tensor,
+) -> list[Context]:
     """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
     check_boolean(given, "given")
     rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
@@ -431,7 +449,11 @@ def parts_of(contexts: int, samples: int) -> Iterator[Part]:
 
 
 def _sort_keys(
-    options: DecodingOptions, seed: int, key: int, rows: range, length: int
+    options: DecodingOptions,
+    seed: int,
+    key: int,
+    rows: range,
+    length: int,
 ) -> Tensor:
     """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
     shuffles = options.mode == "speculative" and options.order == "random"
@@ -443,7 +465,11 @@ def _sort_keys(
 
 
 def _mode_plan(
-    options: DecodingOptions, length: Tensor, given: Tensor, steps: Tensor, keys: Tensor
+    options: DecodingOptions,
+    length: Tensor,
+    given: Tensor,
+    steps: Tensor,
+    keys: Tensor,
 ) -> Plan:
     """The plan of a mode. length, steps (B,), given BoolTensor (B, T), keys (B, T)."""
     o = options
@@ -551,7 +577,9 @@ def generate_rows(
 
 
 def text_until(
-    tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    stop: Sequence[str] = (),
 ) -> str:
     """The text of the tokens up to the first end-of-text or stop string."""
     end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None

@@ -51,7 +51,11 @@ class Pace:
         _check_limit("most", self.most, least=1)
 
 
-def _check_limit(name: str, value: float | None, least: int) -> None:
+def _check_limit(
+    name: str,
+    value: float | None,
+    least: int,
+) -> None:
     """Raise UserError for a value below the least one, or NaN."""
     if value is not None and not value >= least:
         raise UserError(f"{name} is {value}; give a number of at least {least}")
@@ -322,7 +326,11 @@ def speculative_plan(
             given,
             group=draft,
         )
-    return replace(plan, draft=draft, draft_by=draft_by)
+    return replace(
+        plan,
+        draft=draft,
+        draft_by=draft_by,
+    )
 
 
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
@@ -371,7 +379,12 @@ def group_sizes(plan: Plan) -> Tensor:
 class _Samples:
     """What the samples of a plan have: their lengths and given positions."""
 
-    def __init__(self, batch_size: int, length: Length, given: Given):
+    def __init__(
+        self,
+        batch_size: int,
+        length: Length,
+        given: Given,
+    ):
         length = torch.as_tensor(length).cpu()
         self.length = length.expand(batch_size)
         self.B = batch_size
@@ -408,7 +421,12 @@ class _Samples:
         index = self.position - number_given
         return order, index
 
-    def plan(self, order: Tensor, index: Tensor, step: Tensor) -> Plan:
+    def plan(
+        self,
+        order: Tensor,
+        index: Tensor,
+        step: Tensor,
+    ) -> Plan:
         """Return the plan of an order, its index and the steps of its entries."""
         step = step.where(index >= 0, -1)
         return Plan(order, step, self.length)

@@ -119,7 +119,9 @@ def redraw(
 
 
 def given_others(
-    model: AOGPT, samples: Generation, **settings
+    model: AOGPT,
+    samples: Generation,
+    **settings,
 ) -> tuple[Generation, Tensor]:
     """Return the samples, with the cost added, and the log-probability (B, T) of each
     generated token given all others: a pass for each token, those of a sample side by

@@ -13,7 +13,11 @@ from .race import draw, fresh_uniforms
 from .token_choice import ACCEPTED, CORRECTED, probabilities
 
 
-def speculate(engine, plan: Plan, tally) -> None:
+def speculate(
+    engine,
+    plan: Plan,
+    tally,
+) -> None:
     """Draft and verify until every row is complete."""
     by_queries = engine.model.config.target == "mask_query"
     if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
@@ -92,7 +96,11 @@ def draft(
     return probs
 
 
-def draft_from_pairs(engine, known: Tensor, size: Tensor) -> Tensor:
+def draft_from_pairs(
+    engine,
+    known: Tensor,
+    size: Tensor,
+) -> Tensor:
     """Draft the next `size` slots of each row, one after the other: what most often
     follows the token on its left in what is known or drafted, or else the most frequent
     token there. Return the distributions (sum of size, V) that they were drawn from,
