@@ -5,9 +5,11 @@ import contextlib
 import importlib.util
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -48,15 +50,79 @@ def use(folder: Path) -> dict:
             exec(code.replace("FOLDER", str(folder)), {})
         found["printed"] = out.getvalue()
     found["embeddings"] = model.get_input_embeddings() is model.model.wte
+    found["rows"] = padded_rows(model, case)
+    found["lacking"] = refusal(AutoModel, "from_pretrained", lacking(folder))
     found |= continued(folder, case)
     # Fine-tuned for a step, and saved as transformers does.
     loss = model(**case["labelled"]).loss
     found["loss"] = loss.item()
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.save_pretrained(folder.with_name(f"{folder.name}-tuned"))
+    tuned = folder.with_name(f"{folder.name}-tuned")
+    model.save_pretrained(tuned)
+    again = AutoModel.from_pretrained(tuned, trust_remote_code=True)
+    with torch.no_grad():
+        found["saved"] = model(**case["inputs"]).logits
+        found["again"] = again(**case["inputs"]).logits
     found["tuned"] = {name: p.detach() for name, p in model.model.named_parameters()}
     return found
+
+
+def padded_rows(model, case: dict) -> list[tuple]:
+    """What the model gives for rows of 12 and 9 tokens, alone and in one padded batch:
+    logits and filled sequences, by side of the padding."""
+    lengths = (12, 9)
+    pairs = []
+    for side in ("left", "right"):
+        mask = torch.zeros(2, 12, dtype=torch.long)
+        for row, length in enumerate(lengths):
+            start = 12 - length if side == "left" else 0
+            mask[row, start : start + length] = 1
+        for method, inputs in (
+            ("forward", case["inputs"]),
+            (
+                "generate",
+                {"input_ids": case["gap"], "do_sample": False, "order": "l2r"},
+            ),
+        ):
+            function = getattr(model, method)
+            order = inputs.get("order")
+            batch = dict(inputs)
+            batch["input_ids"] = inputs["input_ids"].clone()
+            alone = []
+            for row in range(2):
+                real = mask[row].nonzero().flatten()
+                one = dict(inputs)
+                one["input_ids"] = batch["input_ids"][row, real][None]
+                if isinstance(order, torch.Tensor):
+                    kept = order[row][mask[row, order[row]] == 1]
+                    one["order"] = (kept - real[0])[None]
+                alone.append(output(function(**one)))
+                batch["input_ids"][row, mask[row] == 0] = 0
+            with_padding = output(function(**batch, attention_mask=mask))
+            for row in range(2):
+                shown = mask[row]
+                if method == "forward" and isinstance(order, torch.Tensor):
+                    shown = mask[row, order[row]]
+                pairs.append(
+                    (method, side, alone[row][0], with_padding[row, shown == 1])
+                )
+    return pairs
+
+
+def output(result):
+    """The tensor of a call: logits, or sequences."""
+    return getattr(result, "logits", result).detach()
+
+
+def lacking(folder: Path) -> dict:
+    """The arguments of from_pretrained for a copy of a folder without one tensor."""
+    copy = folder.with_name(f"{folder.name}-lacking")
+    shutil.copytree(folder, copy)
+    tensors = safetensors.torch.load_file(copy / "model.safetensors")
+    del tensors["model.blocks.0.attn.proj.weight"]
+    safetensors.torch.save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return {"pretrained_model_name_or_path": copy, "trust_remote_code": True}
 
 
 def continued(folder: Path, case: dict) -> dict:

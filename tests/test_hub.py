@@ -25,9 +25,12 @@ from aogpt.checkpoints.model_card import model_card
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.race import draw
-from aogpt.sampling.simple import simple_generate
+from aogpt.sampling.simple import nucleus, simple_generate
+from aogpt.sampling.token_choice import TokenChoice, probabilities
 from aogpt.scoring import token_log_probs
-from aogpt.systems import log_linear_noise
+from aogpt.systems import build_model
+from aogpt.systems.encoder import log_linear_noise
+from aogpt.systems.parameters import init_weights
 from convert import convert
 from train import train
 
@@ -94,9 +97,10 @@ def inputs_of(system):
         "generate",
         {"input_ids": tokens, "max_new_tokens": LENGTH},
     )
-    padding = torch.ones(2, 12).index_fill(1, torch.tensor(11), 0)
-    refused["padding"] = "forward", {"input_ids": tokens, "attention_mask": padding}
-    refused["padded gap"] = "generate", {"input_ids": gap, "attention_mask": padding}
+    hidden = {"input_ids": tokens, "attention_mask": torch.zeros(2, 12)}
+    refused["hidden row"] = "forward", hidden
+    refused["another mask"] = "generate", hidden | {"attention_mask": torch.ones(1, 12)}
+    refused["no nucleus"] = "generate", {"input_ids": gap, "top_p": 0.0}
     refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
     refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
     refused["start"] = (
@@ -124,9 +128,12 @@ def inputs_of(system):
     labels = torch.where(gap == MASK, tokens, -100) if system in ENCODERS else tokens
     generate = {"filled": {"input_ids": gap, "max_new_tokens": 6} | more}
     generate["greedy"] = generate["filled"] | {"temperature": 0}
+    generate["not sampled"] = generate["filled"] | {"do_sample": False}
+    generate["nucleus"] = generate["filled"] | {"top_p": 0.5}
     generate["default"] = {"input_ids": gap, "attention_mask": torch.ones(2, 12)}
     texts = TEXTS if system == "AO-GPT" else []
     case = {"texts": texts, "inputs": inputs, "generate": generate, "refused": refused}
+    case["gap"] = gap
     case["card"] = system in ("AO-GPT", "GPT-2", "SEDD")
     labelled = gap if system in ENCODERS else tokens
     return case | {"labelled": inputs | {"input_ids": labelled, "labels": labels}}
@@ -226,7 +233,8 @@ def test_generate_draws_what_the_model_gives(found, system):
     model = load_model(found["folder"] / system)
     of = of_case(found, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
-    for name in ("filled", "greedy"):
+    assert torch.equal(found[system]["not sampled"], found[system]["greedy"])
+    for name in ("filled", "greedy", "nucleus"):
         keywords = of[name]
         ids = torch.nn.functional.pad(keywords["input_ids"], (0, 6), value=MASK)
         for row in range(2):
@@ -236,14 +244,48 @@ def test_generate_draws_what_the_model_gives(found, system):
             count = int((~known).sum())
             temperature = keywords.get("temperature", 1.0)
             expected = filled_by_loop if system in ENCODERS else simple_generate
-            how = {"temperature": temperature, "vocab_size": VOCABULARY}
-            made = expected(model, order, [1] * count, uniforms[row], ids[row], **how)[
-                0
-            ]
+            made, _ = expected(
+                model,
+                order,
+                [1] * count,
+                uniforms[row],
+                ids[row],
+                temperature=temperature,
+                vocab_size=VOCABULARY,
+                top_p=keywords.get("top_p", 1.0),
+            )
             assert torch.equal(found[system][name][row], made), name
 
 
-def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_size):
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_a_folders_nucleus_is_the_samplers(top_p):
+    logits = torch.randn(40, 256, generator=seeded(1), dtype=torch.float64) * 3
+    logits[0] = 0.0  # where all are equal, lower ids come first
+    kept = nucleus(logits.softmax(dim=-1), top_p)
+    expected = probabilities(logits, TokenChoice(top_p=top_p))
+    torch.testing.assert_close(kept / kept.sum(dim=-1, keepdim=True), expected)
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_rows_of_a_padded_batch_are_what_they_are_alone(found, system):
+    pairs = found[system]["rows"]
+    assert len(pairs) == 8
+    for method, side, alone, padded in pairs:
+        if method == "generate":
+            assert torch.equal(alone, padded), side
+        else:
+            torch.testing.assert_close(alone, padded, rtol=0, atol=1e-5, msg=side)
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_a_missing_tensor_is_an_error_and_a_saved_folder_is_read_again(found, system):
+    assert "lacks model.blocks.0.attn.proj.weight" in found[system]["lacking"]
+    assert torch.equal(found[system]["saved"], found[system]["again"])
+
+
+def filled_by_loop(
+    model, order, sizes, uniforms, tokens, temperature, vocab_size, top_p
+):
     tokens = tokens.clone()
     for position in order[-len(sizes) :].tolist():
         masked = (tokens == MASK)[None]
@@ -255,7 +297,8 @@ def filled_by_loop(model, order, sizes, uniforms, tokens, temperature, vocab_siz
         if temperature == 0:
             tokens[position] = p.argmax()
         else:
-            tokens[position] = draw(p.softmax(-1)[None], uniforms[position, None])[0]
+            p = nucleus(p.softmax(-1)[None], top_p)
+            tokens[position] = draw(p, uniforms[position, None])[0]
     return tokens, None
 
 
@@ -286,21 +329,25 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, sys
 
 @pytest.mark.parametrize("system", [n for n in NAMES if n not in ENCODERS])
 def test_a_new_model_of_a_folder_has_our_initial_values(found, system):
-    for name, p in found[system]["fresh"].items():
-        if name.endswith("bias"):
-            assert (p == 0).all(), name
-        elif "norm" in name:
-            assert (p == 1).all(), name
-        elif name == "wte.weight":
-            assert 0.018 < p.std() < 0.021 and p.abs().max() <= 0.0601
+    expected = build_model(tiny(system).config)
+    init_weights(expected, seeded(1))
+    expected = dict(expected.named_parameters())
+    fresh = found[system]["fresh"]
+    assert fresh.keys() == expected.keys()
+    for name, p in fresh.items():
+        if expected[name].min() == expected[name].max():
+            assert torch.equal(p, expected[name]), name
+        elif p.numel() >= 1000:
+            assert p.std() == pytest.approx(expected[name].std().item(), rel=0.1), name
 
 
 REFUSALS = {
     "start": "add_special_tokens=False",
     "at most": "41 tokens a sequence; this model takes 1 to 40",
     "continuing too far": "52 tokens a sequence; this model takes 1 to 40",
-    "padding": "padding is not supported",
-    "padded gap": "padding is not supported",
+    "hidden row": "attention_mask hides a whole sequence",
+    "another mask": "attention_mask is",
+    "no nucleus": "give a probability above 0",
     "no such order": "give 'random', 'l2r' or permutations",
     "no permutation": "must be a permutation",
     "unknown id": "this model knows 0 to",
@@ -398,27 +445,29 @@ def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
 # ---- the file of code ----------------------------------------------------------------------------
 
 
-def test_the_file_of_code_is_the_sources_and_imports_only_torch_and_transformers():
-    text = hub.modeling_source()
-    body = ast.parse(text).body
+def test_the_files_of_code_import_each_other_and_torch_and_transformers_alone(tmp_path):
+    hub.write_code(tmp_path)
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = (
-                node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-            )
-            assert module.split(".")[0] in allowed
-    names = [
-        node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
-    assert len(names) == len(set(names)), "two sources have a function of one name"
-    assert (
-        "MIT License. Copyright" in text.splitlines()[0] and "generated" in text[:200]
-    )
-    for name in hub.SOURCES:
-        assert f"# ---- {name} ---" in text
-        last = (ROOT / "aogpt" / name).read_text().rstrip().splitlines()[-3:]
-        assert "\n".join(last) in text
+    relative = {}
+    for path in tmp_path.iterdir():
+        relative[path.stem] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level > 0:
+                assert node.level == 1, path.name
+                relative[path.stem].add(node.module)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] in allowed
+            elif isinstance(node, ast.Import):
+                assert {name.name.split(".")[0] for name in node.names} <= allowed
+        source = hub.CODE[path.name]
+        assert "MIT License. Copyright" in path.read_text().splitlines()[0]
+        assert f"A copy of aogpt/{source} " in path.read_text().splitlines()[1]
+        last = (ROOT / "aogpt" / source).read_text().splitlines()[-3:]
+        assert path.read_text().splitlines()[-3:] == last
+    # transformers 5.0 copies only what this file imports itself.
+    assert relative.keys() - relative["modeling_aogpt"] == {"modeling_aogpt"}
+    for names in relative.values():
+        assert names <= relative.keys()
 
 
 # ---- the way back --------------------------------------------------------------------------------
@@ -527,14 +576,16 @@ def pushed(tmp_path, monkeypatch):
     return calls, lambda: convert(str(source), tmp_path / "dst", hub=True, push="me/it")
 
 
-FILES = [
-    "README.md",
-    "config.json",
-    "model.safetensors",
-    "modeling_aogpt.py",
-    "tokenizer.json",
-]
-FILES += ["tokenizer_config.json"]
+FILES = sorted(
+    [
+        *hub.CODE,
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+)
 
 
 def test_push_uploads_the_whole_folder_to_a_private_repository(pushed, capsys):

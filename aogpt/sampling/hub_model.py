@@ -1,4 +1,5 @@
-"""This model for `transformers`: convert.py --hub writes this file after the sources of the model.
+"""This model for `transformers`: convert.py --hub copies this file as modeling_aogpt.py,
+and what it imports of the package beside it.
 
     model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..model import AOGPT, ModelConfig, Transformer
+from ..model import AOGPT, ModelConfig, Transformer, inverse_permutation
 from ..runtime.errors import UserError
 from ..scoring import (
     at_least_float32,
@@ -24,12 +25,13 @@ from ..scoring import (
     masked_log_probs,
     token_log_probs,
 )
-from ..systems.encoder import Encoder, log_linear_noise
+from ..systems.encoder import Encoder
 from ..systems.mask_query import MaskQuery
 from ..systems.parameters import init_weight
 from ..systems.two_stream import TwoStream
+from .cached import KVCache  # noqa: F401  # transformers 5.0 copies what this file imports
 from .race import draw
-from .simple import simple_generate
+from .simple import nucleus, simple_generate
 
 
 class AOGPTConfig(PreTrainedConfig):
@@ -62,6 +64,32 @@ def make_network(config: AOGPTConfig) -> Transformer:
     if shape.target == "mask_query":
         return MaskQuery(shape)
     return AOGPT(shape)
+
+
+def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return which tokens are no padding, BoolTensor (B, T). Raises UserError."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise UserError(
+            f"attention_mask is {tuple(attention_mask.shape)}, and input_ids are "
+            f"{tuple(input_ids.shape)}"
+        )
+    known = attention_mask != 0
+    if not known.any(dim=-1).all():
+        raise UserError("attention_mask hides a whole sequence: leave it out")
+    return known
+
+
+def padding_last(known: Tensor) -> Tensor:
+    """Return positions (B, T): those of real tokens, from left to right, then those of
+    padding, which no other position sees at the end."""
+    return (~known).to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def take(hidden: Tensor, place: Tensor) -> Tensor:
+    """Return hidden (B, T, D) in the order of `place` (B, T)."""
+    return hidden.gather(1, place[:, :, None].expand_as(hidden))
 
 
 class AOGPTModel(PreTrainedModel):
@@ -110,38 +138,50 @@ class AOGPTModel(PreTrainedModel):
     def forward(
         self, input_ids: Tensor, order=None, labels=None, attention_mask=None, **ignored
     ) -> CausalLMOutput:
-        """logits (B, T, V): a decoder's predict position order[:, i] from positions order[:, :i],
-        an encoder's every position from those that are not [MASK].
+        """Predict tokens. logits (B, T, V): a decoder's predict position order[:, i] from
+        positions order[:, :i], an encoder's every position from those that are not [MASK].
 
-        input_ids (B, T). order (B, T): rows are permutations of 0..T-1; None: left to right, where
-        logits[:, i] predict token i, not i + 1. labels (B, T), by position, -100 for positions
-        without loss: the loss is their mean cross-entropy in nats. attention_mask: all ones."""
+        Args:
+            input_ids: (B, T).
+            order: (B, T), rows are permutations of 0..T-1; None: left to right, where
+                logits[:, i] predict token i, not i + 1.
+            labels: (B, T), by position, -100 for positions without loss: the loss is
+                their mean cross-entropy in nats.
+            attention_mask: (B, T), 0 at padding, on any side, whose logits mean nothing;
+                None: no padding."""
         model = self.model
-        config = self.model.config
-        if config.is_encoder and order is not None:
+        if model.config.is_encoder and order is not None:
             raise UserError(
                 "an encoder has no order: it predicts every [MASK] from the rest"
             )
-        order = self._checked(input_ids, order, attention_mask)
-        masked = input_ids == self.config.mask_token_id
-        if config.is_encoder:
-            sigma = (
-                log_linear_noise(masked.double().mean(dim=1)) if config.noise else None
-            )
-            inputs = model.with_masks(input_ids, masked)
-            logits = model.head_logits(model.hidden(inputs, sigma))
+        known = real_tokens(input_ids, attention_mask)
+        order = self._checked(input_ids, order, known)
+        place = padding_last(known)
+        steps = padding_last(known.gather(1, order))
+        tokens = input_ids.gather(1, place)
+        masked = tokens == self.config.mask_token_id
+        masked &= known.gather(1, place)
+        if labels is not None:
+            labels = labels.where(known, -100)
+        if model.config.is_encoder:
+            lengths = None if known.all() else known.sum(dim=1)
+            hidden = model.masked_hidden(tokens, masked, lengths)
+            # By position again.
+            hidden = take(hidden, inverse_permutation(place))
             wanted = labels
         else:
             if masked.any():
                 raise UserError(
                     "a decoder scores known tokens; generate fills in [MASK]"
                 )
-            logits = model.head_logits(model.hidden(input_ids, order))
+            compact_order = inverse_permutation(place).gather(1, order.gather(1, steps))
+            hidden = model.hidden(tokens, compact_order)
+            hidden = take(hidden, inverse_permutation(steps))
             wanted = None if labels is None else labels.gather(1, order)
+        logits = model.head_logits(hidden)
         loss = None
-        if (
-            labels is not None
-        ):  # without a start token the first step has nothing to predict from
+        if labels is not None:
+            # Without a start token the first step has nothing to predict from.
             first = self.config.aogpt["scored_from"]
             scored = at_least_float32(logits[:, first:].flatten(0, 1))
             loss = F.cross_entropy(scored, wanted[:, first:].flatten())
@@ -162,70 +202,91 @@ class AOGPTModel(PreTrainedModel):
         max_new_tokens: int = 0,
         order: str | Tensor = "random",
         temperature: float = 1.0,
+        top_p: float = 1.0,
+        do_sample: bool = True,
         seed: int | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """The sequences with every [MASK] filled in, one position a step, followed by
-        max_new_tokens that are generated, too: (B, T + max_new_tokens).
+        """Return the sequences with every [MASK] filled in, one position a step, followed
+        by max_new_tokens that are generated, too: (B, T + max_new_tokens).
 
-        input_ids (B, T). order: "random", "l2r" (a plain GPT's only order), or permutations
-        (B, T + max_new_tokens), in which positions that are known move to the front. temperature: 0
-        takes the most probable tokens. seed: of all random numbers. attention_mask: all ones."""
+        Args:
+            input_ids: (B, T).
+            order: "random", "l2r" (a plain GPT's only order), or permutations
+                (B, T + max_new_tokens), in which positions that are known move to the front.
+            temperature: 0 takes the most probable tokens.
+            top_p: draw from the most probable tokens that together have this probability.
+            do_sample: False takes the most probable tokens.
+            seed: of all random numbers.
+            attention_mask: (B, T), 0 at padding, on any side, which stays as it is."""
         if temperature < 0 or max_new_tokens < 0:
             raise UserError("temperature and max_new_tokens must not be negative")
+        if not 0 < top_p <= 1:
+            raise UserError(f"top_p is {top_p}; give a probability above 0")
         given = order if isinstance(order, Tensor) else None
         if given is None and order not in ("random", "l2r"):
             raise UserError(f"order is {order!r}; give 'random', 'l2r' or permutations")
+        known = real_tokens(input_ids, attention_mask)
+        known = F.pad(known, (0, max_new_tokens), value=True)
         tokens = F.pad(input_ids, (0, max_new_tokens), value=self.config.mask_token_id)
-        unknown = tokens == self.config.mask_token_id
-        self._checked(tokens, given, attention_mask)
+        self._checked(tokens, given, known)
         shape = tokens.shape
         device = tokens.device
         config = self.model.config
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(
-            device
-        )
+        uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64)
+        uniforms = uniforms.to(device)
         if given is not None:
-            place = given.argsort(dim=1)
+            rank = given.argsort(dim=1)
         elif order == "l2r" or config.l2r_only:
-            place = torch.arange(shape[1], device=device).expand(shape)
+            rank = torch.arange(shape[1], device=device).expand(shape)
         else:
-            place = uniforms[0].argsort(dim=1).argsort(dim=1)
-        if config.l2r_only and (unknown[:, :-1] & ~unknown[:, 1:]).any():
+            rank = uniforms[0].argsort(dim=1).argsort(dim=1)
+        fill = self._fill_encoder if config.is_encoder else simple_generate
+        filled = tokens.clone()
+        for row, is_real in enumerate(known):
+            text = tokens[row, is_real]
+            unknown = text == self.config.mask_token_id
+            self._check_prompt(unknown)
+            # What is known comes first.
+            place = torch.where(
+                unknown, rank[row, is_real], rank[row, is_real] - shape[1]
+            )
+            filled[row, is_real], _ = fill(
+                self.model,
+                place.argsort(),
+                [1] * int(unknown.sum()),
+                uniforms[1, row, is_real],
+                text,
+                temperature=temperature if do_sample else 0.0,
+                vocab_size=self.config.aogpt["vocab_size"],
+                top_p=top_p,
+            )
+        return filled
+
+    def _check_prompt(self, unknown: Tensor) -> None:
+        """unknown: BoolTensor (T,). Raises UserError for a text that the model cannot fill."""
+        is_gap = (unknown[:-1] & ~unknown[1:]).any()
+        if self.model.config.l2r_only and is_gap:
             raise UserError(
                 "a plain GPT only continues a text: no [MASK] may come before a token"
             )
-        if (~unknown).sum(dim=1).min() < self.config.aogpt["scored_from"]:
+        if (~unknown).sum() < self.config.aogpt["scored_from"]:
             raise UserError("this model has no start token: give it at least one token")
-        order = torch.where(unknown, place, place - shape[1]).argsort(dim=1)
-        fill = self._fill_encoder if config.is_encoder else simple_generate
-        settings = {
-            "temperature": temperature,
-            "vocab_size": self.config.aogpt["vocab_size"],
-        }
-        rows = zip(order, unknown.sum(dim=1).tolist(), uniforms[1], tokens, strict=True)
-        filled = [
-            fill(self.model, o, [1] * n, u, t, **settings)[0] for o, n, u, t in rows
-        ]
-        return torch.stack(filled)
 
-    def _checked(
-        self, tokens: Tensor, order: Tensor | None, attention_mask: Tensor | None
-    ) -> Tensor:
-        """The order, left to right by default. Raises UserError for what the model cannot take."""
-        if attention_mask is not None and not attention_mask.all():
-            raise UserError(
-                "padding is not supported: give sequences of one length, unpadded"
-            )
+    def _checked(self, tokens: Tensor, order: Tensor | None, known: Tensor) -> Tensor:
+        """Return the order, left to right by default. Raises UserError for what the model
+        cannot take."""
         if tokens.dim() == 2:  # otherwise check_tokens refuses it
             l2r = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             order = l2r if order is None else order
-        known = tokens.masked_fill(tokens == self.config.mask_token_id, 0)
-        check_tokens(self.model, known, tokens if order is None else order)
+        shown = tokens.masked_fill(tokens == self.config.mask_token_id, 0)
+        shown = shown.masked_fill(~known, 0)
+        check_tokens(self.model, shown, tokens if order is None else order)
         check_permutations(order)
-        if self.config.start_token_id in tokens[:, 0].tolist():
+        first = tokens.gather(1, padding_last(known)[:, :1])
+        if self.config.start_token_id in first.flatten().tolist():
             raise UserError(
                 "no begin-of-text is needed: tokenizer(text, add_special_tokens=False)"
             )
@@ -236,15 +297,15 @@ class AOGPTModel(PreTrainedModel):
         return order
 
     def _fill_encoder(
-        self, model, order, sizes, uniforms, tokens, temperature, vocab_size
+        self, model, order, sizes, uniforms, tokens, temperature, vocab_size, top_p
     ):
         for position in order[len(order) - len(sizes) :]:
             logits = self(tokens[None]).logits[0, position, None, :vocab_size].double()
             if temperature == 0:
                 token = logits.argmax(dim=-1)
             else:
-                weights = (logits / temperature).softmax(dim=-1)
-                token = draw(weights, uniforms[position, None])
+                probs = (logits / temperature).softmax(dim=-1)
+                token = draw(nucleus(probs, top_p), uniforms[position, None])
             tokens = tokens.index_put((position[None],), token)
         return tokens, None
 
@@ -269,19 +330,17 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         limit = self.model.config.block_size - 1
         if size > limit:
             raise UserError(f"{size} tokens a sequence; this model continues {limit}")
-        known = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # What is padded on the left moves to the start, as positions count from there.
-        order = known.ne(0).logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        tokens = F.pad(input_ids.gather(1, order), (0, 1))
+        known = real_tokens(input_ids, attention_mask)
+        place = padding_last(known)
+        tokens = F.pad(input_ids.gather(1, place), (0, 1))
         steps = torch.arange(size + 1, device=tokens.device).expand(len(tokens), -1)
         hidden = self.model.hidden(tokens, steps)[:, 1:]
-        moved = self.model.head_logits(hidden)
-        place = order.argsort(dim=1)[:, :, None].expand_as(moved)
-        logits = moved.gather(1, place)
+        logits = self.model.head_logits(take(hidden, inverse_permutation(place)))
         loss = None
         if labels is not None:
+            wanted = labels.where(known, -100)[:, 1:]
             scored = at_least_float32(logits[:, :-1].flatten(0, 1))
-            loss = F.cross_entropy(scored, labels[:, 1:].flatten())
+            loss = F.cross_entropy(scored, wanted.flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(

@@ -20,6 +20,7 @@ def simple_generate(
     tokens: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return tokens, LongTensor (T,), and their log-probabilities in nats, (T,), both in
     sequence order. Log-probabilities of given tokens are 0.
@@ -30,7 +31,8 @@ def simple_generate(
         uniforms: float64 (T,) in [0, 1), by position: what `draw` turns into tokens.
         tokens: LongTensor (T,), by position; those that are given are read.
         temperature: 0 takes the most probable tokens.
-        vocab_size: no id from it on is drawn."""
+        vocab_size: no id from it on is drawn.
+        top_p: tokens are drawn from the `nucleus` of this probability."""
     device = order.device
     T = len(order)
     cache = KVCache(model.config, 1, T, device, model.wte.weight.dtype)
@@ -57,7 +59,7 @@ def simple_generate(
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
-            drawn = draw(probs, uniforms[positions])
+            drawn = draw(nucleus(probs, top_p), uniforms[positions])
         x[known : known + size] = drawn
         all_log_probs = logits.log_softmax(dim=-1)
         for i in range(size):
@@ -68,3 +70,14 @@ def simple_generate(
         known = known + size
     place = order.argsort()  # where each position is in the order
     return x[place], log_probs[place]
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Return probabilities (N, V), 0 outside the most probable tokens that together have
+    at least `top_p` (Holtzman et al. 2020); not normalized again."""
+    if top_p == 1:
+        return probs
+    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ranked.cumsum(dim=-1) - ranked
+    kept = torch.where(mass_before < top_p, ranked, 0)
+    return torch.zeros_like(probs).scatter(-1, ids, kept)
