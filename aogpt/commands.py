@@ -3,6 +3,7 @@
 Each is a dataclass of its options with a method `answer` for one text, which returns
 plain values, for --json, and the lines to show."""
 
+import abc
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -18,8 +19,8 @@ from .runtime.devices import pick_device, pick_dtype
 from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, Probability, check_values
-from .sampling import gaps
-from .sampling.gaps import RankBy
+from .sampling.alternatives import BRACKETS
+from .sampling.gaps import MASK, RankBy
 from .sampling.modes import Mode
 from .sampling.token_choice import Temperature
 
@@ -27,7 +28,7 @@ Answer = tuple[dict, list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(ModelOptions, OutputOptions):
+class Command(ModelOptions, OutputOptions, abc.ABC):
     """What the commands share."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -45,9 +46,9 @@ class Command(ModelOptions, OutputOptions):
     def check(self) -> None:
         """Raise UserError for options that exclude each other."""
 
+    @abc.abstractmethod
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
         """Return the results for a text: plain values, and lines to show."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,8 @@ class Score(Command):
             )
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
-        has_alternatives = aogpt.ALTERNATIVES.search(text)
-        if gaps.MASK.search(text):
+        has_alternatives = BRACKETS.search(text) is not None
+        if MASK.search(text):
             if has_alternatives:
                 raise UserError("give masks and alternatives in separate texts")
             return blanks_answer(model, text, self.top)
@@ -176,7 +177,7 @@ class Fill(Drawing):
         temperature = self.temperature
         if temperature is None and not model.model.config.l2r_only:
             temperature = 0.7
-        found = model.fill(
+        fillings = model.fill(
             text,
             self.candidates,
             num_samples=self.num_samples,
@@ -186,27 +187,18 @@ class Fill(Drawing):
             mode=self.mode,
             rank_by=self.rank_by,
         )
-        head = ["text", "log p of the text to the right", "joint", "filling"]
-        cells = []
-        for filling in found:
-            scores = filling.scores
-            values = [scores.right, scores.joint, scores.filling]
-            cells.append([one_line(filling.text), *map(number, values)])
-        last = f"nats per token; ranked by {found[0].ranked_by}; seed {found[0].seed}"
-        if found[0].weight is not None:
-            head.append("weight")
-            for row, filling in zip(cells, found, strict=True):
-                row.append(f"{filling.weight:.1%}")
-            last += f"; effective sample size {found[0].effective_sample_size:.1f}"
-        lines = [*markdown_table(head, cells), "", last]
-        fillings = []
-        for filling in found:
+        best = fillings[0]
+        rows = []
+        for filling in fillings:
             row = asdict(filling)
             for name, value in row["scores"].items():
                 if math.isnan(value):
                     row["scores"][name] = None
-            fillings.append(row)
-        return {"fillings": fillings}, lines
+            rows.append(row)
+        last = f"nats per token; ranked by {best.ranked_by}; seed {best.seed}"
+        if best.effective_sample_size is not None:
+            last += f"; effective sample size {best.effective_sample_size:.1f}"
+        return {"fillings": rows}, [*filling_table(fillings), "", last]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +222,12 @@ class Generate(Drawing):
             top_p=self.top_p,
             mode=self.mode,
         )
-        seed = samples[0].seed
         lines = []
         for sample in samples:
             lines += [sample, ""]
-        return {"samples": list(map(str, samples)), "seed": seed}, [
-            *lines,
-            f"seed {seed}",
-        ]
+        seed = samples[0].seed
+        lines.append(f"seed {seed}")
+        return {"samples": list(map(str, samples)), "seed": seed}, lines
 
 
 COMMANDS = {
@@ -273,23 +263,48 @@ def token_table(model: aogpt.TextModel, scored: aogpt.Scored) -> list[str]:
     return [*markdown_table(["token", "log p", "p"], cells), ""]
 
 
+def filling_table(fillings: list[aogpt.Filling]) -> list[str]:
+    """The lines of a table of fillings with their scores."""
+    head = ["text", "log p of the text to the right", "joint", "filling"]
+    is_weighted = fillings[0].weight is not None
+    if is_weighted:
+        head.append("weight")
+    cells = []
+    for filling in fillings:
+        scores = filling.scores
+        row = [
+            one_line(filling.text),
+            number(scores.right),
+            number(scores.joint),
+            number(scores.filling),
+        ]
+        if is_weighted:
+            row.append(f"{filling.weight:.1%}")
+        cells.append(row)
+    return markdown_table(head, cells)
+
+
 def rank_answer(model: aogpt.TextModel, text: str, end: bool) -> Answer:
     """Ranked alternatives."""
-    found = model.rank(text, end=end)
+    alternatives = model.rank(text, end=end)
     head = ["text", "log p", "share"]
-    has_both_sides = any(row.given_both_sides is not None for row in found)
+    has_both_sides = any(row.given_both_sides is not None for row in alternatives)
     if has_both_sides:
         head.append("log p given both sides")
     cells = []
-    for row in found:
-        values = [one_line(row.text), number(row.log_prob), f"{row.share:.1%}"]
+    for alternative in alternatives:
+        row = [
+            one_line(alternative.text),
+            number(alternative.log_prob),
+            f"{alternative.share:.1%}",
+        ]
         if has_both_sides:
-            values.append(number(row.given_both_sides))
-        cells.append(values)
+            row.append(number(alternative.given_both_sides))
+        cells.append(row)
     lines = markdown_table(head, cells)
     if has_both_sides:
         lines += ["", "given both sides: the tokens that alternatives do not share"]
-    return {"alternatives": [asdict(row) for row in found]}, lines
+    return {"alternatives": [asdict(row) for row in alternatives]}, lines
 
 
 def blanks_answer(model: aogpt.TextModel, text: str, top: int) -> Answer:

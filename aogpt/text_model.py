@@ -12,15 +12,13 @@ is the network, `.tokenizer` its tokenizer, `.loaded` where they come from."""
 
 import contextlib
 import difflib
-import functools
-import itertools
 import math
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -29,8 +27,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
-from .data.pieces import byte_spans, token_text
-from .data.tokenizers import END_OF_TEXT, Tokenizer, text_bytes
+from .data.pieces import token_text
+from .data.tokenizers import END_OF_TEXT
 from .evaluation.estimates import Estimate
 from .evaluation.eval_sets import comparable, open_texts
 from .evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
@@ -40,14 +38,15 @@ from .runtime.processes import Processes
 from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes, resampling
+from .sampling.alternatives import common_contexts, read_choices
 from .sampling.gaps import RankBy, Scores
-from .sampling.modes import Context, DecodingOptions
+from .sampling.modes import Context, DecodingOptions, Mode
 from .scoring import masked_log_probs, masked_logits
 
-ALTERNATIVES = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
 NUM_SAMPLES = 4  # fillings of each length, if the caller does not say
 SampleCount = Annotated[int, Interval(ge=1, le=4096)]
+Texts = list[str] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Scored:
     @property
     def nats(self) -> float:
         """-log p of the tokens that are scored."""
-        return -math.fsum(p for p in self.log_probs if p is not None)
+        return -_total(self.log_probs)
 
     @property
     def nats_per_token(self) -> float:
@@ -76,6 +75,7 @@ class Scored:
 
     @property
     def bits_per_byte(self) -> float:
+        """-log2 p of the tokens that are scored, by their bytes."""
         return self.nats / math.log(2) / max(1, self.bytes)
 
 
@@ -134,7 +134,7 @@ def load(
     path: str | Path,
     *,
     adapter: str | Path | None = None,
-    weights: str = "ema",
+    weights: Literal["ema", "raw"] = "ema",
     device: str | torch.device = "cpu",
     block_size: int | None = None,
     checkpoint: str = "last",
@@ -152,19 +152,16 @@ def load(
         checkpoint: of a run folder: "last", "best" or the number of a step.
 
     Raises UserError for what cannot be loaded."""
-    read = checkpoints.load
-    if adapter is not None:
-        read = functools.partial(read, adapter=adapter)
     with _python_names():
-        return TextModel(
-            read(
-                path,
-                weights=weights,
-                device=device,
-                block_size=block_size,
-                checkpoint=checkpoint,
-            )
+        loaded = checkpoints.load(
+            path,
+            weights=weights,
+            device=device,
+            block_size=block_size,
+            checkpoint=checkpoint,
+            adapter=adapter,
         )
+        return TextModel(loaded)
 
 
 @contextlib.contextmanager
@@ -197,13 +194,18 @@ class TextModel:
 
     @overload
     def score(
-        self, text: str, order: str | Tensor = ..., seed: int = ..., *, end: bool = ...
+        self,
+        text: str,
+        order: str | Tensor = ...,
+        seed: int = ...,
+        *,
+        end: bool = ...,
     ) -> Scored: ...
 
     @overload
     def score(
         self,
-        text: Sequence[str],
+        text: Texts,
         order: str | Tensor = ...,
         seed: int = ...,
         *,
@@ -212,7 +214,7 @@ class TextModel:
 
     def score(
         self,
-        text: str | Sequence[str],
+        text: str | Texts,
         order: str | Tensor = "l2r",
         seed: int = 0,
         *,
@@ -231,66 +233,77 @@ class TextModel:
         log_prob is None. Raises UserError for a text of which no token can be scored,
         and for masks."""
         check_value(seed, Seed, "seed")
-        if not isinstance(text, str):
-            return self._score_all(list(text), order, seed, end)
-        (scored,) = self._score_all([text], order, seed, end)
-        return scored
+        if isinstance(text, str):
+            return self._score_all([text], order, seed, end)[0]
+        return self._score_all(list(text), order, seed, end)
 
     def _score_all(
         self, texts: list[str], order: str | Tensor, seed: int, end: bool
     ) -> list[Scored]:
+        """Score texts, in blocks."""
         ids_of_texts = []
         blocks = []
         orders = []
         for text in texts:
-            gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
-            ids = self.tokenizer.encode(text)
-            if end:
-                ids.append(self.tokenizer.eot)
-            if len(ids) <= self.loaded.scored_from:
-                raise UserError("there is no text to score")
+            ids = self._ids_to_score(text, end)
             ids_of_texts.append(ids)
             for number, start in enumerate(range(0, len(ids), self.block_size)):
                 block = ids[start : start + self.block_size]
                 blocks.append(block)
                 orders.append(self._order(order, len(block), seed, number))
-        found = iter(self._log_probs(blocks, orders))
+        log_probs_of_blocks = iter(self._log_probs(blocks, orders))
         results = []
         for text, ids in zip(texts, ids_of_texts, strict=True):
             log_probs: list[float | None] = []
             while len(log_probs) < len(ids):
-                log_probs += next(found)
+                log_probs += next(log_probs_of_blocks)
             results.append(self._scored(text, ids, log_probs, end))
         return results
+
+    def _ids_to_score(self, text: str, end: bool) -> list[int]:
+        """Return the tokens of a text, and with `end` an end-of-text."""
+        gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
+        ids = self.tokenizer.encode(text)
+        if end:
+            ids.append(self.tokenizer.eot)
+        if len(ids) <= self.loaded.scored_from:
+            raise UserError("there is no text to score")
+        return ids
 
     def _scored(
         self, text: str, ids: list[int], log_probs: list[float | None], end: bool
     ) -> Scored:
-        """The scores of a text, with the number of bytes that they are of."""
+        """Return the scores of a text, with the number of bytes that they are of."""
         of_text = ids[:-1] if end else ids
         pieces = self.tokenizer.pieces(of_text)
         if end:
             pieces.append(END_OF_TEXT)
-        counts = self.tokenizer.text_bytes_of(text, np.array(of_text))
-        scored = [p is not None for p in log_probs[: len(of_text)]]
-        size = round(float(counts[scored].sum()))
-        return Scored(pieces, log_probs, size, ids)
+        bytes_of_tokens = self.tokenizer.text_bytes_of(text, np.array(of_text))
+        is_scored = [log_prob is not None for log_prob in log_probs[: len(of_text)]]
+        return Scored(
+            pieces=pieces,
+            log_probs=log_probs,
+            bytes=round(float(bytes_of_tokens[is_scored].sum())),
+            ids=ids,
+        )
 
     def _order(
         self, order: str | Tensor, length: int, seed: int, number: int
     ) -> Tensor:
-        """The order (T,) of block `number` of a text."""
+        """Return the order (T,) of block `number` of a text."""
         if isinstance(order, Tensor):
-            self._check_any_order(order.tolist() == list(range(length)))
-            if sorted(order.tolist()) != list(range(length)):
+            left_to_right = list(range(length))
+            self._check_any_order(order.tolist() == left_to_right)
+            if sorted(order.tolist()) != left_to_right:
                 raise UserError(
                     f"order must be a permutation of 0..{length - 1}, a place for each token"
                 )
             return order
         with _python_names():
-            orders = parse_order(order, "order")
-            self._check_any_order(orders.kind == "l2r")
-            return orders_at(orders, seed, number, range(1), length, SCORED_ORDERS)[0]
+            config = parse_order(order, "order")
+            self._check_any_order(config.kind == "l2r")
+            rows = orders_at(config, seed, number, range(1), length, SCORED_ORDERS)
+            return rows[0]
 
     def _check_any_order(self, is_l2r: bool = False) -> None:
         """Raise UserError if a plain GPT is asked for more than left to right."""
@@ -304,32 +317,44 @@ class TextModel:
     ) -> list[list[float | None]]:
         """Return log p of each token of rows along their orders, by position; None
         where none is scored. Rows of similar length share a pass."""
-        found: list[list[float | None]] = [[] for _ in rows]
+        log_probs: list[list[float | None]] = [[] for _ in rows]
         by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         while by_length:
             longest = len(rows[by_length[-1]])
             size = max(1, BATCH_TOKENS // longest)
-            chosen = by_length[-size:]
+            batch = by_length[-size:]
             del by_length[-size:]
-            x = pad_sequence([torch.tensor(rows[i]) for i in chosen], batch_first=True)
-            order = torch.arange(longest).repeat(len(chosen), 1)
-            for row, i in enumerate(chosen):
+            x = pad_sequence([torch.tensor(rows[i]) for i in batch], batch_first=True)
+            order = torch.arange(longest).repeat(len(batch), 1)
+            for row, i in enumerate(batch):
                 order[row, : len(rows[i])] = orders[i]
-            lengths = torch.tensor([len(rows[i]) for i in chosen])
+            lengths = torch.tensor([len(rows[i]) for i in batch])
             start = torch.zeros_like(lengths)
             along = gaps.log_probs_along(self.model, x, order, lengths, start)
             by_position = torch.zeros_like(along).scatter_(1, order, along)
-            for row, i in enumerate(chosen):
-                found[i] = by_position[row, : len(rows[i])].tolist()
+            for row, i in enumerate(batch):
+                log_probs[i] = by_position[row, : len(rows[i])].tolist()
                 for position in orders[i][: self.loaded.scored_from].tolist():
-                    found[i][position] = None
-        return found
+                    log_probs[i][position] = None
+        return log_probs
 
-    def score_each(self, text: str | Sequence[str]) -> Scored | list[Scored]:
+    @overload
+    def score_each(self, text: str) -> Scored: ...
+
+    @overload
+    def score_each(self, text: Texts) -> list[Scored]: ...
+
+    def score_each(self, text: str | Texts) -> Scored | list[Scored]:
         """Score every token given all others of the text, which must fit into a block.
-        The sum is no probability of the text."""
-        if not isinstance(text, str):
-            return [self.score_each(one) for one in text]
+        The sum is no probability of the text.
+
+        Args:
+            text: a text, or a list of them."""
+        if isinstance(text, str):
+            return self._score_each(text)
+        return [self._score_each(one) for one in text]
+
+    def _score_each(self, text: str) -> Scored:
         self._check_any_order()
         gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
         ids = self._encode(text)
@@ -339,12 +364,12 @@ class TextModel:
         for start in range(0, T, 16):
             rows = torch.arange(start, min(T, start + 16), device=self.device)
             masked = torch.arange(T, device=self.device) == rows[:, None]
-            found = masked_log_probs(self.model, tokens.expand(len(rows), T), masked)
-            log_probs += found[masked].tolist()
+            batch = masked_log_probs(self.model, tokens.expand(len(rows), T), masked)
+            log_probs += batch[masked].tolist()
         return self._scored(text, ids, log_probs, end=False)
 
     def _encode(self, text: str, extra: int = 0) -> list[int]:
-        """The tokens of a text that fits into a block, with `extra` more tokens."""
+        """Return the tokens of a text that fits into a block, with `extra` more."""
         ids = self.tokenizer.encode(text)
         shortest = 1 + self.loaded.scored_from
         longest = self.block_size - extra
@@ -356,13 +381,13 @@ class TextModel:
 
     def log_prob(self, ids: list[int]) -> float:
         """Return log p of the tokens of a whole text, left to right, nats."""
-        (found,) = self._log_probs([ids], [torch.arange(len(ids))])
-        return math.fsum(p for p in found if p is not None)
+        (log_probs,) = self._log_probs([ids], [torch.arange(len(ids))])
+        return _total(log_probs)
 
     def compare(
         self,
         other: "TextModel",
-        text: str | Sequence[str],
+        text: str | Texts,
         order: str = "l2r",
         seed: int = 0,
         draws: int = 2,
@@ -403,9 +428,69 @@ class TextModel:
     # ---- generation
     # ------------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
-        prompt: str | Sequence[str] = "",
+        prompt: str = ...,
+        new_tokens: int | None = ...,
+        *,
+        num_samples: None = ...,
+        seed: int | None = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        **options: Any,
+    ) -> Generated: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        new_tokens: int | None = ...,
+        *,
+        num_samples: int,
+        seed: int | None = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        **options: Any,
+    ) -> list[Generated]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Texts,
+        new_tokens: int | None = ...,
+        *,
+        num_samples: None = ...,
+        seed: int | None = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        **options: Any,
+    ) -> list[Generated]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Texts,
+        new_tokens: int | None = ...,
+        *,
+        num_samples: int,
+        seed: int | None = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        **options: Any,
+    ) -> list[list[Generated]]: ...
+
+    def generate(
+        self,
+        prompt: str | Texts = "",
         new_tokens: int | None = None,
         *,
         num_samples: int | None = None,
@@ -413,9 +498,9 @@ class TextModel:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int | None = None,
-        mode: str | None = None,
+        mode: Mode | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Generated | list[Generated] | list[list[Generated]]:
         """Continue a prompt.
 
         Args:
@@ -437,44 +522,68 @@ class TextModel:
         count = 1 if num_samples is None else num_samples
         check_value(count, SampleCount, "num_samples")
         seed = _checked_seed(seed)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        given: list[Context] = []
-        for text in prompts:
-            gaps.refuse_masks(text, "generate continues a text; fill takes masks")
-            ids = self.tokenizer.encode(text)
-            room = self.block_size - len(ids)
-            new = room if new_tokens is None else new_tokens
-            if not 0 < new <= room:
-                raise UserError(
-                    f"the prompt has {len(ids)} tokens and new_tokens is {new}; together "
-                    f"at most {self.block_size}, and at least 1 is new"
-                )
-            given.append(ids + [None] * new)
-        if not given:
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        contexts = [self._context_after(text, new_tokens) for text in prompts]
+        if not contexts:
             return []
         options.update(temperature=temperature, top_p=top_p, top_k=top_k, mode=mode)
-        rows = self._sample(given, count, seed, options)
+        rows = self._sample(contexts, count, seed, options)
         samples = [Generated(self.tokenizer.decode(row), row, seed) for row in rows]
-        of_prompts: list[Any] = [
-            samples[start : start + count] for start in range(0, len(samples), count)
-        ]
         if num_samples is None:
-            of_prompts = samples
-        return of_prompts[0] if isinstance(prompt, str) else of_prompts
+            return samples[0] if isinstance(prompt, str) else samples
+        samples_of_prompts = []
+        for start in range(0, len(samples), count):
+            samples_of_prompts.append(samples[start : start + count])
+        return samples_of_prompts[0] if isinstance(prompt, str) else samples_of_prompts
+
+    def _context_after(self, prompt: str, new_tokens: int | None) -> Context:
+        """Return the tokens of a prompt, and None for each token to generate."""
+        gaps.refuse_masks(prompt, "generate continues a text; fill takes masks")
+        ids = self.tokenizer.encode(prompt)
+        room = self.block_size - len(ids)
+        count = room if new_tokens is None else new_tokens
+        if not 0 < count <= room:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and new_tokens is {count}; together "
+                f"at most {self.block_size}, and at least 1 is new"
+            )
+        return ids + [None] * count
 
     @overload
     def fill(
-        self, text: str, candidates: int = ..., **options: Any
+        self,
+        text: str,
+        candidates: int = ...,
+        *,
+        num_samples: int | None = ...,
+        seed: int | None = ...,
+        temperature: float | None = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        rank_by: RankBy | None = ...,
+        **options: Any,
     ) -> list[Filling]: ...
 
     @overload
     def fill(
-        self, text: Sequence[str], candidates: int = ..., **options: Any
+        self,
+        text: Texts,
+        candidates: int = ...,
+        *,
+        num_samples: int | None = ...,
+        seed: int | None = ...,
+        temperature: float | None = ...,
+        top_p: float = ...,
+        top_k: int | None = ...,
+        mode: Mode | None = ...,
+        rank_by: RankBy | None = ...,
+        **options: Any,
     ) -> list[list[Filling]]: ...
 
     def fill(
         self,
-        text: str | Sequence[str],
+        text: str | Texts,
         candidates: int = 1,
         *,
         num_samples: int | None = None,
@@ -482,7 +591,7 @@ class TextModel:
         temperature: float | None = None,
         top_p: float = 1.0,
         top_k: int | None = None,
-        mode: str | None = None,
+        mode: Mode | None = None,
         rank_by: RankBy | None = None,
         **options: Any,
     ) -> list[Filling] | list[list[Filling]]:
@@ -517,8 +626,8 @@ class TextModel:
                 differ, which counts the text to the right twice.
             options: others of `sampling.modes.DecodingOptions`.
 
-        Raises UserError for a text without masks, or whose shortest gaps exceed a
-        block."""
+        Returns a list of fillings; a list of such lists for a list of texts. Raises
+        UserError for a text without masks, or whose shortest gaps exceed a block."""
         check_value(candidates, SampleCount, "candidates")
         if num_samples is not None:
             check_value(num_samples, SampleCount, "num_samples")
@@ -527,19 +636,15 @@ class TextModel:
         options.update(top_p=top_p, top_k=top_k, mode=mode)
         if temperature is not None:
             options["temperature"] = temperature
-        found = []
+        fillings_of_texts = []
         for one in [text] if isinstance(text, str) else text:
             gapped = gaps.encode_gaps(one, self.tokenizer, self.block_size)
+            fill = self._fill
             if self.model.config.l2r_only and not gapped.only_continues:
-                filled = self._fill_plain(
-                    gapped, candidates, num_samples, seed, rank_by, options
-                )
-            else:
-                filled = self._fill(
-                    gapped, candidates, num_samples, seed, rank_by, options
-                )
-            found.append(filled)
-        return found[0] if isinstance(text, str) else found
+                fill = self._fill_plain
+            fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)
+            fillings_of_texts.append(fillings)
+        return fillings_of_texts[0] if isinstance(text, str) else fillings_of_texts
 
     def _fill(
         self,
@@ -551,30 +656,33 @@ class TextModel:
         options: dict[str, Any],
     ) -> list[Filling]:
         """Draw fillings of every length, and rank them."""
-        given = gapped.contexts(self.block_size)
+        contexts = gapped.contexts(self.block_size)
         count = num_samples or NUM_SAMPLES
-        if len(given) == 1:
+        if len(contexts) == 1:
             count = max(count, candidates)
-        rows = self._sample(given, count, seed, options)
-        contexts = [context for context in given for _ in range(count)]
+        rows = self._sample(contexts, count, seed, options)
+        context_of_rows = []
+        for context in contexts:
+            context_of_rows += [context] * count
         by = rank_by or gaps.rank_by(self.model, contexts)
-        best = gaps.best_fillings(self.model, contexts, rows, candidates, by)
+        best = gaps.best_fillings(self.model, context_of_rows, rows, candidates, by)
         if any(math.isnan(getattr(scores, by)) for _, scores in best):
             raise UserError(
                 f'rank_by is "{by}", but these fillings have no such probability: '
                 "leave it out"
             )
-        return [
-            Filling(
+        fillings = []
+        for i, scores in best:
+            filling = Filling(
                 text=self.tokenizer.decode(rows[i]),
                 tokens=rows[i],
                 scores=scores,
-                context=contexts[i],
+                context=context_of_rows[i],
                 seed=seed,
                 ranked_by=by,
             )
-            for i, scores in best
-        ]
+            fillings.append(filling)
+        return fillings
 
     def _fill_plain(
         self,
@@ -605,10 +713,11 @@ class TextModel:
             )
         by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")
         numbers = list(range(len(weighted.tokens)))
-        if rank_by:
+        if rank_by is not None:
             numbers = gaps.ranked(weighted.scores, rank_by)
-        return [
-            Filling(
+        fillings = []
+        for i in numbers[:candidates]:
+            filling = Filling(
                 text=self.tokenizer.decode(weighted.tokens[i]),
                 tokens=weighted.tokens[i],
                 scores=weighted.scores[i],
@@ -618,50 +727,46 @@ class TextModel:
                 weight=weighted.weights[i],
                 effective_sample_size=weighted.effective_sample_size,
             )
-            for i in numbers[:candidates]
-        ]
+            fillings.append(filling)
+        return fillings
 
     def _sample(
-        self, given: list[Context], count: int, seed: int, options: dict[str, Any]
+        self, contexts: list[Context], count: int, seed: int, options: dict[str, Any]
     ) -> list[list[int]]:
         """Return the tokens of `count` samples of each context."""
         decoding = self._decoding(options)
-        for context in given:
+        for context in contexts:
             modes.check_context(context, self.model.config, self.loaded.scored_from)
         with _python_names():
             return modes.generate_rows(
-                self.model, given, decoding, self.loaded.vocab_size, seed, count
+                self.model, contexts, decoding, self.loaded.vocab_size, seed, count
             )
 
     def _decoding(self, options: dict[str, Any]) -> DecodingOptions:
-        """The options of decoding, with the defaults of their mode. Raises UserError
-        for unknown and impossible ones."""
-        known = [field.name for field in fields(DecodingOptions)]
-        for name in options:
-            if name not in known:
-                # those of the methods themselves can be meant, too
-                names = [*known, "num_samples", "seed", "candidates", "new_tokens"]
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-                advice = f"did you mean {near[0]!r}?" if near else f"there are {names}"
-                raise UserError(f"there is no option {name!r}; {advice}")
+        """Return the options of decoding, with the defaults of their mode. Raises
+        UserError for unknown and impossible ones."""
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            _check_option(name)
+            values[name] = tuple(value) if isinstance(value, list) else value
         config = self.model.config
-        values = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in options.items()
-        }
         with _python_names():
-            decoding = modes.with_mode_defaults(
-                DecodingOptions(**values), config.l2r_only
-            )
+            decoding = DecodingOptions(**values)
+            decoding = modes.with_mode_defaults(decoding, config.l2r_only)
             modes.check_mode(decoding, config)
             return modes.with_words(decoding, self.tokenizer)
 
     # ---- blanks and alternatives
     # -----------------------------------------------------------------
 
-    @torch.no_grad()
+    @overload
+    def blanks(self, text: str, top: int = ...) -> list[list[Likely]]: ...
+
+    @overload
+    def blanks(self, text: Texts, top: int = ...) -> list[list[list[Likely]]]: ...
+
     def blanks(
-        self, text: str | Sequence[str], top: int = 10
+        self, text: str | Texts, top: int = 10
     ) -> list[list[Likely]] | list[list[list[Likely]]]:
         """Return, for every masked token of a text, the likeliest tokens given the
         known text, all in one pass.
@@ -671,8 +776,12 @@ class TextModel:
             top: how many tokens to list for each."""
         check_value(top, Count, "top")
         self._check_any_order()
-        if not isinstance(text, str):
-            return [self.blanks(one, top) for one in text]
+        if isinstance(text, str):
+            return self._blanks(text, top)
+        return [self._blanks(one, top) for one in text]
+
+    @torch.no_grad()
+    def _blanks(self, text: str, top: int) -> list[list[Likely]]:
         gapped = gaps.encode_gaps(text, self.tokenizer, self.block_size)
         if gapped.combinations > 1:
             raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
@@ -681,17 +790,25 @@ class TextModel:
         blank = torch.tensor([[token is None for token in context]], device=self.device)
         logits = masked_logits(self.model, tokens, blank)[:, : self.loaded.vocab_size]
         best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
-        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [
-            [
-                Likely(token_text(self.tokenizer, token), probability, token)
-                for token, probability in zip(ids, values, strict=True)
-            ]
-            for ids, values in rows
-        ]
+        likely_of_blanks = []
+        for ids, probabilities in zip(
+            best.indices.tolist(), best.values.tolist(), strict=True
+        ):
+            likely = []
+            for token, probability in zip(ids, probabilities, strict=True):
+                text = token_text(self.tokenizer, token)
+                likely.append(Likely(text, probability, token))
+            likely_of_blanks.append(likely)
+        return likely_of_blanks
+
+    @overload
+    def rank(self, text: str, *, end: bool = ...) -> list[Alternative]: ...
+
+    @overload
+    def rank(self, text: Texts, *, end: bool = ...) -> list[list[Alternative]]: ...
 
     def rank(
-        self, text: str | Sequence[str], *, end: bool = False
+        self, text: str | Texts, *, end: bool = False
     ) -> list[Alternative] | list[list[Alternative]]:
         """Rank the alternatives of a text, "The [cat|dog|tax] barked.", by the
         probability of the whole text, the most probable first. Equal texts count once.
@@ -705,112 +822,69 @@ class TextModel:
         `given_both_sides` compares the tokens that are not the same in all
         alternatives. In "c[a|o]t" these may be whole words, since tokens do not end
         where letters do."""
-        if not isinstance(text, str):
-            return [self.rank(one, end=end) for one in text]
+        if isinstance(text, str):
+            return self._rank(text, end)
+        return [self._rank(one, end) for one in text]
+
+    def _rank(self, text: str, end: bool) -> list[Alternative]:
         gaps.refuse_masks(
             text, "rank takes alternatives, [this|that]; fill takes masks"
         )
-        parts = ALTERNATIVES.split(text)
-        if len(parts) == 1:
-            raise UserError("there are no alternatives; write [this|that]")
-        fixed = parts[::2]
-        choices = [part.split("|") for part in parts[1::2]]
-        if math.prod(map(len, choices)) > gaps.MOST_LENGTHS:
-            raise UserError(
-                f"give at most {gaps.MOST_LENGTHS} combinations of alternatives"
-            )
-        words_of: dict[str, tuple[str, ...]] = {}  # of each different text
-        for words in itertools.product(*choices):
-            pairs = zip(fixed, (*words, ""), strict=True)
-            words_of.setdefault("".join(itertools.chain(*pairs)), words)
-        rows = [self._encode(whole, extra=int(end)) for whole in words_of]
+        choices = read_choices(text)
+        words_of_texts = choices.texts()
+        rows = [self._encode(whole, extra=int(end)) for whole in words_of_texts]
         if self.loaded.scored_from and len({row[0] for row in rows}) > 1:
             raise UserError(
                 "this model has no start token, so it cannot score the first token of a "
                 "text, and these alternatives begin differently: put a word before them"
             )
-        given = common_contexts(self.tokenizer, fixed, words_of, rows)
+        contexts = common_contexts(self.tokenizer, choices.fixed, words_of_texts, rows)
         if end:
             rows = [[*row, self.tokenizer.eot] for row in rows]
-            given = [[*row, self.tokenizer.eot] for row in given]
+            contexts = [[*context, self.tokenizer.eot] for context in contexts]
         orders = [torch.arange(len(row)) for row in rows]
-        totals = [
-            math.fsum(p for p in log_probs if p is not None)
-            for log_probs in self._log_probs(rows, orders)
-        ]
+        totals = [_total(log_probs) for log_probs in self._log_probs(rows, orders)]
         shares = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        both: list[float | None] = [None] * len(rows)
+        given_both_sides: list[float | None] = [None] * len(rows)
         if not self.model.config.l2r_only:
-            scores = gaps.score_fillings(self.model, given, rows)
-            for i, words in enumerate(words_of.values()):
-                hidden = given[i].count(None)
-                if hidden and any(words):
-                    both[i] = scores[i].filling * hidden
-        found = map(Alternative, words_of, totals, shares, both)
-        return sorted(found, key=lambda alternative: -alternative.log_prob)
+            scores = gaps.score_fillings(self.model, contexts, rows)
+            for i, words in enumerate(words_of_texts.values()):
+                hidden = contexts[i].count(None)
+                if hidden > 0 and any(words):
+                    given_both_sides[i] = scores[i].filling * hidden
+        alternatives = []
+        for i, whole in enumerate(words_of_texts):
+            alternative = Alternative(
+                text=whole,
+                log_prob=totals[i],
+                share=shares[i],
+                given_both_sides=given_both_sides[i],
+            )
+            alternatives.append(alternative)
+        return sorted(alternatives, key=lambda alternative: -alternative.log_prob)
 
 
-def common_contexts(
-    tokenizer: Tokenizer,
-    fixed: list[str],
-    words_of: dict[str, tuple[str, ...]],
-    rows: list[list[int]],
-) -> list[Context]:
-    """Return the tokens of each alternative, None for those that are not in all of them
-    at the same place of the fixed text. fixed: the text around the brackets; words_of:
-    those in the brackets of each text; rows: its tokens."""
-    places = []  # of each text: (part, first byte of it, token), or None, for each token
-    for (whole, words), row in zip(words_of.items(), rows, strict=True):
-        spans = byte_spans(tokenizer, row, whole)
-        if spans is None:
-            return _between_common_ends(rows)
-        begins = []
-        ends = []
-        place = 0
-        for part, word in zip(fixed, (*words, ""), strict=True):
-            begins.append(place)
-            ends.append(place + text_bytes(part))
-            place = ends[-1] + text_bytes(word)
-        of_row: list[tuple[int, int, int] | None] = []
-        for token, (start, end) in zip(row, spans, strict=True):
-            inside = [
-                part
-                for part in range(len(fixed))
-                if begins[part] <= start and end <= ends[part]
-            ]
-            key = None
-            if inside:
-                key = (inside[0], start - begins[inside[0]], token)
-            of_row.append(key)
-        places.append(of_row)
-    shared = set.intersection(*(set(of_row) for of_row in places)) - {None}
-    return [
-        [
-            token if place in shared else None
-            for token, place in zip(row, of_row, strict=True)
-        ]
-        for row, of_row in zip(rows, places, strict=True)
-    ]
+def _total(log_probs: list[float | None]) -> float:
+    """Return the sum over the tokens that are scored."""
+    return math.fsum(log_prob for log_prob in log_probs if log_prob is not None)
 
 
-def _between_common_ends(rows: list[list[int]]) -> list[Context]:
-    """Return the tokens of each row, None between the beginning and the end that all
-    share."""
-    shortest = min(map(len, rows))
-    before = 0
-    while before < shortest and len({row[before] for row in rows}) == 1:
-        before += 1
-    after = 0
-    while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
-        after += 1
-    return [
-        [*row[:before], *[None] * (len(row) - before - after), *row[len(row) - after :]]
-        for row in rows
-    ]
+def _check_option(name: str) -> None:
+    """Raise UserError for an option of decoding that does not exist."""
+    known = [field.name for field in fields(DecodingOptions)]
+    if name in known:
+        return
+    # Those of the methods themselves can be meant, too.
+    names = [*known, "num_samples", "seed", "candidates", "new_tokens"]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    advice = f"there are {names}"
+    if near:
+        advice = f"did you mean {near[0]!r}?"
+    raise UserError(f"there is no option {name!r}; {advice}")
 
 
 def _checked_seed(seed: int | None) -> int:
-    """The seed, or a new one."""
+    """Return the seed, or a new one."""
     if seed is None:
         return secrets.randbits(32)
     check_value(seed, Seed, "seed")

@@ -2,11 +2,13 @@
 resampling.py, aogpt/text_model.py, aogpt/commands.py."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import math
 import runpy
 import sys
+import typing
 
 import pytest
 import torch
@@ -758,3 +760,17 @@ def test_the_example_fills_a_text_file_and_ranks_the_rows_of_a_table(tmp_path):
     assert greeting == "Dear friend," and head == "id,sentence,best,share"
     assert filled.startswith("She") and filled.endswith(" home.") and "[" not in filled
     assert row.startswith("1,The [cat|xqz] sat.,The cat sat.,")
+
+
+@pytest.mark.parametrize("name", ["score", "score_each", "generate", "fill", "blanks"])
+def test_editors_see_every_argument_and_the_type_of_the_answer(name):
+    method = getattr(aogpt.TextModel, name)
+    overloads = typing.get_overloads(method)
+    whole = inspect.signature(method)
+    answers = set()
+    for overload in overloads:
+        signature = inspect.signature(overload)
+        assert list(signature.parameters) == list(whole.parameters)
+        answers.add(str(signature.return_annotation))
+    assert len(overloads) >= 2 and len(answers) >= 2
+    assert all(parameter in method.__doc__ for parameter in list(whole.parameters)[1:])
