@@ -1,6 +1,7 @@
 """The playground: filling in step by step, exact against the model, and the page in Chromium
 (skipped where gradio or Chromium is missing)."""
 
+import dataclasses
 import json
 import math
 import socket
@@ -17,13 +18,15 @@ from reference import make_system
 import aogpt
 from aogpt.checkpoints import Loaded
 from aogpt.playground import app
+from aogpt.playground import fill as filling
+from aogpt.playground import session as sessions
 from aogpt.sampling import gaps
 from aogpt.scoring import masked_logits, token_log_probs
 
 GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
-RULES = [rule for rule in app.RULES.values() if rule != "click"]
-SETTINGS = app.Settings(
+RULES = [rule for rule in sessions.RULES.values() if rule != "click"]
+SETTINGS = sessions.Settings(
     model="tiny",
     text=GAPPED,
     rule="confidence",
@@ -44,20 +47,22 @@ def small(system, dtype=torch.float64):
 
 
 def gapped(text, written=GAPPED):
-    return app.Fill(text, gaps.contexts(written, text.tokenizer, text.block_size)[0])
+    return filling.Fill(
+        text, gaps.contexts(written, text.tokenizer, text.block_size)[0]
+    )
 
 
 @pytest.fixture
 def visit(monkeypatch):
     """Act as a visitor of a page with one tiny model; settings that are given stay."""
     text = small("target rotary")
-    session = app.Session()
+    session = sessions.Session()
     known = {}
-    monkeypatch.setattr(app, "load", lambda path: text)
+    monkeypatch.setattr(sessions, "load", lambda path: text)
 
     def act(action, **settings):
         known.update(settings)
-        session.act(SETTINGS._replace(**known), action)
+        session.act(dataclasses.replace(SETTINGS, **known), action)
         return session
 
     return act
@@ -209,7 +214,7 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     text = small(system)
     fill = gapped(text, "é\x07[MASK:2]\n<b>[MASK]")
     fill.put(9, 98)
-    drawn = json.loads(json.dumps(app.view(fill, 3)))
+    drawn = json.loads(json.dumps(filling.view(fill, 3)))
     known = [token["text"] for token in drawn["tokens"] if "step" in token]
     assert "".join(known) == "é\\x07\n<b>b"  # control characters are escaped
     blanks = [token for token in drawn["tokens"] if "blank" in token]
@@ -225,7 +230,7 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     assert drawn["scores"] == [["in the order taken", fill.sums[-1], 1]]
     for position in (3, 4):
         fill.draw(position, 1.0, 0)
-    drawn = app.view(fill)
+    drawn = filling.view(fill)
     assert [score for _, score, _ in drawn["scores"]] == [
         fill.sums[-1],
         *fill.left_to_right(),
@@ -248,7 +253,7 @@ def test_run_draws_again_with_the_next_seed(visit):
 
 
 def test_work_is_bounded(visit, monkeypatch):
-    monkeypatch.setattr(app, "MOST_WORK", 50)
+    monkeypatch.setattr(sessions, "MOST_WORK", 50)
     with pytest.raises(ValueError, match="at most 50: give narrower ranges"):
         visit("run", text="a[MASK:1-20] b.")
     assert visit("run", text="a[MASK:1-4] b.").fill.blanks == []
@@ -259,10 +264,10 @@ def test_no_half_character_is_shown():
     fill = gapped(text, "a[MASK:3]b[MASK]")
     for position, byte in ((1, 0xE2), (2, 0x80), (5, 0xC3)):
         fill.put(position, byte)
-    texts = [token["text"] for token in app.view(fill)["tokens"] if "step" in token]
+    texts = [token["text"] for token in filling.view(fill)["tokens"] if "step" in token]
     assert texts == ["a", "<0xE2>", "<0x80>", "b", "<0xC3>"]
     fill.put(3, 0x99)
-    drawn = app.view(fill)
+    drawn = filling.view(fill)
     assert [token["text"] for token in drawn["tokens"]][:5] == [
         "a",
         "",
@@ -274,9 +279,9 @@ def test_no_half_character_is_shown():
 
 def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
     text = small("GPT, rotary", torch.float32)
-    monkeypatch.setattr(app, "load", lambda path: text)
-    session = app.Session()
-    s = SETTINGS._replace(text="a[MASK:2]c d[MASK]f.")
+    monkeypatch.setattr(sessions, "load", lambda path: text)
+    session = sessions.Session()
+    s = dataclasses.replace(SETTINGS, text="a[MASK:2]c d[MASK]f.")
     session.act(s, "step")
     (position, token, log_p), *_ = session.fill.steps
     weighted = session.fill.weighted
@@ -284,15 +289,15 @@ def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
     share = sum(weight for tokens, weight in pairs if tokens[position] == token)
     assert abs(math.exp(log_p) - share) < 1e-9
     with pytest.raises(ValueError, match="tokens of the fillings that it drew"):
-        session.act(s._replace(own="\x01"), "write")
+        session.act(dataclasses.replace(s, own="\x01"), "write")
     session.act(s, "run")
     assert session.fill.tokens in weighted.tokens
     shares = dict(zip(map(tuple, weighted.tokens), weighted.weights, strict=True))
     expected = math.log(shares[tuple(session.fill.tokens)])
     assert abs(session.fill.sums[-1] - expected) < 1e-6
-    drawn = json.loads(json.dumps(app.view(session.fill), allow_nan=False))
+    drawn = json.loads(json.dumps(filling.view(session.fill), allow_nan=False))
     assert len(drawn["scores"]) == 2
-    session.act(s._replace(text="a[MASK:1-3]c"), "run")
+    session.act(dataclasses.replace(s, text="a[MASK:1-3]c"), "run")
     assert session.note.startswith("Lengths of the gaps") and not session.fill.blanks
 
 
