@@ -5,7 +5,8 @@
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 Reports the negative log-likelihood (nats/token) of the sentence given both sides, and given only
-its left side, and the ROUGE of samples. A plain GPT has the left side only."""
+its left side, and the ROUGE of samples. A plain GPT has the left side only, unless --draws fills
+in by resampling. 95% intervals are by document where there are several."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -17,15 +18,16 @@ import tyro
 
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import spread
+from aogpt.evaluation.estimates import estimate
 from aogpt.evaluation.eval_sets import open_eval_set
 from aogpt.evaluation.infilling import (
     Passages,
     find_last_words,
     find_passages,
     middle_nll,
+    resample_middles,
     rouge,
 )
-from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.command_line import ModelOptions, run_script, show
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
@@ -44,6 +46,7 @@ HEAD = [
     "ROUGE-2",
     "ROUGE-L",
 ]
+RESAMPLING = "resampling"  # "filled in" of a plain GPT given both sides
 WORD = "passage"  # "given" of a last word, which has no other side
 
 
@@ -65,6 +68,9 @@ class Arguments(ModelOptions, OutputOptions):
     """Least number of tokens in the sentence."""
     longest: Count = 40
     """Greatest number of tokens in the sentence."""
+    draws: Count | None = None
+    """Plain GPTs: also fill in given both sides, by this many continuations of the left
+    side, weighted by the right side (sampling-importance-resampling)."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0
     )
@@ -95,7 +101,10 @@ def main() -> None:
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
-    dataset = open_eval_set(a.data, a.split, loaded, verify=False).dataset
+    eval_set = open_eval_set(
+        a.data, a.split, loaded, max_sequences=a.num_passages, verify=False
+    )
+    dataset = eval_set.dataset
     tokenizer = loaded.get_tokenizer()
     size = loaded.model.config.block_size
     if a.last_word:
@@ -103,7 +112,8 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
         what = f"document of two words or more ends among {a.num_passages} documents"
     else:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
-        found = find_passages(blocks, tokenizer, a.shortest, a.longest)
+        documents = eval_set.documents[: len(blocks)]
+        found = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
         what = f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
     if not len(found):
         raise UserError(f"no {what} in {a.data}")
@@ -135,9 +145,42 @@ def evaluate(
         for mode in [a.decoding.mode] if a.decoding.mode else ways:
             options = modes.with_mode_defaults(replace(a.decoding, mode=mode))
             modes.check_mode(options, model.config)
-            row = {"run": run, "given": side, "mode": mode, "nll": nll}
+            row = {
+                "run": run,
+                "given": side,
+                "mode": mode,
+                "nll": nll,
+                "documents": passages.document.tolist(),
+            }
             rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))
+    if a.draws and model.config.l2r_only and not a.last_word:
+        rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
     return rows
+
+
+def resampled_row(
+    run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
+) -> dict:
+    """Return the row of a plain GPT that fills in given both sides."""
+    found = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
+    decode = loaded.get_tokenizer().decode
+    pairs = []
+    for sample, true in zip(
+        passages.middle(found.tokens),
+        passages.middle(passages.tokens.tolist()),
+        strict=True,
+    ):
+        pairs.append((decode(sample), decode(true)))
+    return {
+        "run": run,
+        "given": "both",
+        "mode": RESAMPLING,
+        "draws": draws,
+        "nll": found.nll,
+        "documents": passages.document.tolist(),
+        "effective_sample_size": found.effective_sample_size,
+        **rouge(pairs),
+    }
 
 
 def fill_in(
@@ -162,7 +205,7 @@ def fill_in(
 def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
-        mean, half = mean_and_half_width(row["nll"])
+        mean, half = mean_and_half_width(row["nll"], row["documents"])
         scores = [
             f"{statistics.mean(row[key]):.3f}"
             for key in ("rouge_1", "rouge_2", "rouge_l")
@@ -172,18 +215,34 @@ def table_of(rows: list[dict]) -> list[str]:
     return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
 
 
+def mean_and_half_width(
+    values: list[float], documents: list[int]
+) -> tuple[float, float]:
+    """Return the mean of N values and half the width of its 95% interval: by passage or,
+    where that is wider, by document."""
+    found = estimate(torch.tensor(values), documents=torch.tensor(documents))
+    return found.nll, found.half_width
+
+
 def notes(rows: list[dict]) -> list[str]:
     """The legend, and the gain (nats/token) from the right side, paired by passage."""
     what = "last word" if rows[0]["given"] == WORD else "sentence"
     how = f"nats/token: of the true {what} from left to right, mean over {what}s"
     lines = [f"{len(rows[0]['nll'])} {what}s. {how}; ROUGE: F1 of samples against it."]
+    for row in rows:
+        if row["mode"] == RESAMPLING:
+            size = statistics.mean(row["effective_sample_size"])
+            lines.append(
+                f"{row['run']}: {row['draws']} continuations, of which {size:.1f} count "
+                "(mean effective sample size); nats/token are a lower bound on average"
+            )
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
         if len(nll) == 2 and len(nll["left"]) > 1:
             gains = [
                 left - both for left, both in zip(nll["left"], nll["both"], strict=True)
             ]
-            mean, half = mean_and_half_width(gains)
+            mean, half = mean_and_half_width(gains, rows[0]["documents"])
             interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
             lines.append(
                 f"{run}: the right side is worth {mean:.4f} nats/token, {interval}"

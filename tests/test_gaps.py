@@ -711,6 +711,26 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
                 counts[places[keys[i]]] += 1
             assert chi_square_p(counts, expected * 1500) < 1e-3
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
+    evidence = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
+    assert math.isclose(found.log_evidence, evidence, abs_tol=0.02)
+
+
+@pytest.mark.parametrize(
+    "gapped", RESAMPLED, ids=["one", "lengths", "two", "at the end"]
+)
+def test_the_estimated_probability_of_the_text_after_gaps_is_unbiased(gapped):
+    """With few continuations, over 100 seeds, against enumeration."""
+    model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
+    model.eval()
+    log_probs, _ = exact_fillings(model, gapped, 3)
+    exact = sum(math.exp(log_prob) for log_prob in log_probs.values())
+    found = [
+        fill_by_resampling(model, gapped, seed=seed, draws=3, vocab_size=3)
+        for seed in range(100)
+    ]
+    ratios = torch.tensor([one.log_evidence for one in found]).double().exp() / exact
+    error = float(ratios.std()) / math.sqrt(len(ratios))
+    assert abs(float(ratios.mean()) - 1) < 4 * error + 1e-9
 
 
 def test_a_plain_gpt_fills_gaps_in_text():

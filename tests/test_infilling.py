@@ -16,6 +16,7 @@ from aogpt.evaluation.infilling import (
     find_last_words,
     find_passages,
     middle_nll,
+    resample_middles,
     rouge,
 )
 from aogpt.scoring import masked_log_probs, token_log_probs
@@ -77,7 +78,12 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
     both = both and system != "GPT-2"  # which can only continue
     model = make_system(system, 2)
     tokens = random_tokens(TOKENS, 4, T, seed=1)
-    passages = Passages(tokens, torch.tensor([3, 0, 5, 2]), torch.tensor([6, 4, 9, 3]))
+    passages = Passages(
+        tokens,
+        start=torch.tensor([3, 0, 5, 2]),
+        end=torch.tensor([6, 4, 9, 3]),
+        document=torch.zeros(4).long(),
+    )
     got = middle_nll(model, passages, both)
     for b in range(4):
         start = int(passages.start[b])
@@ -95,6 +101,54 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
                 total -= float(token_log_probs(model, row, order)[0, len(context)])
             context.append(position)
         assert float(got[b]) == pytest.approx(total / (end - start), abs=1e-5)
+
+
+def test_resampled_middles_have_their_probability_given_both_sides():
+    """Against the sum over all middles of 3 tokens, with a spare share of nats."""
+    model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
+    model.eval()
+    tokens = random_tokens(3, 2, 6, seed=1)
+    passages = Passages(
+        tokens,
+        start=torch.tensor([1, 3]),
+        end=torch.tensor([3, 5]),
+        document=torch.tensor([0, 1]),
+    )
+    found = resample_middles(model, passages, draws=4000, seed=0, vocab_size=3)
+    for row, (start, end) in enumerate([(1, 3), (3, 5)]):
+        texts = tokens[row].repeat(9, 1)
+        texts[:, start:end] = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        log_probs = token_log_probs(model, texts, torch.arange(6).expand(9, 6))
+        joint = log_probs[:, start:].sum(dim=1)
+        true = (texts == tokens[row]).all(dim=1)
+        expected = float(joint.logsumexp(dim=0) - joint[true]) / 2
+        assert found.nll[row] == pytest.approx(expected, abs=0.02)
+        assert found.tokens[row] == texts[joint.argmax()].tolist()
+        assert found.effective_sample_size[row] > 100
+
+
+def test_intervals_are_by_document_where_these_differ():
+    values = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    mean, one_document = eval_infill.mean_and_half_width(values, [0] * 6)
+    _, three_documents = eval_infill.mean_and_half_width(values, [0, 0, 1, 1, 2, 2])
+    assert mean == 2 and three_documents > 2 * one_document > 0
+
+
+def test_a_plain_gpt_fills_in_by_resampling(plain, script, tmp_path):
+    words = tmp_path / "said.txt"
+    report = tmp_path / "infill.json"
+    words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
+    said = prepared("text", tmp_path / "said", words, split="val")
+    options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
+    status, out, err = script(
+        eval_infill, plain, *options, "--num-passages", 3, "--draws", 8
+    )
+    assert status == 0, err
+    _, row = json.loads(report.read_text())["rows"]
+    assert (row["given"], row["mode"], row["draws"]) == ("both", "resampling", 8)
+    assert all(1 <= size <= 8 for size in row["effective_sample_size"])
+    assert len(row["nll"]) == len(row["rouge_l"]) == len(row["documents"])
+    assert f"{plain}: 8 continuations, of which" in out and "lower bound" in out
 
 
 def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():

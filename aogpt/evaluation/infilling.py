@@ -14,6 +14,9 @@ from ..data.loader import spread
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
+from ..sampling.gaps import gapped_of
+from ..sampling.modes import Context
+from ..sampling.resampling import fill_by_resampling
 from ..scoring import masked_log_probs, token_log_probs
 
 SENTENCE_ENDS = (".", "!", "?")
@@ -27,12 +30,18 @@ class Passages:
     tokens: Tensor  # LongTensor (N, T)
     start: Tensor  # LongTensor (N,), the first token of the middle
     end: Tensor  # LongTensor (N,), the first one after it
+    document: Tensor  # LongTensor (N,), the number of the document that it is from
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, rows: slice) -> "Passages":
-        return Passages(self.tokens[rows], self.start[rows], self.end[rows])
+        return Passages(
+            tokens=self.tokens[rows],
+            start=self.start[rows],
+            end=self.end[rows],
+            document=self.document[rows],
+        )
 
     def known(self, both_sides: bool) -> Tensor:
         """Return what is before the middle and, with both sides, what is after it,
@@ -60,9 +69,11 @@ def find_passages(
     tokenizer: Tokenizer,
     shortest: int,
     longest: int,
+    documents: Tensor | None = None,
 ) -> Passages:
     """Return the blocks (N, T) that have a whole sentence of this many tokens; where
-    there are several, the middle is the one nearest to the middle of the block."""
+    there are several, the middle is the one nearest to the middle of the block.
+    documents: the number of the document of each block, by default one for all."""
     T = blocks.shape[1]
     ends_sentence = {}
     for token in blocks.unique().tolist():
@@ -84,16 +95,21 @@ def find_passages(
             nearest = min(sentences, key=lambda span: abs(span[0] + span[1] - T))
             rows.append(row)
             spans.append(nearest)
-    return _passages(blocks[rows], spans)
+    if documents is None:
+        documents = torch.zeros(len(blocks)).long()
+    return _passages(blocks[rows], spans, documents[rows])
 
 
-def _passages(tokens: Tensor, spans: list[tuple[int, int]]) -> Passages:
+def _passages(
+    tokens: Tensor, spans: list[tuple[int, int]], documents: Tensor
+) -> Passages:
     """Return passages of tokens (N, T) whose middles have these starts and ends."""
     spans = torch.tensor(spans).long().view(-1, 2)
     return Passages(
         tokens,
         start=spans[:, 0],
         end=spans[:, 1],
+        document=documents,
     )
 
 
@@ -122,7 +138,7 @@ def find_last_words(
             rows.append(torch.tensor(document))
             spans.append((word, len(document)))
     padded = pad_sequence(rows, batch_first=True)
-    return _passages(padded[1:], spans)
+    return _passages(padded[1:], spans, documents=torch.arange(len(spans)))
 
 
 def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
@@ -187,6 +203,47 @@ def _masked_middle_nll(
         log_prob = log_probs.gather(1, index).squeeze(1)
         total -= log_prob.where(i < length, 0.0)
     return total / length
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """Middles that a plain GPT fills in given both sides; see sampling/resampling.py."""
+
+    # -log p of the true middle, nats per token: too small on average, as what it is
+    # divided by, a sum over all middles of its length, is estimated from few of them
+    nll: list[float]
+    tokens: list[list[int]]  # the most probable of the texts that were drawn
+    effective_sample_size: list[float]
+
+
+@torch.no_grad()
+def resample_middles(
+    model: AOGPT, passages: Passages, draws: int, seed: int, vocab_size: int
+) -> Resampled:
+    """Fill the middles of passages in with a plain GPT, by `draws` continuations of the
+    left side each, weighted by the right side."""
+    resampled = Resampled(nll=[], tokens=[], effective_sample_size=[])
+    start = passages.start.tolist()
+    end = passages.end.tolist()
+    for row, text in enumerate(passages.tokens):
+        tokens = text[None].to(model.wte.weight.device)
+        order = torch.arange(len(text), device=tokens.device)[None]
+        log_probs = token_log_probs(model, tokens, order)[0].cpu().double()
+        context: Context = text.tolist()
+        context[start[row] : end[row]] = [None] * (end[row] - start[row])
+        weighted = fill_by_resampling(
+            model,
+            gapped_of(context),
+            seed=seed + row,
+            draws=draws,
+            vocab_size=vocab_size,
+        )
+        joint = float(log_probs[start[row] :].sum())  # of the middle and the right side
+        log_prob = joint - weighted.log_evidence
+        resampled.nll.append(-log_prob / (end[row] - start[row]))
+        resampled.tokens.append(weighted.tokens[0])
+        resampled.effective_sample_size.append(weighted.effective_sample_size)
+    return resampled
 
 
 class Words:

@@ -65,6 +65,10 @@ class Weighted:
     scores: list[Scores]  # nats per token; none given both sides
     weights: list[float]  # estimates of p(filling | known text); their sum is 1
     effective_sample_size: float  # of the continuations, the least of all gaps
+    # Estimate of log p(known text after the first gap | text before it), nats, summed
+    # over the lengths of the gaps. Its exponential is unbiased, so that the estimate is
+    # too small on average.
+    log_evidence: float
     model_calls: int
     token_forwards: int
 
@@ -257,13 +261,15 @@ def fill_by_resampling(
     weights = torch.zeros(draws, dtype=torch.float64)  # their logarithms
     filled: list[list[int]] = [[] for _ in range(draws)]  # lengths of the gaps so far
     effective = math.inf
+    log_evidence = 0.0
     texts_after = gapped.known[1:]
     for number, (sizes, after) in enumerate(zip(lengths, texts_after, strict=True)):
         start = rows.known
         proposals = _draw(rows, sizes, after, choice, vocab_size, seed, number)
         # 1. Choose K of all rows and lengths.
-        by_length = [weights + proposals[n].log_weight for n in sizes]
-        weights, found = _normalised(torch.cat(by_length), draws)
+        by_length = torch.cat([weights + proposals[n].log_weight for n in sizes])
+        weights, found = _normalised(by_length, draws)
+        log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
         effective = min(effective, found)
         shift = float(
             to_uniform(philox_bits(seed, number, range(1), 1, RESAMPLING))[0, 0]
@@ -286,8 +292,18 @@ def fill_by_resampling(
         weights = rows.read_text(after, skip=1)
         log_right = log_right + weights
         effective = min(effective, _normalised(weights, draws)[1])
+    log_evidence += float(weights.logsumexp(dim=0)) - math.log(draws)
     weights, _ = _normalised(weights, draws)
-    return _merged(gapped, filled, log_gaps, log_right, weights, effective, rows)
+    return _merged(
+        gapped,
+        filled,
+        log_gaps,
+        log_right,
+        weights,
+        effective=effective,
+        log_evidence=log_evidence,
+        rows=rows,
+    )
 
 
 @dataclass
@@ -383,7 +399,9 @@ def _merged(
     log_gaps: Tensor,
     log_right: Tensor,
     weights: Tensor,
+    *,
     effective: float,
+    log_evidence: float,
     rows: Rows,
 ) -> Weighted:
     """Return the different fillings, with the weights of equal ones added up."""
@@ -417,6 +435,7 @@ def _merged(
         scores=scores,
         weights=[shares[key] for key in best],
         effective_sample_size=effective,
+        log_evidence=log_evidence,
         model_calls=rows.model_calls,
         token_forwards=rows.token_forwards,
     )
