@@ -6,7 +6,15 @@ import shutil
 
 import pytest
 import torch
-from helpers import ALONE, change, make_data, tiny_config
+from helpers import (
+    ALONE,
+    assert_same_losses,
+    change,
+    make_data,
+    run_script,
+    tiny_config,
+    write_config,
+)
 from reference import random_tokens
 
 import train
@@ -143,6 +151,29 @@ def test_a_run_of_adapters_resumes_exactly(tuned, tmp_path):
         assert torch.equal(p, resumed[name]), name
     with pytest.raises(UserError, match="rank of the adapters"):
         train.train(change(parts, train__lora_rank=4, train__steps=9), ALONE)
+
+
+def test_two_processes_train_the_adapters_of_one(tuned, tmp_path):
+    config, _ = tuned
+    alone = change(config, out=str(tmp_path), name="alone")
+    two = change(alone, name="two")
+    train.train(alone, ALONE)
+    run_script("tests/parallel_jobs.py", 2, f"run={write_config(two)}")
+    assert_same_losses(two, alone, 1e-5)
+    expected = parameters(load(alone.run_folder).model)
+    for name, p in parameters(load(two.run_folder).model).items():
+        assert (p - expected[name]).abs().max() < 1e-4, name
+
+
+def test_a_folder_for_transformers_holds_the_merged_weights(tuned, tmp_path):
+    pytest.importorskip("transformers")
+    config, _ = tuned
+    convert(str(config.run_folder), tmp_path / "hub", hub=True)
+    assert (tmp_path / "hub" / "modeling_aogpt.py").is_file()
+    expected = parameters(load(config.run_folder).model)
+    found = parameters(load(tmp_path / "hub").model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
 
 
 def test_what_cannot_be_adapted_is_refused(tuned, tmp_path):
