@@ -108,7 +108,10 @@ def bench_decode(o: DecodeOptions) -> dict:
     rows = []
     for batch_size, length in itertools.product(o.batch_size, o.lengths):
         bench = DecodeBench(o, batch_size, length, device, dtype)
-        for steps in [math.ceil(length / o.group)] if o.group else o.steps:
+        all_steps = o.steps
+        if o.group:
+            all_steps = (math.ceil(length / o.group),)
+        for steps in all_steps:
             rows += bench.rows(steps)
             # After every measurement, so that a run that is cut short leaves its rows.
             outputs.write_json(o.json, {"rows": rows})
@@ -131,15 +134,17 @@ class DecodeBench:
         self.B = B
         self.T = T
         self.device = device
-        known = dict.fromkeys(("ours", *o.systems))
-        self.systems = [
-            s for s in known if s != "cache-only" or T <= LONGEST_CACHE_ONLY
-        ]
+        self.systems = list(dict.fromkeys(("ours", *o.systems)))
+        if T > LONGEST_CACHE_ONLY and "cache-only" in self.systems:
+            self.systems.remove("cache-only")
         self.engines: dict[tuple[str, bool], Engine] = {}
         self.repeated: dict[str, list[dict]] = {}  # timings of OWN_STEPS
         self.models = {}
-        names = dict.fromkeys(MODELS.get(system, system) for system in known)
-        for system in (s for s in names if s == "ours" or s in OTHER_MODELS):
+        for system in self.systems:
+            system = MODELS.get(system, system)
+            has_model = system == "ours" or system in OTHER_MODELS
+            if not has_model or system in self.models:
+                continue
             common.tell(f"{o.size}, {T} tokens: weights of {system}")
             config = common.config_of(system, o.size, T)
             self.vocab_size = SIZES[o.size][1]
@@ -173,9 +178,8 @@ class DecodeBench:
         for system in self.systems:
             row = self.row(system, steps, timings[system], drawn[0])
             if system in FLOORED:
-                row["times_floor"] = self.times_floor(
-                    system, timings[system], drawn[1:]
-                )
+                ratio = self.times_floor(system, timings[system], drawn[1:])
+                row["times_floor"] = ratio
             rows.append(row)
             if system in OWN_STEPS:
                 self.repeated[system] = timings[system]
@@ -199,14 +203,24 @@ class DecodeBench:
         return self.models.get(MODELS.get(system, system), self.models["ours"])
 
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
-        row = {"system": system, "description": SYSTEMS[system]} | timings[0]
-        row |= {"batch_size": self.B, "length": self.T, "steps": steps}
-        row["all_seconds"] = [timing["seconds"] for timing in timings]
-        row["seconds"] = statistics.median(row["all_seconds"])
-        row["tokens_per_second"] = self.B * self.T / row["seconds"]
-        row["ms_per_call"] = 1000 * statistics.median(
-            t["seconds"] / t["calls"] for t in timings
-        )
+        """What is measured of a system, with the counts of its first plan."""
+        all_seconds = [timing["seconds"] for timing in timings]
+        seconds = statistics.median(all_seconds)
+        of_a_call = [timing["seconds"] / timing["calls"] for timing in timings]
+        row = {
+            "system": system,
+            "description": SYSTEMS[system],
+            "seconds": seconds,
+            "calls": timings[0]["calls"],
+            "timed_calls": timings[0]["timed_calls"],
+            "token_forwards": timings[0]["token_forwards"],
+            "batch_size": self.B,
+            "length": self.T,
+            "steps": steps,
+            "all_seconds": all_seconds,
+            "tokens_per_second": self.B * self.T / seconds,
+            "ms_per_call": 1000 * statistics.median(of_a_call),
+        }
         if self.options.memory:
             row["peak_bytes"] = self.peak(system, plan)
         return row
@@ -216,26 +230,28 @@ class DecodeBench:
         if system not in SLOW:
             own = plan_of(system, plan, self.options.draft)
             seconds, (done,) = self.decode(system, [own])
-            calls = done.model_calls
-            forwards = done.token_forwards
-            counts = {"calls": calls, "timed_calls": calls, "token_forwards": forwards}
-            return {"seconds": seconds} | counts
+            return {
+                "seconds": seconds,
+                "calls": done.model_calls,
+                "timed_calls": done.model_calls,
+                "token_forwards": done.token_forwards,
+            }
         sizes = group_sizes(plan)  # (B, G) positions that each call unmasks
         calls = sizes.shape[1]
-        timed = min(SLOW_CALLS, sizes.shape[1])
+        timed = min(SLOW_CALLS, calls)
         chosen = [int((i + 0.5) * calls / timed) for i in range(timed)]
-        fixed, _ = self.decode(
-            system, parts_of(system, plan, [])
-        )  # the cost besides its calls
+        # What a plan costs besides its calls.
+        fixed, _ = self.decode(system, parts_of(system, plan, []))
         seconds, _ = self.decode(system, parts_of(system, plan, chosen))
-        inputs = (
-            sizes.cumsum(dim=1)
-            if system == "no-cache"
-            else torch.full_like(sizes, self.T)
-        )
-        counts = {"calls": calls, "timed_calls": timed}
-        counts["token_forwards"] = int(inputs[sizes > 0].sum())
-        return {"seconds": fixed + (seconds - fixed) * calls / timed} | counts
+        inputs = torch.full_like(sizes, self.T)
+        if system == "no-cache":
+            inputs = sizes.cumsum(dim=1)
+        return {
+            "seconds": fixed + (seconds - fixed) * calls / timed,
+            "calls": calls,
+            "timed_calls": timed,
+            "token_forwards": int(inputs[sizes > 0].sum()),
+        }
 
     def decode(self, system: str, parts: list[Plan]) -> tuple[float, list[Generation]]:
         """Decode plans with the model of a system, one after the other; the seconds, too,
@@ -296,22 +312,22 @@ class DecodeBench:
             _, (done,) = self.decode("ours", [plan])
         milliseconds = {}
         for event in profile.key_averages():
-            total = (
-                event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            )
-            if total > 0:
-                milliseconds[event.key] = total / 1000
+            microseconds = event.self_cpu_time_total
+            if on_gpu:
+                microseconds = event.self_device_time_total
+            if microseconds > 0:
+                milliseconds[event.key] = microseconds / 1000
         total = sum(milliseconds.values())
         parts = dict.fromkeys([*PARTS, "rest"], 0.0)
         for name, value in milliseconds.items():
             parts[part_of(name)] += value / total
-        largest = sorted(milliseconds.items(), key=lambda item: -item[1])[:10]
+        names = sorted(milliseconds, key=lambda name: -milliseconds[name])
         return {
             "steps": steps,
             "calls": done.model_calls,
             "milliseconds": total,
             "shares": parts,
-            "largest": dict(largest),
+            "largest": {name: milliseconds[name] for name in names[:10]},
         }
 
     def peak(self, system: str, plan: Plan) -> int:
@@ -319,18 +335,16 @@ class DecodeBench:
         the last two calls."""
         parts = [plan_of(system, plan, self.options.draft)]
         if system in SLOW:
-            parts = parts_of(system, plan, range(group_sizes(plan).shape[1])[-2:])
+            calls = group_sizes(plan).shape[1]
+            parts = parts_of(system, plan, range(calls)[-2:])
+        device = self.device
+        shape = (self.B, self.T)
         self.engines.clear()  # an engine has a copy of the weights, too
-        weights, _ = allocated(self.device, lambda: self.engine(system, (1, 1)))
+        weights, _ = allocated(device, lambda: self.engine(system, (1, 1)))
         self.engines.clear()
-        buffers, _ = allocated(
-            self.device, lambda: self.engine(system, (self.B, self.T))
-        )
-        return (
-            buffers
-            - weights
-            + allocated(self.device, lambda: self.decode(system, parts))[1]
-        )
+        buffers, _ = allocated(device, lambda: self.engine(system, shape))
+        _, most = allocated(device, lambda: self.decode(system, parts))
+        return buffers - weights + most
 
 
 def part_of(name: str) -> str:
@@ -357,15 +371,19 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
         return after - before, most - before
     # A CPU's allocator keeps no statistics: add up what the profiler saw come and go.
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as found:
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         work()
-    events = [
-        e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
-    sizes = [
-        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
-    ]
-    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
+    events = []
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            events.append(event)
+    events.sort(key=lambda event: event.start_ns())
+    now = 0
+    most = 0
+    for event in events:
+        now += event.nbytes()
+        most = max(most, now)
+    return now, most
 
 
 def plan_of(system: str, plan: Plan, draft: int) -> Plan:
@@ -390,20 +408,24 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
     An encoder computes all positions of a row in every call, so that those of the other calls can
     be given. Without a cache a call computes the known tokens and its group, wherever they stand:
     a prompt, in front of which nothing is cached, and its continuation."""
-    starts = plan.step.diff(dim=1, prepend=torch.full_like(plan.step[:, :1], -1)) > 0
-    groups = (
-        starts.cumsum(dim=1) - 1
-    )  # (B, T) the call of each position, as the engine counts
+    before = torch.full_like(plan.step[:, :1], -1)
+    starts = plan.step.diff(dim=1, prepend=before) > 0
+    # (B, T), the call of each position, as the engine counts.
+    groups = starts.cumsum(dim=1) - 1
     if system in ("encoder", "encoder-eager"):
-        chosen = torch.isin(groups, torch.tensor(list(calls), dtype=torch.long))
+        timed = torch.tensor(list(calls), dtype=torch.long)
+        chosen = torch.isin(groups, timed)
         given_first = chosen.to(torch.uint8).argsort(dim=1, stable=True)
-        step = groups.where(chosen, -1)
-        return [Plan(plan.order.gather(1, given_first), step.gather(1, given_first))]
+        order = plan.order.gather(1, given_first)
+        step = groups.where(chosen, -1).gather(1, given_first)
+        return [Plan(order, step)]
     order = torch.arange(plan.order.shape[1]).expand_as(plan.order)
     parts = []
     for call in calls:
-        length = (groups <= call).sum(dim=1) * (groups == call).any(dim=1)
-        parts.append(Plan(order, groups.where(groups >= call, -1), length))
+        is_active = (groups == call).any(dim=1)
+        length = (groups <= call).sum(dim=1) * is_active
+        step = groups.where(groups >= call, -1)
+        parts.append(Plan(order, step, length))
     return parts
 
 
@@ -412,9 +434,8 @@ def scale_logits(model: AOGPT, vocab_size: int) -> None:
     """Scale the head's nearly flat random logits to an entropy of about ENTROPY. Normal logits of
     standard deviation s have log V - s^2 / 2; hidden states have a mean square of 1."""
     std = model.head.weight.float().std() * math.sqrt(model.config.n_embd)
-    model.head.weight.mul_(
-        math.sqrt(2 * max(math.log(vocab_size) - ENTROPY, 0.1)) / std
-    )
+    too_high = max(math.log(vocab_size) - ENTROPY, 0.1)
+    model.head.weight.mul_(math.sqrt(2 * too_high) / std)
 
 
 def floor_of(
@@ -440,18 +461,14 @@ def floor_of(
     pairs = fresh * cached + fresh * (fresh + 1) // 2 + sizes * (known + 1)
     block_weights = 12 * L * D**2
     head_weights = D * vocab_size
-    read = itemsize * (
-        block_weights + head_weights + 2 * L * D * cached.sum(dim=0).double()
-    )
-    flops = (
-        2 * block_weights * (fresh + sizes)
-        + 2 * head_weights * sizes
-        + 4 * L * D * pairs
-    )
-    seconds = torch.maximum(
-        read / rates["bandwidth"], flops.sum(dim=0) / rates["flops"]
-    )
-    return float(seconds.sum())
+    cache = 2 * L * D * cached.sum(dim=0).double()
+    read = itemsize * (block_weights + head_weights + cache)
+    flops = 2 * block_weights * (fresh + sizes)
+    flops += 2 * head_weights * sizes
+    flops += 4 * L * D * pairs
+    of_memory = read / rates["bandwidth"]
+    of_arithmetic = flops.sum(dim=0) / rates["flops"]
+    return float(torch.maximum(of_memory, of_arithmetic).sum())
 
 
 def report(result: dict) -> list[str]:
@@ -503,15 +520,17 @@ def draw(result: dict) -> bytes:
     """A PNG for the last batch size and length. Left: seconds of every system by steps. Right:
     an encoder's seconds relative to AO-GPT's, beside what the paper reports."""
     last = result["rows"][-1]
-    shown = [
-        row
-        for row in result["rows"]
-        if (row["batch_size"], row["length"]) == (last["batch_size"], last["length"])
-    ]
+    batch_size = last["batch_size"]
+    length = last["length"]
+    rows_of_systems: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        if row["batch_size"] == batch_size and row["length"] == length:
+            rows_of_systems.setdefault(row["system"], []).append(row)
     figure, (left, right) = new_figure(1, 2, (10, 4))
-    for number, system in enumerate(dict.fromkeys(row["system"] for row in shown)):
-        rows = [row for row in shown if row["system"] == system]
+    ticks = set()
+    for number, (system, rows) in enumerate(rows_of_systems.items()):
         steps = [row["steps"] for row in rows]
+        ticks.update(steps)
         style = {
             "color": COLORS[number % len(COLORS)],
             "linestyle": "--" if system in OWN_STEPS else "-",
@@ -522,16 +541,14 @@ def draw(result: dict) -> bytes:
             ratios = [row["times_ours"] for row in rows]
             right.plot(steps, ratios, label=f"{system} / ours, here", **style)
     right.axhline(PAPER_RATIO, color="gray", linestyle=":", label=PAPER_LABEL)
-    left.set_ylabel(
-        f"seconds for {last['batch_size']} samples of {last['length']} tokens"
-    )
+    left.set_ylabel(f"seconds for {batch_size} samples of {length} tokens")
     right.set_ylabel("seconds relative to AO-GPT")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("steps")
-        ticks = sorted({row["steps"] for row in shown})
-        axes.set_xticks(ticks, labels=[f"{steps:,}" for steps in ticks], minor=False)
+        labels = [f"{steps:,}" for steps in sorted(ticks)]
+        axes.set_xticks(sorted(ticks), labels=labels, minor=False)
         axes.legend(fontsize="small")
     left.set_title(f"{result['machine']['name']}, {result['settings']['size']}")
     return png(figure)
