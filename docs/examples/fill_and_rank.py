@@ -12,39 +12,49 @@ import sys
 from pathlib import Path
 
 import aogpt
-from aogpt.sampling.gaps import MASK
 
 
-def fill_lines(model: aogpt.TextModel, path: Path, seed: int) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    places = [i for i, line in enumerate(lines) if MASK.search(line)]
-    fillings = model.fill([lines[i] for i in places], seed=seed)
-    for i, (best, *_) in zip(places, fillings, strict=True):
-        lines[i] = best.text
-    sys.stdout.write("\n".join(lines) + "\n")
+def fill_lines(model: aogpt.TextModel, file: Path, seed: int) -> None:
+    """Print the lines of a text, with their gaps filled in."""
+    text = file.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if "[MASK" in line:
+            fillings = model.fill(line, seed=seed)
+            line = fillings[0].text
+        print(line)
 
 
-def rank_rows(model: aogpt.TextModel, path: Path) -> None:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    ranked = model.rank([row["sentence"] for row in rows])
-    for row, (best, *_) in zip(rows, ranked, strict=True):
+def rank_rows(model: aogpt.TextModel, file: Path) -> None:
+    """Print a table with the most probable sentence of each row, and its share of the
+    probability of all alternatives."""
+    text = file.read_text(encoding="utf-8")
+    reader = csv.DictReader(text.splitlines())
+    rows = list(reader)
+    sentences = [row["sentence"] for row in rows]
+    ranked = model.rank(sentences)  # a list of texts in, a list of answers out
+    for row, alternatives in zip(rows, ranked, strict=True):
+        best = alternatives[0]
         row["best"] = best.text
         row["share"] = f"{best.share:.3f}"
-    writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else [])
+    names = [*reader.fieldnames, "best", "share"]
+    writer = csv.DictWriter(sys.stdout, names)
     writer.writeheader()
     writer.writerows(rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--gaps", type=Path)
     parser.add_argument("--spellings", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    text_model = aogpt.load(options.model)
+    model = aogpt.load(options.model)
     if options.gaps:
-        fill_lines(text_model, options.gaps, options.seed)
+        fill_lines(model, options.gaps, options.seed)
     if options.spellings:
-        rank_rows(text_model, options.spellings)
+        rank_rows(model, options.spellings)
+
+
+if __name__ == "__main__":
+    main()
