@@ -25,20 +25,25 @@ from studies.runs import ROOT, run_alone
 Size = Literal["small", "medium"]
 CONFIG = ROOT / "studies" / "configs" / "reproduce.toml"
 QUICK_SEQUENCES = 256
-# Left to right an encoder takes a pass for each token of a block.
-ENCODERS = ("RADD", "SEDD")
-ENCODER_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
 class Model:
-    """Released weights: per size a repository on the Hugging Face hub, and a file in it if it is
-    not a folder that the loaders read as a whole."""
+    """Released weights, and how they are scored.
+
+    files: per size a repository on the Hugging Face hub, and a file in it if it is not a folder
+    that the loaders read as a whole. orders: values of --orders, each in a run of its own.
+    random_orders: whether it takes --num-orders. ensembles: whether random orders are also
+    averaged over. l2r_sequences: the most sequences that are scored left to right."""
 
     name: str
     files: dict[str, list[str]]
     weights: Literal["ema", "raw"]
     note: str
+    orders: list[str]
+    random_orders: bool = True
+    ensembles: bool = False
+    l2r_sequences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,20 +153,10 @@ def evaluated(
         return json.loads(file.read_text())["results"]
     file.parent.mkdir(parents=True, exist_ok=True)
     results = []
-    for orders in orders_of(model):
-        sequences = limit
-        if model.name in ENCODERS and orders == ["l2r"]:
-            sequences = min(limit or ENCODER_SEQUENCES, ENCODER_SEQUENCES)
-        part = file.with_suffix(f".{orders[0]}.json")
+    for order in model.orders:
+        part = file.with_suffix(f".{order}.json")
         if not part.exists():
-            command = ["eval_ppl.py", path, "--weights", model.weights]
-            command += ["--datasets", *map(str, folders), "--orders", *orders]
-            if model.name != "GPT-2":
-                command += ["--num-orders", str(a.num_orders)]
-            if model.name == "AO-GPT" and orders == ["random"]:
-                command += ["--ensemble", *map(str, a.ensemble)]
-            if sequences:
-                command += ["--max-sequences", str(sequences)]
+            command = scoring_command(a, model, order, path, folders, limit)
             show(" ".join(["python", *command]), flush=True)
             done = run_alone(*command, "--json", str(part))
             if done.returncode:
@@ -171,14 +166,29 @@ def evaluated(
     return results
 
 
-def orders_of(model: Model) -> list[list[str]]:
-    """The values of --orders, in separate runs: they take very different numbers of passes."""
-    match model.name:
-        case "GPT-2":
-            return [["l2r"]]
-        case "SEDD":
-            return [["score_entropy"], ["l2r"]]
-    return [["random"], ["l2r"]]
+def scoring_command(
+    a: Arguments,
+    model: Model,
+    order: str,
+    path: str,
+    folders: list[Path],
+    limit: int | None,
+) -> list[str]:
+    """The words of eval_ppl.py that score one order on all sets. limit: sequences of each set,
+    None for all."""
+    command = ["eval_ppl.py", path, "--weights", model.weights]
+    command += ["--datasets", *map(str, folders), "--orders", order]
+    if model.random_orders:
+        command += ["--num-orders", str(a.num_orders)]
+    if model.ensembles and order == "random":
+        command += ["--ensemble", *map(str, a.ensemble)]
+    limits = [limit]
+    if order == "l2r":
+        limits.append(model.l2r_sequences)
+    limits = [number for number in limits if number]
+    if limits:
+        command += ["--max-sequences", str(min(limits))]
+    return command
 
 
 def table(
@@ -221,8 +231,12 @@ def table(
             *notes,
             "- The released script stops after 16 batches on most sets; here blocks are spread "
             "over a set, or all are scored.",
-            f"- Left to right an encoder takes a pass for each token: {ENCODER_SEQUENCES} "
-            "sequences at most.",
+            *(
+                f"- {model.name} takes a pass for each token left to right: "
+                f"{model.l2r_sequences} sequences at most."
+                for model in models
+                if model.l2r_sequences
+            ),
             "- More causes, each with its option: docs/numbers.md.",
             "",
         ]

@@ -97,6 +97,12 @@ SELECTION = {
         8: "margin, 8 a pass",
     },
 }
+RULES = {
+    "random": "at random",
+    "confidence": "with the largest probability of a token",
+    "entropy": "with the least entropy",
+    "margin": "whose first token leads the second the most",
+}
 # Colors and markers of the families of the figure.
 FAMILIES = {
     "speculative, draft": ("#0072B2", "o"),
@@ -329,7 +335,7 @@ def page(rows: dict[str, dict]) -> str:
         "|---|---|---:|---:|---|---:|---:|---:|",
     ]
     for name, row in rows.items():
-        if name == "acceptance":
+        if name not in EXACT and name not in APPROXIMATE:
             continue
         interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
         lines.append(
@@ -337,6 +343,20 @@ def page(rows: dict[str, dict]) -> str:
             f"| {tokens_a_pass(row):.2f} | {row['perplexity']:.1f} ({interval}) "
             f"| {row['entropy']:.2f} | {row['js_2']:.3f} | {row['seconds']:.0f} |"
         )
+    selection = [
+        "| first is filled the position | tokens a pass | perplexity, 95% | entropy "
+        "| 2-gram divergence |",
+        "|---|---:|---|---:|---:|",
+    ]
+    for rule, names in SELECTION.items():
+        for name in names.values():
+            row = rows[name]
+            interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
+            selection.append(
+                f"| {RULES[rule]} | {tokens_a_pass(row):.0f} "
+                f"| {row['perplexity']:.1f} ({interval}) "
+                f"| {row['entropy']:.2f} | {row['js_2']:.3f} |"
+            )
     acceptance = rows["acceptance"]["by_place"]
     groups = grouped(rows["acceptance"]["by_distance"])
     one = rows[ONE_AT_A_TIME]
@@ -345,6 +365,10 @@ def page(rows: dict[str, dict]) -> str:
     even = rows["even, 32 steps"]
     values = {
         "TABLE": "\n".join(lines),
+        "SELECTION": "\n".join(selection),
+        "RATE_SLOTS": f"{tokens_a_pass(rows['speculative, slots of 8, draft 16']):.1f}",
+        "PPL_SLOTS": f"{rows[SLOTS]['perplexity']:.1f}",
+        "PPL_SLOTS_16": f"{rows['speculative, slots of 8, draft 16']['perplexity']:.1f}",
         "LENGTH": str(LENGTH),
         "SAMPLES": str(one["samples"]),
         "COMMIT": ", ".join(sorted({row["commit"] for row in rows.values()})),
