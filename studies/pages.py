@@ -57,16 +57,33 @@ def title_of(kind: str) -> str:
 
 @functools.cache
 def load_results(name: str) -> tuple[Experiment, Recipes]:
-    """Return an experiment and its reported results, made of the rows of its runs. Raises
-    MissingRow if a run is not there."""
+    """Return an experiment and its reported results, made of the rows of its runs: those of the
+    run configs all of whose runs are there. Raises MissingRow if there is none."""
     experiment = load_experiment(name)
-    rows = Results(RESULTS / f"{name}.runs.jsonl", complete=True)
-    trained = Runner(experiment, rows).train(experiment.seeds)
+    file = RESULTS / f"{name}.runs.jsonl"
+    rows = Results(file, complete=True)
+    trained = Runner(experiment, rows, partial=True).train(experiment.seeds)
+    trained = {recipe: entries for recipe, entries in trained.items() if entries}
+    if not trained:
+        raise MissingRow(f"{file} has not all runs of any run config")
     return experiment, reported(experiment, trained)
 
 
+def not_run(experiment: Experiment, recipes: Recipes) -> list[str]:
+    """Return the titles of the recipes, and of the run configs of the others, without results."""
+    titles = []
+    for recipe, run_configs in experiment.recipes.items():
+        if recipe not in recipes:
+            titles.append(title_of(recipe))
+            continue
+        for name, one in run_configs.items():
+            if name not in recipes[recipe]:
+                titles.append(f"{title_of(recipe)}: {one.description or name}")
+    return titles
+
+
 def has_results(name: str) -> bool:
-    """Return whether all runs of an experiment have rows."""
+    """Return whether a run config of an experiment has all its rows."""
     try:
         load_results(name)
     except MissingRow:
@@ -97,7 +114,8 @@ def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]
             if judgement:
                 judgement["primary"] = recipe in claim.primary
                 claims[recipe].append(judgement)
-    with_verdicts(primary_of(claims))
+    tests = sum(len(claim.primary) for claim in experiment.claims)
+    with_verdicts(primary_of(claims), tests)
     return claims
 
 
@@ -231,6 +249,8 @@ def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
                 verdicts.append(f"- *{title_of(recipe)}*: {verdict_line(claim)}")
     if verdicts:
         lines += [*verdicts, ""]
+    if missing := not_run(e, recipes):
+        lines += [f"**Not run yet.** {'; '.join(missing)}.", ""]
     lines += [f"**Setting.** {e.setting}", ""]
     if e.source:
         lines += [f"**Elsewhere.** {e.source}", ""]
@@ -321,6 +341,8 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
+            if name not in entries or other not in entries:
+                continue
             entry = entries[name]
             losses = []
             for runs in (entry["runs"], entries[other]["runs"]):
@@ -428,11 +450,14 @@ def overview() -> str:
     experiment."""
     rows = []
     missing = []
+    partial = []
     for name in experiment_names():
         if not has_results(name):
             missing.append(name)
             continue
         experiment, recipes = load_results(name)
+        if parts := not_run(experiment, recipes):
+            partial.append(f"{name} (not yet: {'; '.join(parts)})")
         texts = [experiment.row.get("found", ""), experiment.row.get("says", "")]
         answer, elsewhere = (filled(text, experiment, recipes) for text in texts)
         link = f"[{experiment.title}]({name}.md)"
@@ -442,6 +467,8 @@ def overview() -> str:
     text = filled((CONFIGS / "page.md").read_text())
     if missing:
         table += ["", f"Not run yet: {', '.join(missing)}."]
+    if partial:
+        table += ["", f"Partly run: {', '.join(partial)}."]
     return text.replace("TABLE", "\n".join(table))
 
 

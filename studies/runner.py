@@ -180,6 +180,7 @@ class Runner:
     jobs: int = 1  # runs at a time
     processes: int = 1  # of each run
     quick: bool = False
+    partial: bool = False  # leave out run configs whose rows are missing
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def train(self, seeds: int) -> Recipes:
@@ -210,34 +211,57 @@ class Runner:
                 tuning[names] = pool.submit(self.tune, recipe, chosen)
         entries: dict[str, dict] = {}
         for one in run_configs.values():
-            names = tuple(self.tuned_on(one))
-            pairs = tuning[names].result()
-            tuned = best_of(one, pairs)
-            tuning_rows = []
-            for values, loss in pairs:
-                tuning_rows.append({"tuned": values, "loss": loss})
-            at_boundary = False
-            for key, grid in one.tune.items():
-                if pairs and tuned[key] in (grid[0], grid[-1]):
-                    at_boundary = True
-            config = self.experiment.config(recipe, one, 0, tuned)
-            model = meta_model(config)
-            parameters = sum(p.numel() for p in model.parameters())
-            entries[one.name] = {
-                "description": one.description,
-                "tuning": tuning_rows,
-                "tuned": tuned,
-                "at_boundary": at_boundary,
-                "parameters": parameters,
-                "flops": flops_per_token(config.model, config.model.block_size),
-                "runs": [
-                    pool.submit(self.run, recipe, one, seed, tuned)
-                    for seed in self.experiment.seeds_in(recipe, seeds)
-                ],
-            }
-        for entry in entries.values():
-            entry["runs"] = [future.result() for future in entry["runs"]]
-        return entries
+            try:
+                pairs = tuning[tuple(self.tuned_on(one))].result()
+            except MissingRow:
+                if not self.partial:
+                    raise
+                continue
+            entries[one.name] = self.entry(recipe, one, pairs, seeds, pool)
+        complete = {}
+        for name, entry in entries.items():
+            try:
+                runs = [future.result() for future in entry["runs"]]
+            except MissingRow:
+                if not self.partial:
+                    raise
+                continue
+            complete[name] = entry | {"runs": runs}
+        return complete
+
+    def entry(
+        self,
+        recipe: str,
+        one: RunConfig,
+        pairs: list[tuple[Values, float]],
+        seeds: int,
+        pool: ThreadPoolExecutor,
+    ) -> dict:
+        """Return what is known of a run config before its runs, and its runs as futures.
+
+        pairs: what its tuning has tried, with losses."""
+        tuned = best_of(one, pairs)
+        tuning_rows = []
+        for values, loss in pairs:
+            tuning_rows.append({"tuned": values, "loss": loss})
+        at_boundary = False
+        for key, grid in one.tune.items():
+            if pairs and tuned[key] in (grid[0], grid[-1]):
+                at_boundary = True
+        config = self.experiment.config(recipe, one, 0, tuned)
+        model = meta_model(config)
+        return {
+            "description": one.description,
+            "tuning": tuning_rows,
+            "tuned": tuned,
+            "at_boundary": at_boundary,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "flops": flops_per_token(config.model, config.model.block_size),
+            "runs": [
+                pool.submit(self.run, recipe, one, seed, tuned)
+                for seed in self.experiment.seeds_in(recipe, seeds)
+            ],
+        }
 
     def tuned_on(self, run_config: RunConfig) -> list[str]:
         """The run configs on which the values of this one are tuned."""

@@ -329,16 +329,19 @@ def combined(
     return Figure(value, math.hypot(*errors))
 
 
-def with_verdicts(claims: list[dict]) -> None:
-    """Give all primary claims of an experiment their verdicts, by Holm's step-down procedure. One
-    that its runs cannot decide (plateau, unfinished runs) counts as a test that failed."""
+def with_verdicts(claims: list[dict], tests: int) -> None:
+    """Give the primary claims of an experiment their verdicts, by Holm's step-down procedure. One
+    that its runs cannot decide (plateau, unfinished runs) counts as a test that failed.
+
+    tests: number of primary claims of the experiment; those that are not run yet count as
+    tests that failed, too."""
     p_of = {}
     for number, claim in enumerate(claims):
         p = claim["p_rank"] if claim["ranks"] else claim["p"]
         p_of[number] = 1.0 if claim["verdict"] or p is None else p
     adjusted = 0.0
     for rank, number in enumerate(sorted(p_of, key=p_of.get)):
-        adjusted = max(adjusted, min(1.0, (len(claims) - rank) * p_of[number]))
+        adjusted = max(adjusted, min(1.0, (tests - rank) * p_of[number]))
         claims[number]["p_holm"] = adjusted
         claims[number]["verdict"] = claims[number]["verdict"] or verdict_of(
             claims[number]

@@ -83,8 +83,18 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
         return [found[seed] for seed in seeds_in(toml, recipe) if seed not in tuning]
 
     found = {}
+    tests = 0  # also the claims whose runs are missing
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
+            tests += 1
+            configs = []
+            for side in (claim["higher"], claim["lower"]):
+                configs += [term.partition(":")[0] for term in side.split(" - ")]
+            try:
+                for config in configs:
+                    runs_of(recipe, config)
+            except (KeyError, ValueError):  # a run, or what it is tuned on
+                continue
             if "success" in claim:
                 found[f"{recipe}: {claim['says']}"] = counted(
                     [
@@ -133,7 +143,7 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     order = sorted(found, key=lambda key: found[key][1])
     least = 0.0
     for rank, key in enumerate(order):
-        least = max(least, min(1.0, (len(order) - rank) * found[key][1]))
+        least = max(least, min(1.0, (tests - rank) * found[key][1]))
         found[key] = found[key][0], least
     return found
 

@@ -306,7 +306,7 @@ def test_primary_claims_share_the_error_of_an_experiment():
         ),  # its median says otherwise than its mean
         ([claim(0.01, by_ranks=0.5)], [UNDECIDED]),
     ):
-        verdicts.with_verdicts(claims)
+        verdicts.with_verdicts(claims, len(claims))
         assert [c["verdict"] for c in claims] == words
 
 
@@ -320,12 +320,12 @@ def test_successes_are_compared_by_fishers_test(tmp_path):
     assert found["successes"] == [8, 1] and found["verdict"] == ""
     assert pages.difference_cell(found) == "8 against 1 of 8 runs"
     found["primary"] = True
-    verdicts.with_verdicts([found])
+    verdicts.with_verdicts([found], 1)
     assert found["verdict"] == SUPPORTED
     line = pages.verdict_line(found)
     assert f"8 against 1 of 8 runs, Holm's p by Fisher's test {expected:.2g}" in line
     turned = judged(Claim("", "good", "bad", success=0.9), "training", entries)
-    verdicts.with_verdicts([turned])
+    verdicts.with_verdicts([turned], 1)
     assert turned["verdict"] == OPPOSITE
     figures = [[0.95] * 7 + [0.9], [0.4] * 7 + [1.0]]
     mean, p = audit_findings.counted(figures, 0.9)
@@ -424,7 +424,7 @@ def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
     for _ in range(experiments):
         entries = {name: by_seed(*rng.normal(2, s, 8)) for name, s in spreads.items()}
         claims = [judged(Claim("", "a", other), "training", entries) for other in "bcd"]
-        verdicts.with_verdicts(claims)
+        verdicts.with_verdicts(claims, len(claims))
         spoken += any(claim["verdict"] in (SUPPORTED, OPPOSITE) for claim in claims)
     assert spoken <= stats.binom.ppf(0.999, experiments, 0.05)
 
@@ -505,7 +505,7 @@ def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
         for ranks in (False, True)
     ]
     for claim in claims:
-        verdicts.with_verdicts([claim])
+        verdicts.with_verdicts([claim], 1)
     assert [claim["verdict"] for claim in claims] == [UNDECIDED, SUPPORTED]
     assert (
         claims[1]["p_holm"]
@@ -706,7 +706,10 @@ class OneByOne(Executor):
 
     def submit(self, function, *arguments):
         done = Future()
-        done.set_result(function(*arguments))
+        try:
+            done.set_result(function(*arguments))
+        except runner.MissingRow as error:
+            done.set_exception(error)
         return done
 
 
@@ -819,7 +822,7 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
 def test_pages_are_of_experiments_whose_rows_are_all_there(tiny, monkeypatch, capsys):
     monkeypatch.setattr(runs, "run_alone", None)  # and nothing is trained for a page
     with pytest.raises(
-        runner.MissingRow, match=r"E7\.runs\.jsonl has no row of .*still"
+        runner.MissingRow, match=r"E7\.runs\.jsonl has not all runs of any"
     ):
         run(monkeypatch, capsys, "details", "E7")
     (tiny / "front.md").write_text("Nothing yet.\n")
@@ -828,6 +831,43 @@ def test_pages_are_of_experiments_whose_rows_are_all_there(tiny, monkeypatch, ca
     for words in ((), ("E7", "E8"), ("page", "E7")):
         with pytest.raises(ValueError, match="name one experiment, or: details"):
             run(monkeypatch, capsys, *words)
+
+
+def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(
+    tiny, monkeypatch, capsys
+):
+    """Its verdicts are as strict as if all its primary claims were there."""
+    recipes = tomllib.loads((tiny / "E7.toml").read_text())["recipes"]
+    claims = tomllib.loads((tiny / "E7.toml").read_text())["claims"]
+    claims[0]["primary"] = ["slow", "muon"]
+    write(tiny, {"recipes": {"slow": recipes["slow"]}, "claims": claims})
+    run(monkeypatch, capsys, "E7")
+    write(tiny, {"recipes": recipes})
+    pages.load_results.cache_clear()
+    monkeypatch.setattr(runs, "run_alone", None)
+    run(monkeypatch, capsys, "page")
+    page = (tiny / "results" / "E7.md").read_text()
+    assert "**Not run yet.** muon." in page
+    overview = (tiny / "results" / "README.md").read_text()
+    assert "Partly run: E7 (not yet: muon)." in overview
+    experiment, recipes = pages.load_results("E7")
+    (judgement,) = [
+        claim
+        for claim in pages.judgements(experiment, recipes)["slow"]
+        if claim["primary"]
+    ]
+    assert judgement["p_holm"] == pytest.approx(min(1.0, 2 * judgement["p"]))
+    # A run config alone that lacks a run is left out, too.
+    file = tiny / "results" / "E7.runs.jsonl"
+    lines = file.read_text().splitlines()
+    kept = [line for line in lines if not re.search(r"moving_\S*_s0\"", line)]
+    assert len(kept) < len(lines)
+    file.write_text("\n".join(kept) + "\n")
+    pages.load_results.cache_clear()
+    experiment, recipes = pages.load_results("E7")
+    assert list(recipes["slow"]) == ["still"]
+    assert pages.not_run(experiment, recipes) == ["slow: a rate", "muon"]
+    assert not any(pages.judgements(experiment, recipes)["slow"])
 
 
 def test_results_are_kept_of_the_runs_that_were_not_changed_since(
