@@ -72,6 +72,13 @@ LEGEND = (
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
 SIZES = "steps", "group_size", "draft"
+# Options that have a column of the table or are part of a sampler's name.
+IN_TABLE = {key for _, key, _ in COLUMNS} | {
+    *SIZES,
+    "threshold",
+    "entropy_bound",
+    "refine",
+}
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -316,7 +323,7 @@ def notes(rows: list[dict]) -> list[str]:
         for key in ("checkpoint", "dtype", "seed"):
             if s.get(key) is not None:
                 parts.append(f"{key} {s[key]}")
-        parts += changed_settings(s)
+        parts += modes.changed_settings(s, shown=IN_TABLE)
         if row["unscored_samples"]:
             parts += [f"{row['unscored_samples']} of them too short to be scored"]
         lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
@@ -336,25 +343,6 @@ def notes(rows: list[dict]) -> list[str]:
             f"{given} tokens were given, not generated; they are scored like the rest."
         )
     return lines
-
-
-MODE_DEFAULTS = modes.REFINING | {
-    name: default for name, (default, _) in modes.MODE_OPTIONS.items()
-}
-
-
-def changed_settings(settings: dict) -> list[str]:
-    """The options of decoding that are not at their default, apart from those that have a
-    column of the table or are part of a sampler's name."""
-    shown = {key for _, key, _ in COLUMNS} | {"mode", "refine", "batch_size"}
-    shown |= {*SIZES, "threshold", "entropy_bound", "banned", "required"}
-    changed = []
-    for field in fields(DecodingOptions):
-        value = settings.get(field.name, field.default)
-        default = MODE_DEFAULTS.get(field.name, field.default)
-        if field.name not in shown and value not in (default, field.default, []):
-            changed.append(f"{field.name} {value}")
-    return changed
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ Examples:
     python sample.py out/quickstart --order slots:block=8 --group-size 4
     python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
-import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
 
 from aogpt.checkpoints.load import Loaded, load
@@ -106,6 +107,17 @@ class Request:
     context: Context | None = None  # the tokens, where they are known
 
 
+@dataclass(frozen=True)
+class Session:
+    """What stays the same from request to request."""
+
+    options: DecodingOptions  # with the defaults of the mode, and the ids of words
+    loaded: Loaded
+    tokenizer: Tokenizer
+    outputs: Outputs
+    procs: Processes
+
+
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
     with processes(arguments.device) as procs:
@@ -114,14 +126,68 @@ def main() -> None:
 
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
+    # 1. Everything that can be wrong before a model is loaded.
+    check_arguments(a, procs)
+    usual = 4
+    if a.interactive:
+        usual = a.candidates or 1
+    a = replace(a, num_samples=a.num_samples or usual)
+    options = a.decoding
+    if options.mode is not None:
+        options = modes.with_mode_defaults(options)
+    files = {"--jsonl": a.jsonl, "--html": a.html}
+    outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
+    of_data = a.prompts is not None and a.prompts.is_dir()
+    requests = []
+    if not of_data:
+        requests = read_requests(a)
+        is_infill = any(request.kind == "infill" for request in requests)
+        if a.candidates and not (a.interactive or is_infill):
+            raise UserError(
+                "--candidates chooses among fillings: give --infill, or leave it out"
+            )
+    dtype = pick_dtype(a.dtype, procs.device)
+
+    # 2. The model, and the options that depend on it.
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
+    if dtype == torch.bfloat16:
+        loaded.model.bfloat16()
+    config = loaded.model.config
+    tokenizer = loaded.get_tokenizer()
+    if of_data:
+        requests = read_dataset(a.prompts, loaded, tokenizer)
+    for row in a.rows:
+        if row > len(requests):
+            raise UserError(
+                f"--rows {row}: there are {counted(len(requests), 'prompts')}"
+            )
+    if options.mode is None:
+        options = modes.with_mode_defaults(options, config.l2r_only, a.until_end)
+    modes.check_mode(options, config)
+    if options.ban or options.require:
+        options = modes.with_words(options, tokenizer)
+    if a.until_end:
+        note = modes.end_note(options)
+        if note:
+            procs.print0(note, file=sys.stderr)
+
+    # 3. Samples.
+    session = Session(options, loaded, tokenizer, outputs, procs)
+    if a.interactive:
+        live.interact(lambda line, seed: fill_line(a, session, line, seed), a.seed)
+    else:
+        fill(a, session, requests)
+
+
+def check_arguments(a: Arguments, procs: Processes) -> None:
+    """Raise UserError for options that exclude each other."""
     check_values(a)
-    if a.decoding.mode:
-        modes.with_mode_defaults(a.decoding)
     if a.length and a.new_tokens:
         raise UserError(
             "--length counts the prompt, --new-tokens does not: give one of them"
         )
-    if sum(value is not None for value in (a.prompt, a.infill, a.prompts)) > 1:
+    sources = [a.prompt, a.infill, a.prompts]
+    if sum(source is not None for source in sources) > 1:
         raise UserError(
             "give one of --prompt, --infill and --prompts (whose .jsonl holds both)"
         )
@@ -132,92 +198,63 @@ def sample(a: Arguments, procs: Processes) -> None:
         )
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
-    names = ("prompt", "infill", "prompts", "jsonl", "html")
-    given = [f"--{name}" for name in names if getattr(a, name) is not None]
-    if a.interactive and (given := given + ["torchrun"] * (procs.world_size > 1)):
-        raise UserError(
-            f"--interactive reads lines and shows the samples: leave out {given[0]}"
-        )
-    usual = (a.candidates or 1) if a.interactive else 4
-    a = replace(a, num_samples=a.num_samples or usual)
-    files = {"--jsonl": a.jsonl, "--html": a.html}
-    outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
-    of_data = a.prompts is not None and a.prompts.is_dir()
-    requests = [] if of_data else read_requests(a)
-    no_gaps = not (a.interactive or of_data) and all(
-        r.kind == "prompt" for r in requests
-    )
-    if a.candidates and no_gaps:
-        raise UserError(
-            "--candidates chooses among fillings: give --infill, or leave it out"
-        )
-    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
-    loaded.model.to(pick_dtype(a.dtype, procs.device))
-    tokenizer = loaded.get_tokenizer()
-    if of_data:
-        requests = read_dataset(a.prompts, loaded, tokenizer)
-    if wrong := [row for row in a.rows if row > len(requests)]:
-        raise UserError(
-            f"--rows {wrong[0]}: there are {counted(len(requests), 'prompts')}"
-        )
-    options = modes.with_mode_defaults(
-        a.decoding, loaded.model.config.l2r_only, a.until_end
-    )
-    if a.until_end and (note := modes.end_note(options)):
-        procs.print0(note, file=sys.stderr)
-    modes.check_mode(options, loaded.model.config)
-    options = modes.with_words(options, tokenizer)
-    if not a.interactive:
-        return fill(a, requests, options, loaded, tokenizer, outputs, procs)
-
-    def fill_line(line: str, seed: int) -> None:
-        length = a.length
-        new = a.new_tokens
-        kind = "prompt"
-        if gaps.MASK.search(line):
-            length = None
-            new = None
-            kind = "infill"
-        elif not (length or new):
-            new = max(
-                1, min(40, loaded.model.config.block_size - len(tokenizer.encode(line)))
+    if a.interactive:
+        names = ("prompt", "infill", "prompts", "jsonl", "html")
+        given = [f"--{name}" for name in names if getattr(a, name) is not None]
+        if procs.world_size > 1:
+            given.append("torchrun")
+        if given:
+            raise UserError(
+                f"--interactive reads lines and shows the samples: leave out {given[0]}"
             )
-        changed = replace(
-            a,
-            seed=seed,
-            length=length,
-            new_tokens=new,
-        )
-        request = Request("this line", kind, line)
-        fill(changed, [request], options, loaded, tokenizer, outputs, procs)
 
-    live.interact(fill_line, a.seed)
+
+def fill_line(a: Arguments, session: Session, line: str, seed: int) -> None:
+    """Fill in or continue a line of --interactive."""
+    kind: Literal["prompt", "infill"] = "prompt"
+    length = a.length
+    new_tokens = a.new_tokens
+    if gaps.MASK.search(line):
+        kind = "infill"
+        length = None
+        new_tokens = None
+    elif length is None and new_tokens is None:
+        block_size = session.loaded.model.config.block_size
+        room = block_size - len(session.tokenizer.encode(line))
+        new_tokens = max(1, min(40, room))
+    changed = replace(
+        a,
+        seed=seed,
+        length=length,
+        new_tokens=new_tokens,
+    )
+    fill(changed, session, [Request("this line", kind, line)])
 
 
 MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
 
 
-def fill(
-    a: Arguments,
-    requests,
-    options,
-    loaded: Loaded,
-    tokenizer,
-    outputs,
-    procs,
-) -> None:
+def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     """Generate the samples of some requests; write and print them as they come."""
-    encoded = encode_all(requests, tokenizer, a, loaded, procs)
-    gapped = {n: text for n, text in encoded if isinstance(text, Gapped)}
-    numbers = [n for n, text in encoded if not isinstance(text, Gapped)]
-    contexts = [text for _, text in encoded if not isinstance(text, Gapped)]
+    loaded = session.loaded
+    # 1. What to generate: contexts, each with the number of its request, and gaps that
+    #    a plain GPT fills by resampling.
+    contexts = []
+    numbers = []
+    gapped = {}
+    for number, texts in encode_all(a, session, requests).items():
+        for text in texts:
+            if isinstance(text, Gapped):
+                gapped[number] = text
+            else:
+                contexts.append(text)
+                numbers.append(number)
+    several = max([*numbers, *gapped]) > 0
     lengths = Counter(numbers)  # how many each request has
-    fixed_infill = any(
-        requests[n].kind == "infill" and count == 1 for n, count in lengths.items()
-    )
     count = a.num_samples
-    if fixed_infill and a.candidates:
-        count = max(count, a.candidates)
+    for number in lengths:
+        if a.candidates and requests[number].kind == "infill" and lengths[number] == 1:
+            count = max(count, a.candidates)
     # Ranked are whole texts, also after their end, all fillings of a request together.
     ranks = bool(a.candidates) or len(lengths) < len(numbers)
     parts = modes.parts_of(len(contexts), count)
@@ -228,53 +265,73 @@ def fill(
                 f"{len(contexts) * count:,} fillings to rank, more than {MOST_RANKED:,}: "
                 "lower --num-samples or --candidates, or give fewer lengths"
             )
-    options = modes.with_default_steps(options, contexts)
-    end_token = tokenizer.eot if a.until_end and not ranks else None
-    report = Report(a, options, loaded, tokenizer, outputs, procs)
-    report.several = encoded[-1][0] > 0
-    with outputs:
-        for part in parts:
-            chosen = contexts[part.contexts.start : part.contexts.stop]
-            of_part = numbers[part.contexts.start : part.contexts.stop]
-            planned = modes.plan_samples(
-                options, chosen, a.seed, len(part.samples), of_part, part.samples.start
-            )
-            samples = modes.generate_distributed(
+    options = modes.with_default_steps(session.options, contexts)
+    end_token = None
+    if a.until_end and not ranks:
+        end_token = session.tokenizer.eot
+
+    # 2. Part after part.
+    report = Report(a, replace(session, options=options), several)
+    for part in parts:
+        part_contexts = contexts[part.contexts.start : part.contexts.stop]
+        part_numbers = numbers[part.contexts.start : part.contexts.stop]
+        planned = modes.plan_samples(
+            options,
+            part_contexts,
+            a.seed,
+            num_samples=len(part.samples),
+            keys=part_numbers,
+            first=part.samples.start,
+        )
+        samples = modes.generate_distributed(
+            loaded.model,
+            planned,
+            options,
+            loaded.vocab_size,
+            session.procs,
+            end_token=end_token,
+        )
+        if not session.procs.main:
+            continue
+        prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
+        records = sample_records(
+            samples,
+            session.tokenizer,
+            prompts,
+            a.until_end,
+            a.stop,
+        )
+        if ranks:
+            records = best_fillings(
                 loaded.model,
-                planned,
-                options,
-                loaded.vocab_size,
-                procs,
-                end_token=end_token,
+                part_contexts,
+                samples,
+                records,
+                part_numbers,
+                a,
             )
-            if not procs.main:
-                continue
-            prompts = [(requests[n].kind, requests[n].text) for n in of_part]
-            records = sample_records(samples, tokenizer, prompts, a.until_end, a.stop)
-            if ranks:
-                rows = [tokens for tokens, *_ in samples.rows()]
-                records = best_fillings(loaded.model, chosen, rows, records, of_part, a)
-            for record in records:
-                record["prompt_index"] = of_part[record["prompt_index"]]
-            report.add(records, samples)
-        if procs.main:
-            for number, text in gapped.items():
-                report.add(
-                    *resample(a, number, requests[number], text, options, loaded)
-                )
-            report.finish()
+        for record in records:
+            record["prompt_index"] = part_numbers[record["prompt_index"]]
+        report.add(records, samples)
+    if not session.procs.main:
+        return
+    for number, text in gapped.items():
+        records, samples = resample(a, session, number, requests[number], text)
+        report.add(records, samples)
+    report.finish()
 
 
 def resample(
     a: Arguments,
+    session: Session,
     number: int,
     request: Request,
     gapped: Gapped,
-    options: DecodingOptions,
-    loaded: Loaded,
 ) -> tuple[list[dict], Generation]:
-    """Fill the gaps of request `number` with a plain GPT; return the records and samples."""
-    choice = options.choice
+    """Fill the gaps of request `number` with a plain GPT. Return the records and
+    samples."""
+    loaded = session.loaded
+    choice = session.options.choice
     if choice.temperature == 1:
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = a.seed
@@ -297,9 +354,12 @@ def resample(
     else:
         chosen = weighted.resampled(a.num_samples, seed)
     samples = resampling.as_generation(loaded.model, weighted, chosen)
-    prompts = [("infill", request.text)]
     records = sample_records(
-        samples, loaded.get_tokenizer(), prompts, a.until_end, a.stop
+        samples,
+        session.tokenizer,
+        [("infill", request.text)],
+        a.until_end,
+        a.stop,
     )
     for record, i in zip(records, chosen, strict=True):
         record["prompt_index"] = number
@@ -313,71 +373,81 @@ def resample(
 class Report:
     """Writes and prints samples as they come, and what all of them cost."""
 
-    def __init__(
-        self,
-        a: Arguments,
-        options,
-        loaded: Loaded,
-        tokenizer,
-        outputs,
-        procs,
-    ):
+    def __init__(self, a: Arguments, session: Session, several: bool):
+        """several: whether there are several prompts."""
         self.a = a
-        self.options = options
-        self.loaded = loaded
-        self.tokenizer = tokenizer
-        self.outputs = outputs
-        self.several = False  # whether there are several prompts
-        self.count = 0
-        self.with_banned = 0
-        self.lengths = set()
-        self.kept = []  # records for --html and --midi, which are written at the end
-        self.cost = {"model_calls": 0, "token_forwards": 0, "seconds": 0.0}
+        self.session = session
+        self.several = several
+        self.count = 0  # of samples
+        self.with_banned = 0  # samples that hold a banned word all the same
+        self.lengths: set[int] = set()
+        self.kept: list[dict] = []  # records for --html, which is written at the end
+        self.model_calls = 0
+        self.token_forwards = 0
+        self.seconds = 0.0
         self.started = time.perf_counter()
+
+    def add(self, records: list[dict], samples: Generation) -> None:
+        """Write and print the records of a part, which `samples` are."""
+        self.model_calls += samples.model_calls
+        self.token_forwards += samples.token_forwards
+        self.seconds = round(time.perf_counter() - self.started, 3)
+        if self.a.jsonl:
+            self.write(records)
+        if self.a.html:
+            self.kept += records
+        styled = sys.stdout.isatty() and live.can_style()
+        replays = self.a.live and styled
+        if not self.a.jsonl or replays:
+            tokenizer = self.session.tokenizer
+            first = 1 + self.count
+            print_samples(records, tokenizer, styled, replays, self.several, first)
+        self.count += len(records)
+        if self.a.decoding.ban:
+            self.with_banned += modes.banned_count(records, self.a.decoding.ban)
+        for record in records:
+            self.lengths.add(record["length"])
+
+    def write(self, records: list[dict]) -> None:
+        """Write the records to the file of --jsonl."""
+        settings = self.settings()
+        rows = []
+        for record in records:
+            rows.append(record | self.cost() | {"settings": settings})
+        if self.count == 0:
+            self.session.outputs.write_jsonl(self.a.jsonl, rows)
+        else:
+            self.session.outputs.append_jsonl(self.a.jsonl, rows)
+
+    def settings(self) -> dict:
+        """Return everything that the samples depend on."""
+        loaded = self.session.loaded
+        procs = self.session.procs
         origin = provenance(
-            a,
+            self.a,
             loaded.model.wte.weight.dtype,
             procs.device,
             procs.world_size,
             checkpoint=loaded.describe(),
         )
-        # vars(options): with their defaults
-        self.settings = origin.pop("settings") | vars(options) | origin
+        settings = origin.pop("settings")
+        # Options with the defaults of the mode.
+        return settings | vars(self.session.options) | origin
 
-    def add(self, records: list[dict], samples: Generation) -> None:
-        """Write and print the records of a part, which `samples` are."""
-        self.cost["model_calls"] += samples.model_calls
-        self.cost["token_forwards"] += samples.token_forwards
-        self.cost["seconds"] = round(time.perf_counter() - self.started, 3)
-        if self.a.jsonl:
-            rows = [{**r, **self.cost, "settings": self.settings} for r in records]
-            if self.count == 0:
-                self.outputs.write_jsonl(self.a.jsonl, rows)
-            else:
-                self.outputs.append_jsonl(self.a.jsonl, rows)
-        if self.a.html:
-            self.kept += records
-        if not self.a.jsonl or (self.a.live and live.can_style()):
-            print_samples(
-                records, self.tokenizer, self.a.live, self.several, 1 + self.count
-            )
-        self.count += len(records)
-        self.with_banned += modes.banned_count(records, self.options.ban)
-        self.lengths |= {record["length"] for record in records}
+    def cost(self) -> dict:
+        """Return what all samples cost so far."""
+        return {
+            "model_calls": self.model_calls,
+            "token_forwards": self.token_forwards,
+            "seconds": self.seconds,
+        }
 
     def finish(self) -> None:
         """Write the page, and print what there is and what it cost."""
-        if self.a.html:
-            pages = []
-            for record in self.kept:
-                pieces = self.tokenizer.pieces(record["tokens"])
-                page = PageSample(
-                    pieces, record["step"], record["log_probs"], caption=caption(record)
-                )
-                pages.append(page)
-            values = (self.settings | self.cost).items()
-            known = {key: value for key, value in values if value is not None}
-            self.outputs.write(self.a.html, render(pages, known))
+        if self.a.jsonl or self.a.html:
+            with self.session.outputs as outputs:
+                if self.a.html:
+                    outputs.write(self.a.html, self.page())
         if self.with_banned:
             show(
                 f"note: {counted(self.with_banned, 'samples have')} a word of --ban, given, "
@@ -385,225 +455,260 @@ class Report:
                 "token a step helps",
                 file=sys.stderr,
             )
-        tokens = " to ".join(map(str, sorted({min(self.lengths), max(self.lengths)})))
-        source = f"from {self.loaded.describe()}"
+        shortest = min(self.lengths)
+        longest = max(self.lengths)
+        tokens = str(longest)
+        if shortest < longest:
+            tokens = f"{shortest} to {longest}"
+        source = f"from {self.session.loaded.describe()}"
         if self.a.interactive:
             source = f"with seed {self.a.seed}"
-        show(
+        line = (
             f"{counted(self.count, 'samples')} of {tokens} tokens {source}: "
-            f"{self.cost['model_calls']} model calls, "
-            f"{self.cost['token_forwards']} token-forwards, "
-            f"{self.cost['seconds']:.2f} s",
-            file=sys.stderr,
+            f"{self.model_calls} model calls, {self.token_forwards} token-forwards, "
+            f"{self.seconds:.2f} s"
         )
+        changed = modes.changed_settings(vars(self.session.options))
+        if changed:
+            line += f"; {', '.join(changed)}"
+        show(line, file=sys.stderr)
+
+    def page(self) -> str:
+        """Return the page of --html."""
+        pages = []
+        for record in self.kept:
+            page = PageSample(
+                pieces=self.session.tokenizer.pieces(record["tokens"]),
+                step=record["step"],
+                log_probs=record["log_probs"],
+                caption=caption(record),
+            )
+            pages.append(page)
+        settings = {}
+        for key, value in (self.settings() | self.cost()).items():
+            if value is not None:
+                settings[key] = value
+        return render(pages, settings)
 
 
 def best_fillings(
     model,
-    contexts,
-    rows,
-    records,
+    contexts: list[Context],
+    samples: Generation,
+    records: list[dict],
     numbers: list[int],
     a: Arguments,
 ) -> list[dict]:
-    """The records, of which only the best fillings of each text with masks, best first, with
-    scores. rows: all token ids of each sample; numbers: the index of each context's request."""
+    """Return the records, of each text with masks only the best fillings, best first,
+    with scores.
+
+    contexts: as many samples stand in a row for each; numbers: the request of each."""
     kept = []
-    lengths = Counter(numbers)
+    rows = [tokens for tokens, _, _ in samples.rows()]
     count = len(rows) // len(contexts)
-    for number, places in itertools.groupby(
-        range(len(rows)), lambda i: numbers[i // count]
-    ):
+    lengths = Counter(numbers)
+    for number in lengths:  # in the order of the requests
         several = lengths[number] > 1
-        group = list(places)
-        is_infill = "infill" in records[group[0]]
-        if (
-            several or not is_infill
-        ):  # `count` is larger where --candidates asks for more
-            group = [i for i in group if i % count < a.num_samples]
+        places = [i for i in range(len(rows)) if numbers[i // count] == number]
+        is_infill = "infill" in records[places[0]]
+        if several or not is_infill:
+            # `count` is larger where --candidates asks for more.
+            places = [i for i in places if i % count < a.num_samples]
         if not (is_infill and (several or a.candidates)):
-            kept += [records[i] for i in group]
+            kept += [records[i] for i in places]
             continue
-        given = [contexts[i // count] for i in group]
-        texts = [rows[i] for i in group]
-        found = gaps.best_fillings(model, given, texts, a.candidates or 1)
-        kept += [records[group[i]] | {"scores": asdict(scores)} for i, scores in found]
+        best = gaps.best_fillings(
+            model,
+            [contexts[i // count] for i in places],
+            [rows[i] for i in places],
+            a.candidates or 1,
+        )
+        for i, scores in best:
+            kept.append(records[places[i]] | {"scores": asdict(scores)})
     return kept
 
 
 def caption(record: dict) -> str:
-    """Length and log-probabilities (nats per token) of a ranked filling; "" for other samples."""
+    """Return length and log-probabilities (nats per token) of a ranked filling; "" for
+    other samples."""
     if "scores" not in record:
         return ""
-    names = {"text to the right": "right", "filling": "filling"}
-    values = {name: record["scores"][key] for name, key in names.items()}
-    told = [
-        f"{name} {value:.3f}" for name, value in values.items() if value == value
-    ]  # no NaN
+    values = []
+    for title, key in (("text to the right", "right"), ("filling", "filling")):
+        value = record["scores"][key]
+        if not math.isnan(value):
+            values.append(f"{title} {value:.3f}")
     blanks = sum(step >= 0 for step in record["step"])
-    return f"{blanks} tokens; log p a token: {', '.join(told)}"
+    return f"{blanks} tokens; log p a token: {', '.join(values)}"
 
 
 def read_requests(a: Arguments) -> list[Request]:
+    """Return the prompts and texts of the command line, or those of a file."""
     if a.infill is not None:
         return [Request("--infill", "infill", a.infill)]
     if a.prompts is None:
         return [Request("--prompt", "prompt", a.prompt or "")]
-    stdin = str(a.prompts) == "/dev/stdin"
-    if a.prompts.suffix not in (".txt", ".jsonl") and not stdin:
-        known = "a .txt or .jsonl file, or a folder of prepared data"
-        raise UserError(f"--prompts {a.prompts}: give {known}")
-    lines = read_lines(a.prompts, "--prompts")
-    is_text = a.prompts.suffix != ".jsonl"
-    requests = [
-        Request(place, "prompt", line) if is_text else read_request(place, line)
-        for place, line in lines
-    ]
+    is_stdin = str(a.prompts) == "/dev/stdin"
+    if a.prompts.suffix not in (".txt", ".jsonl") and not is_stdin:
+        raise UserError(
+            f"--prompts {a.prompts}: give a .txt or .jsonl file, or a folder of prepared "
+            "data"
+        )
+    requests = []
+    for place, line in read_lines(a.prompts, "--prompts"):
+        if a.prompts.suffix == ".jsonl":
+            requests.append(read_request(place, line))
+        else:
+            requests.append(Request(place, "prompt", line))
     if not requests:
         raise UserError(f"--prompts {a.prompts}: it has no prompt; write one per line")
     return requests
 
 
 def read_request(place: str, line: str) -> Request:
-    """The request on one line of a .jsonl file of prompts."""
+    """Return the request on one line of a .jsonl file of prompts."""
     row = json_object(line, place)
     kinds = row.keys() & {"prompt", "infill"}
     if len(kinds) != 1 or row.keys() - {"prompt", "infill", "length"}:
-        found = ", ".join(map(repr, row)) or "(none)"
-        wanted = '{"prompt": TEXT}, also with "length": N, or {"infill": TEXT}'
-        raise UserError(f"{place}: give {wanted}; found keys {found}")
+        keys = ", ".join(map(repr, row)) or "(none)"
+        raise UserError(
+            f'{place}: give {{"prompt": TEXT}}, also with "length": N, or '
+            f'{{"infill": TEXT}}; found keys {keys}'
+        )
     (kind,) = kinds
     for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
-        if (
-            key in row and type(row[key]) is not type_
-        ):  # `isinstance` would take true for 1
+        # `isinstance` would take true for 1.
+        if key in row and type(row[key]) is not type_:
             raise UserError(
                 f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}'
             )
     return Request(place, kind, row[kind], row.get("length"))
 
 
-def read_dataset(
-    folder: Path,
-    loaded: Loaded,
-    tokenizer: Tokenizer,
-) -> list[Request]:
-    """The rows of a data set with prompts, with masks in place of the tokens to predict."""
+def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
+    """Return the rows of a data set with prompts, with masks in place of the tokens to
+    predict."""
     from aogpt.evaluation.answers import open_questions  # not needed for text
 
     questions = open_questions(str(folder), None, loaded)
     roles = questions.roles
-    requests = []
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
-    for number, (tokens, context) in enumerate(
-        zip(questions.tokens, contexts, strict=True), 1
-    ):
-        pairs = zip(tokenizer.pieces(tokens), context, strict=False)  # not the padding
-        text = "".join("\0" if token is None else piece for piece, token in pairs)
+    requests = []
+    rows = zip(questions.tokens, contexts, strict=True)
+    for number, (tokens, context) in enumerate(rows, 1):
+        text = ""
+        # The context ends before the padding.
+        for piece, token in zip(tokenizer.pieces(tokens), context, strict=False):
+            text += "\0" if token is None else piece
         text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
         requests.append(Request(f"row {number}", "infill", text, context=context))
     return requests
 
 
 def encode_all(
-    requests,
-    tokenizer,
     a: Arguments,
-    loaded: Loaded,
-    procs,
-) -> list[tuple[int, Context | Gapped]]:
-    """Pairs of the index of a request that fits and one of its texts to fill in; prints how
-    many requests are too long. Raises UserError if none fits."""
-    found = {}
+    session: Session,
+    requests: list[Request],
+) -> dict[int, list[Context | Gapped]]:
+    """Return the texts to fill in of each request that fits, by its index. Print how many
+    are too long. Raises UserError if none fits."""
+    encoded = {}
     too_long = []
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:
             continue
         try:
-            found[number] = encode(request, tokenizer, a, loaded)  # one per length
+            encoded[number] = encode(a, session, request)
         except gaps.TooLong as error:
             too_long.append(f"{request.place}: {error}")
         except UserError as error:
             raise UserError(f"{request.place}: {error}") from None
-    if not found:
+    if not encoded:
         raise gaps.TooLong(too_long[0])
-    if too_long and procs.main:
-        told = f"skipped {len(too_long)} of {len(requests)} prompts, which are too long"
+    if too_long and session.procs.main:
         show(
-            f"{told} (--truncate left cuts prompts); the first is {too_long[0]}",
+            f"skipped {len(too_long)} of {len(requests)} prompts, which are too long "
+            f"(--truncate left cuts prompts); the first is {too_long[0]}",
             file=sys.stderr,
         )
-    return [
-        (number, context) for number, several in found.items() for context in several
-    ]
+    return encoded
 
 
 def encode(
-    request: Request,
-    tokenizer: Tokenizer,
     a: Arguments,
-    loaded: Loaded,
+    session: Session,
+    request: Request,
 ) -> list[Context | Gapped]:
-    """The token ids of a sample, None where they are to be generated, for each length that
-    the request allows; for gaps of a plain GPT one `Gapped`. Raises UserError if the model
-    cannot fill it in, TooLong if it is too long."""
-    c = loaded.model.config
-    if request.kind == "infill":
-        lengths = {
-            "--length": a.length,
-            "--new-tokens": a.new_tokens,
-            '"length"': request.length,
-        }
-        if option := next(
-            (name for name, value in lengths.items() if value is not None), None
-        ):
+    """Return the token ids of a sample, None where they are to be generated, for each
+    length that the request allows; for gaps of a plain GPT one `Gapped`.
+
+    Raises UserError if the model cannot fill it in, TooLong if it is too long."""
+    config = session.loaded.model.config
+    scored_from = session.loaded.scored_from
+    if request.kind == "prompt":
+        context = prompt_context(a, session, request)
+        modes.check_context(context, config, scored_from)
+        return [context]
+    for option, value in (
+        ("--length", a.length),
+        ("--new-tokens", a.new_tokens),
+        ('"length"', request.length),
+    ):
+        if value is not None:
             raise UserError(
                 f"the text and its masks set the length: leave out {option}"
             )
-        if request.context:
-            gapped = gaps.gapped_of(request.context)
-        else:
-            gapped = gaps.encode_gaps(request.text, tokenizer, c.block_size)
-        if c.l2r_only and not gapped.only_continues:
-            modes.check_start(bool(gapped.known[0]), loaded.scored_from)
-            return [gapped]
-        found = gapped.contexts(c.block_size)
+    if request.context:
+        gapped = gaps.gapped_of(request.context)
     else:
+        gapped = gaps.encode_gaps(request.text, session.tokenizer, config.block_size)
+    if config.l2r_only and not gapped.only_continues:
+        modes.check_start(bool(gapped.known[0]), scored_from)
+        return [gapped]
+    contexts = gapped.contexts(config.block_size)
+    modes.check_context(contexts[0], config, scored_from)
+    return contexts
+
+
+def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
+    """Return the tokens of a prompt, and None for each that is to be generated."""
+    block_size = session.loaded.model.config.block_size
+    if gaps.MASK.search(request.text):
         gaps.refuse_masks(request.text, "give it to --infill, or leave it out")
-        prompt = tokenizer.encode(request.text)
+    prompt = session.tokenizer.encode(request.text)
+    if request.length is not None:
         total = request.length
         option = "length"
-        if total is None:
-            total = a.length or c.block_size
-            option = "--length"
-            if a.new_tokens:
-                total = len(prompt) + a.new_tokens
-                option = "--new-tokens and prompt together"
-        if a.truncate == "left" and (len(prompt) >= total or total > c.block_size):
-            total = min(total, c.block_size)
-            room = min(a.new_tokens or (total + 1) // 2, total)
-            prompt = prompt[max(0, len(prompt) + room - total) :]
-        if not len(prompt) < total <= c.block_size:
-            sizes = f"the prompt has {len(prompt)} tokens and {option} is {total}"
-            limits = f"it must exceed the prompt and be at most the block size, {c.block_size}"
-            raise gaps.TooLong(f"{sizes}: {limits}")
-        found = [prompt + [None] * (total - len(prompt))]
-    modes.check_context(found[0], c, loaded.scored_from)
-    return found
+    elif a.new_tokens:
+        total = len(prompt) + a.new_tokens
+        option = "--new-tokens and prompt together"
+    else:
+        total = a.length or block_size
+        option = "--length"
+    if a.truncate == "left" and (len(prompt) >= total or total > block_size):
+        total = min(total, block_size)
+        room = min(a.new_tokens or (total + 1) // 2, total)
+        prompt = prompt[max(0, len(prompt) + room - total) :]
+    if not len(prompt) < total <= block_size:
+        raise gaps.TooLong(
+            f"the prompt has {len(prompt)} tokens and {option} is {total}: it must "
+            f"exceed the prompt and be at most the block size, {block_size}"
+        )
+    return prompt + [None] * (total - len(prompt))
 
 
 def print_samples(
     records: list[dict],
     tokenizer: Tokenizer,
-    replay: bool,
+    styled: bool,
+    replays: bool,
     several: bool,
     first: int,
 ) -> None:
-    """Print the samples; on a terminal generated tokens are bold beside given ones, or
-    replayed. several: name the prompt of each; first: the number of the first one."""
-    replay = replay and live.can_style()
+    """Print the samples. styled: on a terminal, generated tokens are bold beside given
+    ones, or replayed. several: name the prompt of each; first: the number of the first
+    one."""
     for number, record in enumerate(records, first):
-        pieces = tokenizer.pieces(record["tokens"])
         step = record["step"]
         log_probs = record["log_probs"]
         title = f"sample {number}"
@@ -612,13 +717,15 @@ def print_samples(
         if "scores" in record:
             title += f" ({caption(record)})"
         sys.stdout.write(f"=== {title} ===\n")
-        if replay:
-            replay = live.play(pieces, step, log_probs)
-            sys.stdout.write("\n")
-            continue
         text = visible(record["text"])
-        if live.can_style() and -1 in step:
-            text = live.paint(live.cells(pieces, step, log_probs))
+        if styled:
+            pieces = tokenizer.pieces(record["tokens"])
+            if replays:
+                replays = live.play(pieces, step, log_probs)
+                sys.stdout.write("\n")
+                continue
+            if -1 in step:
+                text = live.paint(live.cells(pieces, step, log_probs))
         sys.stdout.write(f"{text}\n\n")  # not show(), which would escape the bold type
 
 

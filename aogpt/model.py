@@ -525,6 +525,10 @@ class Transformer(nn.Module):
     # Whether queries are inputs of their own. Then no key depends on a target, and one
     # pass predicts all groups of steps, each from the groups before it.
     separate_queries = False
+    # Of these: whether they are a stream of their own, which has no keys, or a [MASK]
+    # among the inputs.
+    query_stream = False
+    mask_queries = False
     pass_type: type[Pass] = Pass  # of training
 
     def __init__(self, config: ModelConfig):

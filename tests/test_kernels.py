@@ -332,8 +332,10 @@ def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
     uniforms = torch.rand(3, 12, generator=seeded(1), dtype=torch.float64)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
     samples = generate(model, plan, uniforms=uniforms, **settings)
-    expected = refine(model, samples, uniforms, 2, 0.3, by, **settings)
-    got = refine(model, samples, uniforms, 2, 0.3, by, **settings, kernels=True)
+    plain = engine.Decoder(model, **settings)
+    expected = refine(plain, samples, uniforms, 2, 0.3, by)
+    fast = engine.Decoder(model, **settings, kernels=True)
+    got = refine(fast, samples, uniforms, 2, 0.3, by)
     assert kernels_run.attention and torch.equal(got.tokens, expected.tokens)
 
 

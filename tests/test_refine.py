@@ -27,6 +27,7 @@ import eval_gen
 import sample
 from aogpt.runtime.processes import Processes
 from aogpt.sampling import TokenChoice, generate, l2r_plan, modes, random_plan
+from aogpt.sampling.engine import Decoder
 from aogpt.sampling.race import fresh_uniforms
 from aogpt.sampling.refine import ROWS, given_others, redraw, redrawn, refine
 from aogpt.sampling.token_choice import choose_tokens, without_repeats
@@ -57,9 +58,8 @@ def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
     last = torch.zeros(SAMPLES, 4, dtype=torch.bool).scatter_(
         1, before.order[:, -1:], True
     )
-    after = redraw(
-        model, before, last, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3)
-    )
+    decoder = Decoder(model)
+    after = redraw(decoder, before, last, uniforms, uniforms_for(SAMPLES, 4, seed=3))
     assert (
         torch.equal(after.order, before.order) and (after.tokens != before.tokens).any()
     )
@@ -70,7 +70,7 @@ def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
     if (system, mode) == ("AO-GPT", "l2r"):
         first = torch.arange(4).expand(SAMPLES, 4) == 0
         moved = redraw(
-            model, before, first, uniforms, uniforms=uniforms_for(SAMPLES, 4, seed=3)
+            decoder, before, first, uniforms, uniforms_for(SAMPLES, 4, seed=3)
         )
         assert chi_square_p(sequence_counts(moved.tokens, V), SAMPLES * expected) < 1e-6
 
@@ -105,7 +105,7 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
     stationary = torch.linalg.matrix_power(matrix, 4096)[0]
     for rounds in (1, 2, 30):
         expected = start @ torch.linalg.matrix_power(matrix, rounds)
-        after = refine(model, samples, uniforms, rounds, 0.1, "random", vocab_size=V)
+        after = refine(Decoder(model), samples, uniforms, rounds, 0.1, "random")
         states = zip(
             map(tuple, after.order.tolist()),
             map(tuple, after.tokens.tolist()),
@@ -142,7 +142,8 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     plan = random_plan(B, length, uniforms_for(B, T, seed=6), known)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
     generated = samples.step >= 0
-    again, scores = given_others(model, samples, vocab_size=11, batch_size=3)
+    decoder = Decoder(model, vocab_size=11, batch_size=3)
+    again, scores = given_others(decoder, samples)
     assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
     for b, p in generated.nonzero().tolist():
         others = [q for q in samples.order[b, : length[b]].tolist() if q != p]
@@ -158,7 +159,7 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     wanted = [round(0.4 * n) or min(n, 1) for n in generated.sum(dim=1).tolist()]
     assert count.tolist() == wanted and count[1] == 0
     for by, score in (("others", scores), ("drawn", samples.log_probs)):
-        after = refine(model, samples, uniforms, 1, 0.4, by, vocab_size=11)
+        after = refine(decoder, samples, uniforms, 1, 0.4, by)
         moved = after.step > samples.step.amax(dim=1, keepdim=True)
         assert torch.equal(moved.sum(dim=1), count)
         kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
@@ -195,7 +196,8 @@ def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, 
     uniforms = uniforms_for(B, T, seed=4)
     plan = random_plan(B, length, uniforms_for(B, T, seed=6), given_tokens, 3)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
-    after = refine(model, samples, uniforms, 3, 0.4, by, vocab_size=11, batch_size=2)
+    decoder = Decoder(model, vocab_size=11, batch_size=2)
+    after = refine(decoder, samples, uniforms, 3, 0.4, by)
     for b in range(B):
         n = int(length[b])
         row = after.tokens[b : b + 1, :n]
@@ -207,7 +209,7 @@ def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, 
                 expected = float(logits.log_softmax(dim=-1)[row[0, position]])
             assert abs(float(after.log_probs[b, position]) - expected) < 1e-4
     assert not torch.allclose(after.log_probs, samples.log_probs)
-    assert refine(model, samples, uniforms, 0, 0.4, by) is samples
+    assert refine(Decoder(model), samples, uniforms, 0, 0.4, by) is samples
 
 
 def logits_after(model, row, context, position):

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .cached import Step
+from .cached import Step, inputs_kept
 from .plans import Plan
 
 
@@ -80,7 +80,7 @@ def adapt(
             row=row,
             slot=slot,
         )
-        cached = engine.cached_after(known, chosen=True)
+        cached = inputs_kept(engine.model, known, targets_fixed=False)
         tally.called(count)
         tally.unmask(size)
 

@@ -41,6 +41,7 @@ Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of 
 
 import copy
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,9 @@ from ..scoring import without_start
 
 @dataclass
 class Step:
-    """What one pass computes, and what is drawn from it. Tensors (B,) on the device, by row:
+    """What one pass computes, and what is drawn from it.
+
+    Tensors (B,) on the device, by row, the rows of `rows`:
 
     cached: inputs in the cache
     known: tokens known, >= cached
@@ -71,91 +74,97 @@ class Step:
     all_size: int  # >= size.sum()
     unmask_by: str = "order"  # or a score, by which `size` of the candidates are chosen
     grouped: bool = True  # two streams: what is known but not cached is one group
-    # mask_query: the place of the first query of each row (B,), where that is not `known`. The last
-    # `candidates` inputs of a row are queries then, each of which sees the contents before it.
+    # Queries that are a [MASK]: the place of the first query of each row (B,), where
+    # that is not `known`. The last `candidates` inputs of a row are queries then, each
+    # of which sees the contents before it.
     first: Tensor | None = None
 
     def __post_init__(self):
-        self.cached, self.known, self.count, self.candidates, self.size = self.rows
+        self.cached = self.rows[0]
+        self.known = self.rows[1]
+        self.count = self.rows[2]
+        self.candidates = self.rows[3]
+        self.size = self.rows[4]
 
 
 def make_steps(
-    cached,
-    known,
-    count,
-    candidates,
-    size,
-    device,
-    **more,
+    cached: Tensor,
+    known: Tensor,
+    count: Tensor,
+    candidates: Tensor,
+    size: Tensor,
+    device: torch.device,
+    unmask_by: str = "order",
+    grouped: bool = True,
+    first: Tensor | None = None,
 ) -> list[Step]:
-    """Steps of LongTensors (G, B) on the host, which go to the device in one piece."""
+    """Return G steps from LongTensors (G, B) on the host, which go to the device in one
+    piece. The other arguments are fields of `Step`, the same for all."""
     ends = (cached + count) * (count > 0)  # rows that are finished read nothing
-    sums = count.sum(1), count.amax(1), ends.amax(1), (candidates > 0).sum(1)
-    numbers = torch.stack([*sums, candidates.sum(1), size.sum(1)], dim=1).tolist()
-    rows = torch.stack([cached, known, count, candidates, size], dim=1).to(device)
-    return [Step(r, *n, **more) for r, n in zip(rows, numbers, strict=True)]
-
-
-def single_step(
-    cached: int,
-    known: int,
-    count: int,
-    size: int,
-    device,
-) -> Step:
-    """The pass over one sequence that computes `count` inputs from `cached` on and unmasks
-    `size` places after the `known` ones."""
-    numbers = [[cached], [known], [count], [size], [size]]
-    return Step(
-        rows=torch.tensor(numbers, device=device),
-        inputs=count,
-        width=count,
-        end=cached + count,
-        active=1,
-        all_candidates=size,
-        all_size=size,
+    # (G, 6): the integers of each step, in the order of the fields.
+    numbers = torch.stack(
+        [
+            count.sum(1),
+            count.amax(1),
+            ends.amax(1),
+            (candidates > 0).sum(1),
+            candidates.sum(1),
+            size.sum(1),
+        ],
+        dim=1,
     )
+    rows = torch.stack([cached, known, count, candidates, size], dim=1).to(device)
+    steps = []
+    for step_rows, step_numbers in zip(rows, numbers.tolist(), strict=True):
+        inputs, width, end, active, all_candidates, all_size = step_numbers
+        step = Step(
+            rows=step_rows,
+            inputs=inputs,
+            width=width,
+            end=end,
+            active=active,
+            all_candidates=all_candidates,
+            all_size=all_size,
+            unmask_by=unmask_by,
+            grouped=grouped,
+            first=first,
+        )
+        steps.append(step)
+    return steps
 
 
 class KVCache:
-    """Keys and values, of every layer a tensor (B, length + 1, their heads, D/H) each. Slot i is
-    that of input i; the last slot, `unused_slot`, is written to and never read."""
+    """Keys and values of B rows.
+
+    keys, values: for each layer a tensor (B, length + 1, heads of keys, D/H). Slot i is
+    that of input i. The last slot, `unused_slot`, is written to and never read."""
 
     def __init__(
         self,
         config: ModelConfig,
         batch_size: int,
         length: int,
-        device=None,
-        dtype=None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         self.unused_slot = length
+        self.inputs = 0  # that `predict_next` has put in
+        self.keys = []
+        self.values = []
         shape = (batch_size, length + 1, config.kv_heads, config.head_dim)
-        # A tensor for each layer: compiled code would copy all of one that it writes a part of.
-        layers = range(config.n_layer)
-        self.keys = [
-            torch.zeros(
-                shape,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in layers
-        ]
-        self.values = [
-            torch.zeros(
-                shape,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in layers
-        ]
+        # A tensor for each layer: compiled code would copy all of one that it writes a
+        # part of.
+        for _ in range(config.n_layer):
+            self.keys.append(torch.zeros(shape, device=device, dtype=dtype))
+            self.values.append(torch.zeros(shape, device=device, dtype=dtype))
 
     def lengthen(self, length: int) -> None:
         """Make room for `length` inputs. What the cache holds is kept."""
         more = length - self.unused_slot
         if more > 0:
-            self.keys = [F.pad(k, (0, 0, 0, 0, 0, more)) for k in self.keys]
-            self.values = [F.pad(v, (0, 0, 0, 0, 0, more)) for v in self.values]
+            padding = (0, 0, 0, 0, 0, more)
+            self.keys = [F.pad(keys, padding) for keys in self.keys]
+            self.values = [F.pad(values, padding) for values in self.values]
             self.unused_slot = length
 
 
@@ -168,124 +177,135 @@ class CachedPass(Pass):
         order: Tensor,
         step: Step,
         cache: KVCache,
-        tables,
-        kernel=None,
+        tables: list[Tensor] | None,
+        kernel: ModuleType | None = None,
     ):
         """kernel: `aogpt.sampling.attention_kernel`, or None to attend under masks."""
         config = model.config
-        super().__init__(config, None)
+        super().__init__(config, targets=None)
         self.step = step
         self.cache = cache
         self.tables = tables
-        self.row, self.column, valid = ragged(step.count, step.inputs)
+        self.table: Tensor | None = None  # of the layer
+        # (N,) the row of each input, its number in the row, and where its key goes.
         # Padding goes to the unused slot.
-        self.slot = torch.where(
-            valid, step.cached[self.row] + self.column, cache.unused_slot
-        )
-        self.place = self.places(self.slot, self.row)
+        self.row, self.column, valid = ragged(step.count, step.inputs)
+        slot = step.cached[self.row] + self.column
+        self.slot = torch.where(valid, slot, cache.unused_slot)
+        self.place = places(step, self.slot, self.row)
         # (N,) the position that each input predicts, or where it stands
-        self.targets = order[self.row, self.place.clamp(max=order.shape[1] - 1)]
-        self.target_angles = None
+        last = order.shape[1] - 1
+        self.targets = order[self.row, self.place.clamp(max=last)]
+        self.target_angles = None  # of queries that are a stream of their own
         self.kernel = kernel
         if step.first is not None:
             self.kernel = None  # it takes the place of an input from its slot
         if self.kernel is None:
-            columns = torch.arange(step.width, device=order.device)
-            # (B, W) where each row's inputs are; what is past a row's end is not read.
-            starts = step.count.cumsum(0) - step.count
-            self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
-            self.mask, self.query_mask = self._masks(config, columns)
+            self.make_masks(model)
         else:
-            dtype = cache.keys[0].dtype
-            self.tiles = kernel.make_tiles(step, config.n_head, config.kv_heads, dtype)
+            self.tiles = self.kernel.make_tiles(
+                step,
+                heads=config.n_head,
+                key_heads=config.kv_heads,
+                dtype=cache.keys[0].dtype,
+            )
+        # adaLN: of each input, or of all positions where there are fewer of these
         self.per_input = step.inputs < config.block_size
         if tables is None and config.has_adaln:
             condition = model.condition()
-            self.condition = condition[self.targets] if self.per_input else condition
+            if self.per_input:
+                condition = condition[self.targets]
+            self.condition = condition
 
-    def places(self, slots: Tensor, row: Tensor) -> Tensor:
-        """The places of the inputs that are in slots, each of a row of the batch."""
-        first = self.step.first
-        if first is None:
-            return slots
+    def make_masks(self, model: AOGPT) -> None:
+        """Make the mask of what inputs see of the first slots, (B, 1, W, end), and for
+        two streams that of queries."""
         step = self.step
-        # Contents end, and queries begin, at this slot.
-        end = (step.cached + step.count - step.candidates)[row]
-        return torch.where(slots < end, slots, first[row] + slots - end)
-
-    def _masks(
-        self, config: ModelConfig, columns: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """What inputs, and the queries of two streams, see of the first slots (B, 1, W, end)."""
-        cached, known = (v.view(-1, 1, 1) for v in (self.step.cached, self.step.known))
+        config = model.config
+        device = step.count.device
+        B = len(step.count)
+        columns = torch.arange(step.width, device=device)
+        # (B, W) where each row's inputs are among all. What is past a row's end is not
+        # read.
+        starts = step.count.cumsum(0) - step.count
+        self.index = (starts[:, None] + columns).clamp(max=step.inputs - 1)
+        cached = step.cached.view(-1, 1, 1)
+        known = step.known.view(-1, 1, 1)
         slots = cached + columns[:, None]  # (B, W, 1)
-        rows = torch.arange(len(cached), device=cached.device).view(-1, 1, 1)
-        # The input that each is, or is a copy of; contents and queries see those before.
-        source = torch.minimum(self.places(slots, rows), known)
-        keys = torch.arange(self.step.end, device=cached.device)
+        rows = torch.arange(B, device=device).view(-1, 1, 1)
+        # The input that each is, or is a copy of. It sees those before that one, and
+        # itself.
+        source = torch.minimum(places(step, slots, rows), known)
+        keys = torch.arange(step.end, device=device)
         visible = (keys < source) | (keys == slots)
-        if config.target != "two_stream":
-            return without_start(visible, slots, config).unsqueeze(1), None
-        if (
-            self.step.grouped and config.group_attention
-        ):  # inputs of a group see all of it
-            visible |= (cached > 0) & (slots <= known) & (keys <= known)
-        # A query has no key of its own. It reads the true inputs, 0 to `source`.
-        of_query = without_start(keys <= source, source, config).unsqueeze(1)
-        return without_start(visible, slots, config).unsqueeze(1), of_query
+        if model.query_stream:
+            if step.grouped and config.group_attention:
+                # Inputs of a group see all of it.
+                visible |= (cached > 0) & (slots <= known) & (keys <= known)
+            # A query has no key of its own. It reads the true inputs, 0 to `source`.
+            read = without_start(keys <= source, source, config)
+            self.query_mask = read.unsqueeze(1)
+        if self.hide_start:
+            visible = without_start(visible, slots, config)
+        self.mask = visible.unsqueeze(1)
 
     def enter(self, layer: int) -> None:
         if layer < len(self.cache.keys):
             self.keys = self.cache.keys[layer]
             self.values = self.cache.values[layer]
-        self.table = self.tables[layer] if self.tables else None
+        if self.tables is not None:
+            self.table = self.tables[layer]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(N, H, D/H) each -> (N, D)."""
         k = k.to(self.keys.dtype)
         v = v.to(self.values.dtype)
         self.keys[self.row, self.slot] = k
         self.values[self.row, self.slot] = v
         if self.kernel is None:
-            return self._attend_cache(q, self.mask)
-        q = q.to(v.dtype)
+            return self.attend_cache(q, self.mask)
         return self.kernel.attend(
-            q, k, v, self.keys, self.values, self.tiles, self.hide_start
+            q.to(v.dtype),
+            k,
+            v,
+            self.keys,
+            self.values,
+            self.tiles,
+            self.hide_start,
         )
 
-    def attend_queries(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        return self._attend_cache(
-            q, self.query_mask
-        )  # of two streams: k and v are cached already
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same for queries of two streams: k and v are in the cache already."""
+        return self.attend_cache(q, self.query_mask)
 
-    def _attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:
-        end = self.step.end
-        y = attention(
-            q[self.index], self.keys[:, :end], self.values[:, :end], mask
-        )  # (B, W, D)
+    def attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:
+        """(N, H, D/H), (B, 1, W, end) -> (N, D)."""
+        keys = self.keys[:, : self.step.end]
+        values = self.values[:, : self.step.end]
+        y = attention(q[self.index], keys, values, mask)  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """From a table made once; or of these inputs' targets; or of all positions, if fewer."""
+        """adaLN's shifts, scales and gates, `parts` tensors (N, D)."""
         if self.table is not None:
-            return self.table[self.targets].chunk(parts, dim=-1)
-        outputs = linear(self.condition)
-        return (outputs if self.per_input else outputs[self.targets]).chunk(
-            parts, dim=-1
-        )
+            outputs = self.table[self.targets]
+        else:
+            outputs = linear(self.condition)
+            if not self.per_input:
+                outputs = outputs[self.targets]
+        return outputs.chunk(parts, dim=-1)
 
     def lookup(self, table: Tensor) -> Tensor:
         return table[self.targets]
+
+
+def places(step: Step, slots: Tensor, row: Tensor) -> Tensor:
+    """Return the places of the inputs that are in slots, each of a row of the batch."""
+    if step.first is None:
+        return slots
+    # Contents end, and queries begin, at this slot.
+    end = (step.cached + step.count - step.candidates)[row]
+    return torch.where(slots < end, slots, step.first[row] + slots - end)
 
 
 def cached_hidden(
@@ -294,53 +314,112 @@ def cached_hidden(
     order: Tensor,
     step: Step,
     cache: KVCache,
-    tables=None,
-    kernel=None,
+    tables: list[Tensor] | None = None,
+    kernel: ModuleType | None = None,
 ) -> Tensor:
-    """(N, D) final hidden states, rows one after the other. ordered, order: (B, T) tokens and
-    positions in prediction order; tokens from `known` on are ignored. tables: `modulation_tables`.
-    kernel: of `CachedPass`. Nothing waits for the device."""
-    p = CachedPass(model, order, step, cache, tables, kernel)
-    if model.config.target == "mask_query":
-        is_query = p.slot >= step.known[p.row]
+    """Return final hidden states (N, D), rows one after the other. Nothing waits for
+    the device.
+
+    ordered, order: (B, T) tokens and positions in prediction order; tokens from `known`
+    on are ignored. tables: `modulation_tables`. kernel: of `CachedPass`."""
+    p = CachedPass(
+        model,
+        order,
+        step,
+        cache,
+        tables,
+        kernel,
+    )
+    if model.mask_queries:
+        first_query = step.known[p.row]
         if step.first is not None:
-            is_query = p.slot >= (step.cached + step.count - step.candidates)[p.row]
-        x = model.wte(ordered[p.row, p.place.clamp(max=order.shape[1] - 1)])
+            first_query = (step.cached + step.count - step.candidates)[p.row]
+        is_query = p.slot >= first_query
+        last = order.shape[1] - 1
+        x = model.wte(ordered[p.row, p.place.clamp(max=last)])
         x = torch.where(is_query.unsqueeze(1), model.query.to(x.dtype), x)
         return model.trunk(model.with_positions(x, p.targets), p.targets, p)
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
+    in_tokens = ordered[p.row, before]
     in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)
-    return model.trunk(
-        model.embed(ordered[p.row, before], in_positions), in_positions, p
+    return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
+
+
+def inputs_kept(model: AOGPT, known, targets_fixed: bool = True):
+    """Return how many inputs are in the cache after a pass with `known` tokens, a
+    number or a tensor of them.
+
+    The key of the last known token depends on its target, so it stays only if that
+    target was fixed in the pass, not where the model has yet to choose it. Inputs of
+    two streams do not depend on targets. Where queries are a [MASK], the contents of
+    all known tokens stay. An encoder has no cache."""
+    if model.config.is_encoder:
+        return 0 * known
+    if model.mask_queries:
+        return known
+    if targets_fixed or model.query_stream:
+        return known + 1
+    return known
+
+
+def predict_next(
+    model: AOGPT,
+    ordered: Tensor,
+    order: Tensor,
+    known: int,
+    size: int,
+    cache: KVCache,
+) -> Tensor:
+    """Return the logits (size, V) of the next `size` places of one sequence, each given
+    the first `known` tokens, float64. Their keys and values are put in the cache.
+
+    ordered, order: (T,) tokens and positions in prediction order."""
+    cached = cache.inputs
+    count = known + size - cached
+    numbers = [[cached], [known], [count], [size], [size]]
+    step = Step(
+        rows=torch.tensor(numbers, device=order.device),
+        inputs=count,
+        width=count,
+        end=known + size,
+        active=1,
+        all_candidates=size,
+        all_size=size,
     )
+    hidden = cached_hidden(model, ordered[None], order[None], step, cache)
+    cache.inputs = inputs_kept(model, known)
+    return model.head_logits(hidden[-size:]).double()
 
 
 def modulation_tables(model: AOGPT) -> list[Tensor] | None:
-    """adaLN's outputs for all positions, (block_size, 6 D) of each block and (block_size, 2 D) of
-    the final norm; None without adaLN."""
+    """Return adaLN's outputs for all positions: (block_size, 6 D) of each block and
+    (block_size, 2 D) of the final norm. None without adaLN."""
     if not model.config.has_adaln:
         return None
     condition = model.condition()
-    return [
-        *(block.adaln(condition) for block in model.blocks),
-        model.adaln_f(condition),
-    ]
+    tables = [block.adaln(condition) for block in model.blocks]
+    tables.append(model.adaln_f(condition))
+    return tables
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
-    """Logits (n, V); on a GPU not rounded to the 8 bits of bfloat16, too few for an exact draw."""
+    """Return logits (n, V); on a GPU not rounded to the 8 bits of bfloat16, too few for
+    an exact draw."""
     head = model.head
     if not (x.is_cuda and head.weight.dtype == torch.bfloat16):
         return model.head_logits(x)
     logits = torch.mm(x, head.weight.T, out_dtype=torch.float32)
-    logits = logits if head.bias is None else logits.add_(head.bias)
-    return logits[..., : model.config.mask_token] if model.config.is_encoder else logits
+    if head.bias is not None:
+        logits.add_(head.bias)
+    if model.config.is_encoder:
+        return logits[..., : model.config.mask_token]
+    return logits
 
 
 def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Flatten rows of `counts` (B,) entries: row, column and whether they are valid, of `total`
-    entries, a host number >= counts.sum(). For counts 3 and 1 and a total of 5:
+    """Flatten rows of `counts` (B,) entries: row, column and whether they are valid, of
+    `total` entries, a host number >= counts.sum(). For counts 3 and 1 and a total of 5:
 
         row      0     0     0     1     1
         column   0     1     2     0     0
@@ -350,7 +429,11 @@ def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(total, device=counts.device)
     row = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
     valid = index < ends[-1]
-    return row, (index - starts[row]) * valid, valid
+    column = (index - starts[row]) * valid
+    return row, column, valid
+
+
+# ---- the copy of the model that decodes ----------------------------------------------
 
 
 class PackedLinear(nn.Module):
@@ -362,20 +445,22 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(
-        self,
-        x: Tensor,
-        then: str = "none",
-        variant: str = "",
-    ) -> Tensor:
-        """then: an activation that is applied to the output where it is computed."""
+    def forward(self, x: Tensor, activation: str = "none", variant: str = "") -> Tensor:
+        """activation: applied to the output where it is computed, in this variant."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
         return torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias, then, [], variant
+            x,
+            self.packed,
+            self.bias,
+            activation,
+            [],
+            variant,
         )
 
 
 class PackedMLP(nn.Module):
+    """An MLP of packed layers whose GELU is computed with the first one."""
+
     def __init__(self, mlp: MLP):
         super().__init__()
         self.approximate = mlp.approximate
@@ -386,29 +471,34 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(
-    model: AOGPT,
-    compile: bool,
-    many_sizes: bool = False,
-) -> AOGPT:
-    """The model, sharing all parameters, with compiled blocks or (CPU, float32) packed layers.
+def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGPT:
+    """Return a copy of the model that shares all parameters, with compiled blocks or
+    (CPU, float32) packed layers.
+
     many_sizes: compile code that serves any number of inputs."""
     weight = model.wte.weight
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    shared = {id(p): p for p in model.parameters()}
+    model = copy.deepcopy(model, shared)
     # What would be converted in every pass.
     if model.angles is not None:
         model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
     if compile:
-        for block in (
-            model.blocks
-        ):  # they differ in weights alone: a graph of a shape serves all
+        # Blocks differ in weights alone: a graph of a shape serves all.
+        for block in model.blocks:
             block.compile(dynamic=None if many_sizes else False)
-    elif weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return model
+    is_float32 = weight.dtype == torch.float32
+    if weight.device.type == "cpu" and is_float32:
         if torch.backends.mkldnn.is_available():
-            for module in list(model.modules()):
-                for name, child in list(module.named_children()):
-                    if type(child) is MLP and child.gate is None:
-                        setattr(module, name, PackedMLP(child))
-                    elif isinstance(child, nn.Linear):
-                        setattr(module, name, PackedLinear(child))
+            pack_layers(model)
     return model
+
+
+def pack_layers(model: AOGPT) -> None:
+    """Replace the linear layers of a model by packed ones."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is MLP and child.gate is None:
+                setattr(module, name, PackedMLP(child))
+            elif isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))

@@ -66,11 +66,8 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
     ):
         return None
     attention = None
-    # What two streams see is in masks.
-    attends = not config.is_encoder and config.target not in (
-        "two_stream",
-        "mask_query",
-    )
+    # What queries of their own see is in masks.
+    attends = not config.is_encoder and not model.separate_queries
     if attends and attention_kernel.can_attend(config.head_dim, weight.dtype):
         if agrees("attention", lambda: attention_error(attention_kernel, model)):
             attention = attention_kernel

@@ -2,7 +2,7 @@
 
 Shapes: B samples, T positions of the longest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -24,12 +24,13 @@ from ..runtime.validation import (
     LARGEST,
     Count,
     NonNegative,
+    check_value,
     check_values,
     flag,
 )
 from ..scoring import check_boolean
 from . import plans
-from .engine import Generation, generate
+from .engine import Decoder, Generation
 from .plans import Plan, Schedule, Score
 from .refine import RefineBy, redrawn, refine
 from .token_choice import TokenChoice
@@ -150,74 +151,80 @@ def with_mode_defaults(
     l2r_only: bool = False,
     until_end: bool = False,
 ) -> DecodingOptions:
-    """The options with the defaults of their mode. l2r_only: of the model; until_end: samples
-    are cut at their end-of-text. Raises UserError for options without meaning in the mode,
-    and for values that exclude each other."""
-    if options.mode is None:
+    """Return the options with the defaults of their mode. Raises UserError for options
+    without meaning in the mode, and for values that exclude each other.
+
+    l2r_only: of the model; until_end: samples are cut at their end-of-text. Both matter
+    only where no mode is given."""
+    mode = options.mode
+    unmask_by = options.unmask_by
+    if mode is None:
         mode = "mdm"
         if options.order is not None:
             mode = "order"
         elif l2r_only or until_end:
             mode = "l2r"
-        options = replace(options, mode=mode)
-    if options.mode in get_args(Score):
-        if options.unmask_by not in (None, options.mode):
+    if mode in get_args(Score):
+        if unmask_by not in (None, mode):
             raise UserError(
-                f"--mode {options.mode} says what to unmask by: leave out --unmask-by"
+                f"--mode {mode} says what to unmask by: leave out --unmask-by"
             )
-        options = replace(
-            options,
-            mode="adaptive",
-            unmask_by=options.mode,
-        )
-    defaults = {}
+        unmask_by = mode
+        mode = "adaptive"
+    values = {"mode": mode, "unmask_by": unmask_by}
     for name, (default, modes) in MODE_OPTIONS.items():
-        value = getattr(options, name)
-        if options.mode in modes:
-            defaults[name] = default if value is None else value
+        value = unmask_by if name == "unmask_by" else getattr(options, name)
+        if mode in modes:
+            values[name] = default if value is None else value
         elif value is not None:
-            also = (
-                get_args(Score)
-                if modes == ("adaptive",) and name != "unmask_by"
-                else ()
-            )
-            advice = f"leave it out, or take --mode {' or '.join((*modes, *also))}"
+            offered = list(modes)
+            if modes == ("adaptive",) and name != "unmask_by":
+                offered += get_args(Score)
             raise UserError(
-                f"{flag(name)} has no meaning with --mode {options.mode}: {advice}"
+                f"{flag(name)} has no meaning with --mode {mode}: leave it out, or take "
+                f"--mode {' or '.join(offered)}"
             )
     for name, default in REFINING.items():
+        value = getattr(options, name)
         if options.refine:
-            defaults[name] = (
-                default if getattr(options, name) is None else getattr(options, name)
-            )
-        elif getattr(options, name) is not None:
+            values[name] = default if value is None else value
+        elif value is not None:
             raise UserError(
                 f"{flag(name)} has no meaning without --refine: give it, such as 4"
             )
-    if (options.threshold, options.entropy_bound) != (None, None):
-        defaults["group_size"] = options.group_size  # the model chooses how many
-    o = replace(options, **defaults)
-    if o.mode == "speculative":
-        if o.noise != "float64":
+    if options.threshold is not None or options.entropy_bound is not None:
+        values["group_size"] = options.group_size  # the model chooses how many
+    resolved = replace(options, **values)
+    check_combination(resolved)
+    return resolved
+
+
+def check_combination(options: DecodingOptions) -> None:
+    """Raise UserError for values that exclude each other. options: with the mode's
+    defaults."""
+    if options.mode == "order":
+        parse_order(options.order, "--order")
+    if options.mode == "speculative":
+        if options.noise != "float64":
             raise UserError(
-                f"--mode speculative draws exactly: leave out --noise {o.noise}"
+                f"--mode speculative draws exactly: leave out --noise {options.noise}"
             )
-        if o.choice.avoids_repeats or o.ban:
+        if options.avoids_repeats or options.ban:
             raise UserError(
                 "--mode speculative draws exactly: leave out --repetition-penalty and "
                 "--no-repeat-ngram and --ban"
             )
-    if o.mode in ("order", "speculative"):
-        parse_order(o.order, "--order")
-    if o.unmask_by == "random":
-        if (o.threshold, o.entropy_bound, o.block) != (None, None, None):
-            limits = "--threshold, --entropy-bound and --block"
+        kinds = Literal["random", "l2r"]
+        check_value(options.order, kinds, "--order of --mode speculative")
+    if options.unmask_by == "random":
+        limits = (options.threshold, options.entropy_bound, options.block)
+        if limits != (None, None, None):
             raise UserError(
-                f"{limits} need a score to choose by: give another --unmask-by"
+                "--threshold, --entropy-bound and --block need a score to choose by: "
+                "give another --unmask-by"
             )
-    elif o.threshold is not None:
-        plans.check_threshold(o.unmask_by, o.threshold)
-    return o
+    elif options.threshold is not None:
+        plans.check_threshold(options.unmask_by, options.threshold)
 
 
 def end_note(options: DecodingOptions) -> str:
@@ -277,10 +284,13 @@ def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
 def with_default_steps(
     options: DecodingOptions, contexts: list[Context]
 ) -> DecodingOptions:
-    """The options with the steps that mdm and even take by default, one per token to generate, if
-    that is the same for all contexts."""
-    counts = {max(1, _generated_count(options, context)) for context in contexts}
-    if options.steps or options.mode not in MODE_OPTIONS["steps"][1] or len(counts) > 1:
+    """Return the options with the steps that mdm and even take by default, one per token
+    to generate, if that is the same for all contexts."""
+    _, modes = MODE_OPTIONS["steps"]
+    if options.steps is not None or options.mode not in modes:
+        return options
+    counts = {max(1, generated_count(options, context)) for context in contexts}
+    if len(counts) > 1:
         return options
     return replace(options, steps=counts.pop())
 
@@ -306,19 +316,15 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
 
-def check_context(
-    context: Context,
-    config: ModelConfig,
-    scored_from: int,
-) -> None:
+def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
     check_start(context[0] is not None, scored_from)
-    if config.l2r_only and any(
-        token is not None for token in context[context.index(None) :]
-    ):
-        raise UserError(
-            "this model can only continue a text: write one mask, at the end"
-        )
+    if config.l2r_only:
+        first = context.index(None)
+        if any(token is not None for token in context[first:]):
+            raise UserError(
+                "this model can only continue a text: write one mask, at the end"
+            )
 
 
 def check_start(has_text: bool, scored_from: int) -> None:
@@ -328,9 +334,28 @@ def check_start(has_text: bool, scored_from: int) -> None:
         raise UserError("this model has no start token (GPT-2): begin with text")
 
 
+def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str]:
+    """Return the options of decoding that are not at their default, as "min_p 0.1", for
+    the notes beside a table. shown: names of those that are said elsewhere."""
+    defaults: dict[str, object] = dict(REFINING)
+    for name, (default, _) in MODE_OPTIONS.items():
+        defaults[name] = default
+    left_out = {"mode", "batch_size", "banned", "required", *shown}
+    changed = []
+    for field in fields(DecodingOptions):
+        value = settings.get(field.name, field.default)
+        usual = (field.default, defaults.get(field.name, field.default), [])
+        if field.name not in left_out and value not in usual:
+            changed.append(f"{field.name} {value}")
+    return changed
+
+
+# ---- plans of samples ----------------------------------------------------------------
+
+
 class PlannedSamples(NamedTuple):
-    """All that is random about samples, drawn before the model runs: whatever the batches and
-    processes, the samples are the same."""
+    """All that is random about samples, drawn before the model runs: whatever the batches
+    and processes, the samples are the same."""
 
     plan: Plan
     tokens: Tensor  # LongTensor (B, T), by position: the given tokens
@@ -339,18 +364,34 @@ class PlannedSamples(NamedTuple):
     )
 
 
-def contexts_of(
-    tokens: Tensor,
-    given: Tensor,
-    length: Tensor,
-) -> list[Context]:
-    """Contexts of rows: tokens (B, T), given BoolTensor (B, T), length (B,)."""
+def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
+    """Return the contexts of rows: tokens (B, T), given BoolTensor (B, T), length
+    (B,)."""
     check_boolean(given, "given")
+    contexts = []
     rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
-    return [
-        [t if g else None for t, g in zip(ts[:n], gs[:n], strict=True)]
-        for ts, gs, n in rows
-    ]
+    for row_tokens, row_given, row_length in rows:
+        context: Context = []
+        for token, is_given in zip(row_tokens, row_given, strict=True):
+            context.append(token if is_given else None)
+        contexts.append(context[:row_length])
+    return contexts
+
+
+class Part(NamedTuple):
+    """Samples that are planned and generated together."""
+
+    contexts: range  # places in the list of contexts
+    samples: range  # numbers of the samples of each context
+
+
+def parts_of(contexts: int, samples: int) -> Iterator[Part]:
+    """Yield all samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
+    together = max(1, MOST_AT_ONCE // samples)
+    for first in range(0, contexts, together):
+        chosen = range(first, min(first + together, contexts))
+        for start in range(0, samples, MOST_AT_ONCE):
+            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
 
 
 def plan_samples(
@@ -361,9 +402,12 @@ def plan_samples(
     keys: Sequence[int] | None = None,
     first: int = 0,
 ) -> PlannedSamples:
-    """The plan of all samples, `num_samples` in a row for each context, with numbers from
-    `first` on: functions of (seed, key of the context, number, length) alone. options: with
-    the mode's defaults. keys: integers below 2**64, by default the place of each context."""
+    """Return the plan of all samples, `num_samples` in a row for each context, with
+    numbers from `first` on: functions of (seed, key of the context, number, length)
+    alone.
+
+    options: with the mode's defaults. keys: integers below 2**64, by default the place
+    of each context."""
     tokens = []
     given = []
     steps = []
@@ -375,17 +419,21 @@ def plan_samples(
         rows = [context] * num_samples
         if options.required:
             rows = _with_required(context, options.required, seed, key, numbers)
-        given += [torch.tensor([token is not None for token in row]) for row in rows]
-        tokens += [torch.tensor([token or 0 for token in row]) for row in rows]
-        count = max(1, _generated_count(options, context))
-        steps += [options.steps or count] * num_samples
+        for row in rows:
+            given.append(torch.tensor([token is not None for token in row]))
+            tokens.append(torch.tensor([token or 0 for token in row]))
+        step_count = options.steps or max(1, generated_count(options, context))
+        steps += [step_count] * num_samples
         sort_keys += _sort_keys(options, seed, key, numbers, T)
         bits = philox_bits(seed, key, numbers, T, TOKENS)
         uniforms += torch.from_numpy(to_uniform(bits))
-    length = torch.tensor([len(row) for row in tokens])
-    given = pad_sequence(given, batch_first=True)
-    sort_keys = pad_sequence(sort_keys, batch_first=True)
-    plan = _mode_plan(options, length, given, torch.tensor(steps), sort_keys)
+    plan = _mode_plan(
+        options,
+        length=torch.tensor([len(row) for row in tokens]),
+        given=pad_sequence(given, batch_first=True),
+        steps=torch.tensor(steps),
+        keys=pad_sequence(sort_keys, batch_first=True),
+    )
     return PlannedSamples(
         plan=plan,
         tokens=pad_sequence(tokens, batch_first=True),
@@ -393,9 +441,9 @@ def plan_samples(
     )
 
 
-def _generated_count(options: DecodingOptions, context: Context) -> int:
-    """Tokens of a sample that are not given, and none of a required word."""
-    return context.count(None) - sum(map(len, options.required))
+def generated_count(options: DecodingOptions, context: Context) -> int:
+    """Return the tokens of a sample that are not given, and none of a required word."""
+    return context.count(None) - sum(len(word) for word in options.required)
 
 
 def _with_required(
@@ -432,22 +480,6 @@ def _with_required(
     return rows
 
 
-class Part(NamedTuple):
-    """Samples that are planned and generated together."""
-
-    contexts: range  # places in the list of contexts
-    samples: range  # numbers of the samples of each context
-
-
-def parts_of(contexts: int, samples: int) -> Iterator[Part]:
-    """Yield all samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
-    together = max(1, MOST_AT_ONCE // samples)
-    for first in range(0, contexts, together):
-        chosen = range(first, min(first + together, contexts))
-        for start in range(0, samples, MOST_AT_ONCE):
-            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
-
-
 def _sort_keys(
     options: DecodingOptions,
     seed: int,
@@ -471,26 +503,55 @@ def _mode_plan(
     steps: Tensor,
     keys: Tensor,
 ) -> Plan:
-    """The plan of a mode. length, steps (B,), given BoolTensor (B, T), keys (B, T)."""
-    o = options
+    """Return the plan of a mode. length, steps (B,), given BoolTensor (B, T), keys
+    (B, T)."""
     B = len(length)
-    group = options.group_size
-    match o.mode:
+    match options.mode:
         case "mdm" | "even":
             return plans.mdm_plan(
-                B, length, steps, keys, given, o.mode == "even", o.schedule
+                B,
+                length,
+                steps,
+                generator=keys,
+                given=given,
+                even=options.mode == "even",
+                schedule=options.schedule,
             )
         case "l2r":
-            return plans.l2r_plan(B, length, given, group)
+            return plans.l2r_plan(B, length, given, options.group_size)
         case "random" | "order":
-            return plans.random_plan(B, length, keys, given, group)
+            return plans.random_plan(
+                B,
+                length,
+                generator=keys,
+                given=given,
+                group=options.group_size,
+            )
         case "adaptive":
-            limits = o.threshold, o.entropy_bound, o.block
             return plans.adaptive_plan(
-                B, length, o.unmask_by, keys, given, group, *limits
+                B,
+                length,
+                by=options.unmask_by,
+                generator=keys,
+                given=given,
+                group=options.group_size,
+                threshold=options.threshold,
+                entropy_bound=options.entropy_bound,
+                block=options.block,
             )
         case "speculative":
-            return plans.speculative_plan(B, length, o.draft, keys, given, o.draft_by)
+            return plans.speculative_plan(
+                B,
+                length,
+                options.draft,
+                generator=keys if options.order == "random" else None,
+                given=given,
+                draft_by=options.draft_by,
+            )
+    raise AssertionError(f"there is no mode {options.mode}")
+
+
+# ---- samples -------------------------------------------------------------------------
 
 
 def generate_distributed(
@@ -502,30 +563,32 @@ def generate_distributed(
     label: str = "",
     end_token: int | None = None,
 ) -> Generation:
-    """Generate what is planned, every process its share; all samples on every process. label:
-    before the progress bar. end_token: of `Engine`. Raises UserError as `generate` does."""
-    for name, words, ids in (
-        ("--ban", options.ban, options.banned),
-        ("--require", options.require, options.required),
-    ):
-        if words and not ids:
-            raise UserError(f"{name} is for sample.py and eval_gen.py: leave it out")
-    share = procs.share(len(planned.plan))
+    """Generate what is planned, every process its share; all samples on every process.
+
+    label: before the progress bar. end_token: as of `generate`, which says what is
+    raised, too."""
+    if options.ban and not options.banned:
+        raise UserError("--ban is for sample.py and eval_gen.py: leave it out")
+    if options.require and not options.required:
+        raise UserError("--require is for sample.py and eval_gen.py: leave it out")
+    share = procs.share(len(planned.tokens))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
-    settings = {
-        "choice": options.choice,
-        "vocab_size": vocab_size,
-        "batch_size": options.batch_size or BATCH_SIZE,
-        "compile": options.compile,
-        "kernels": options.kernels,
-    }
+    uniforms = planned.uniforms[rows]
+    decoder = Decoder(
+        model,
+        choice=options.choice,
+        vocab_size=vocab_size,
+        batch_size=options.batch_size or BATCH_SIZE,
+        compile=options.compile,
+        kernels=options.kernels,
+    )
     total = int(plan.generated().sum())
     if options.refine:
         end_token = None  # what follows it may change
         of_round = redrawn(plan.generated(), options.refine_share)
         total += options.refine * int(of_round.sum())
-    bar = tqdm(
+    progress = tqdm(
         total=total,
         unit="token",
         desc=visible(label),
@@ -533,28 +596,24 @@ def generate_distributed(
         leave=False,
     )
     samples = None
-    with bar:
+    with progress as bar:
         if share:  # with more processes than samples, some have none
-            uniforms = planned.uniforms[rows]
-            samples = generate(
-                model,
+            samples = decoder.generate(
                 plan,
                 planned.tokens[rows],
                 uniforms=uniforms,
-                progress=bar.update,
                 end_token=end_token,
-                **settings,
+                progress=bar.update,
             )
             if options.refine:
                 samples = refine(
-                    model,
+                    decoder,
                     samples,
                     uniforms,
                     rounds=options.refine,
                     share=options.refine_share,
                     by=options.refine_by,
                     progress=bar.update,
-                    **settings,
                 )
     parts = procs.gather(samples)
     return Generation.joined([part for part in parts if part is not None])
@@ -565,15 +624,15 @@ def generate_rows(
     contexts: list[Context],
     options: DecodingOptions,
     vocab_size: int,
-    seed,
-    count=1,
+    seed: int,
+    count: int = 1,
 ) -> list[list[int]]:
-    """The tokens of `count` samples in a row for each context, made by this process alone.
-    options: with the mode's defaults."""
+    """Return the tokens of `count` samples in a row for each context, made by this
+    process alone. options: with the mode's defaults."""
     planned = plan_samples(options, contexts, seed, count)
     alone = Processes(0, 1, model.wte.weight.device)
     samples = generate_distributed(model, planned, options, vocab_size, alone)
-    return [tokens for tokens, *_ in samples.rows()]
+    return [tokens for tokens, _, _ in samples.rows()]
 
 
 def text_until(
@@ -581,50 +640,90 @@ def text_until(
     tokens: list[int],
     stop: Sequence[str] = (),
 ) -> str:
-    """The text of the tokens up to the first end-of-text or stop string."""
-    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else None
-    text = tokenizer.decode(tokens[:end])
-    return text[: min((p for s in stop if (p := text.find(s)) >= 0), default=None)]
+    """Return the text of the tokens up to the first end-of-text or stop string."""
+    if tokenizer.eot in tokens:
+        tokens = tokens[: tokens.index(tokenizer.eot)]
+    text = tokenizer.decode(tokens)
+    return text[: first_stop(text, stop)]
+
+
+def first_stop(text: str, stop: Sequence[str], after: int = 0) -> int:
+    """Return where the first of the stop strings begins, from `after` on, or else where
+    the text ends."""
+    end = len(text)
+    for string in stop:
+        place = text.find(string, after)
+        if place >= 0:
+            end = min(end, place)
+    return end
 
 
 def sample_records(
     samples: Generation,
     tokenizer: Tokenizer,
-    prompts=(("prompt", ""),),
-    until_end=False,
-    stop=(),
+    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
+    until_end: bool = False,
+    stop: Sequence[str] = (),
 ) -> list[dict]:
-    """A dict of every sample, as sample.py --jsonl writes it. Its lists are as long as the sample;
-    step -1: given; log_probs: nats; order: the positions in the order in which they became known.
+    """Return a dict of every sample, as sample.py --jsonl writes it. Its lists are as
+    long as the sample; step -1: given; log_probs: nats; order: the positions in the
+    order in which they became known.
 
-    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for each, those
-    of a prompt one after the other. until_end: leave out what follows the first end-of-text that
-    was generated. stop: and the first of these texts, after what is given at the beginning."""
+    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for
+    each, those of a prompt one after the other. until_end: leave out what follows the
+    first end-of-text that was generated. stop: and the first of these texts, after what
+    is given at the beginning."""
     records = []
     nfe = samples.nfe.tolist()
-    rows = zip(samples.rows(), samples.order.tolist(), strict=True)
-    for number, ((tokens, step, log_probs), order) in enumerate(rows):
+    orders = samples.order.tolist()
+    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
+        # 1. The tokens up to `end`, and their text.
         end = len(tokens)
         if until_end:
-            ends = (
-                i for i, t in enumerate(tokens) if t == tokenizer.eot and step[i] >= 0
-            )
-            end = next(ends, end)
+            end = generated_end(tokens, step, tokenizer.eot)
         text = tokenizer.decode(tokens[:end])
-        first = next((i for i, s in enumerate(step) if s >= 0), end)
-        after = len(tokenizer.decode(tokens[:first]))
-        if places := [place for s in stop if (place := text.find(s, after)) >= 0]:
-            text = text[: min(places)]
-            while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
-                end -= 1
-        tokens = tokens[:end]
-        step = step[:end]
-        log_probs = log_probs[:end]
-        prompt_index = number * len(prompts) // len(samples)
+        if stop:
+            first = next((i for i in range(end) if step[i] >= 0), end)
+            prompt_text = tokenizer.decode(tokens[:first])
+            text_end = first_stop(text, stop, after=len(prompt_text))
+            if text_end < len(text):
+                text = text[:text_end]
+                end = token_end(tokenizer, tokens[:end], first, text)
+        # 2. What is said of them.
+        prompt_index = number * len(prompts) // len(nfe)
         kind, prompt = prompts[prompt_index]
-        record = {"text": text, "prompt_index": prompt_index, kind: prompt}
-        record |= {"length": len(tokens), "tokens": tokens, "step": step}
-        record["order"] = [position for position in order if position < end]
-        record |= {"log_probs": [round(p, 6) for p in log_probs], "nfe": nfe[number]}
+        record = {
+            "text": text,
+            "prompt_index": prompt_index,
+            kind: prompt,
+            "length": end,
+            "tokens": tokens[:end],
+            "step": step[:end],
+            "order": [position for position in orders[number] if position < end],
+            "log_probs": [round(log_prob, 6) for log_prob in log_probs[:end]],
+            "nfe": nfe[number],
+        }
         records.append(record)
     return records
+
+
+def token_end(
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    first: int,
+    text: str,
+) -> int:
+    """Return how many tokens, `first` at least, have this beginning of their text."""
+    end = len(tokens)
+    while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
+        end -= 1
+    return end
+
+
+def generated_end(tokens: list[int], step: list[int], eot: int) -> int:
+    """Return the place of the first end-of-text that was generated, or else the
+    length."""
+    for place, token in enumerate(tokens):
+        if token == eot and step[place] >= 0:
+            return place
+    return len(tokens)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..runtime.errors import UserError
 from ..runtime.validation import check_value
-from ..scoring import check_boolean
 
 Schedule = Literal["linear", "cosine"]
 Score = Literal["confidence", "entropy", "margin"]
@@ -191,9 +190,8 @@ def random_plan(
 ) -> Plan:
     """Plan a uniformly random order, `group` positions a step: positions by rising
     random number."""
-    samples = _Samples(batch_size, length, given)
-    uniforms = samples.uniforms(generator)
-    return samples.in_groups(uniforms, group)
+    samples = _Samples(batch_size, length, given, generator)
+    return samples.in_groups(samples.uniforms, group)
 
 
 def mdm_plan(
@@ -217,13 +215,12 @@ def mdm_plan(
     steps = torch.as_tensor(steps).cpu()
     steps = steps.expand(batch_size)
     steps = steps[:, None]
-    samples = _Samples(batch_size, length, given)
-    uniforms = samples.uniforms(generator)
-    order, index = samples.order_by(uniforms)
+    samples = _Samples(batch_size, length, given, generator)
+    order, index = samples.order_by(samples.uniforms)
     if not even:
         # Inverse CDF: a position unmasks when the share of unmasked positions has risen
         # to its number.
-        share = uniforms.gather(1, order)
+        share = samples.uniforms.gather(1, order)
         step = (_elapsed(share, schedule) * steps).long()
         step = step.minimum(steps - 1)
         return samples.plan(order, index, step)
@@ -281,11 +278,11 @@ def adaptive_plan(
         return replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
-    samples = _Samples(batch_size, length, given)
+    samples = _Samples(batch_size, length, given, generator)
     block_size = block or max(samples.T, 1)
     # The order within a block is random, as above: it decides between equals.
     block_number = samples.position // block_size
-    key = block_number + samples.uniforms(generator)
+    key = block_number + samples.uniforms
     order, index = samples.order_by(key)
     plan = samples.plan(order, index, step=torch.zeros_like(order))
     return replace(
@@ -384,29 +381,30 @@ class _Samples:
         batch_size: int,
         length: Length,
         given: Given,
+        generator: Generator | None = None,
     ):
+        """generator: of a number in [0, 1) for each position, `uniforms` (B, T)."""
         length = torch.as_tensor(length).cpu()
         self.length = length.expand(batch_size)
         self.B = batch_size
         self.T = int(length.max()) if length.numel() else 0
         if given is None:
             given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        check_boolean(given, "given")
+        if given.dtype != torch.bool:
+            raise UserError(f"given is {given.dtype}; give a boolean tensor")
         positions = torch.arange(self.T)
         self.position = positions.expand(self.B, self.T)
         self.valid = self.position < self.length[:, None]
         self.given = given.cpu() & self.valid
-
-    def uniforms(self, generator: Generator) -> Tensor:
-        """Return a number in [0, 1) for each position, (B, T)."""
         if torch.is_tensor(generator):
-            return generator
-        return torch.rand(
-            self.B,
-            self.T,
-            generator=generator,
-            dtype=torch.float64,
-        )
+            self.uniforms = generator
+        elif generator is not None:
+            self.uniforms = torch.rand(
+                self.B,
+                self.T,
+                generator=generator,
+                dtype=torch.float64,
+            )
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order (B, T): given positions in ascending order, then the others

@@ -9,7 +9,6 @@ that order as it is.
 
 Shapes: B samples, T positions."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..model import AOGPT, head_chunk, inverse_permutation
 from .cached import float32_logits
-from .engine import Generation, generate
+from .engine import Decoder, Generation, Progress
 from .plans import Plan
 from .race import fresh_uniforms
 from .token_choice import REFINED
@@ -28,14 +27,13 @@ ROWS = 16  # that are scored in one pass, where no batch size is given
 
 
 def refine(
-    model: AOGPT,
+    decoder: Decoder,
     samples: Generation,
     uniforms: Tensor,
     rounds: int,
     share: float,
     by: RefineBy,
-    progress: Callable[[int], None] | None = None,
-    **settings,
+    progress: Progress = None,
 ) -> Generation:
     """Return the samples after all rounds, with the log-probabilities of the text that
     is there then: each generated token given all tokens before it in `order`.
@@ -47,7 +45,7 @@ def refine(
         share: of the generated tokens that a round redraws.
         by: redraw the tokens of least log-probability when they were drawn, or given
             all others, or random ones.
-        settings: of `generate`."""
+        progress: as of `generate`."""
     if not rounds:
         return samples
     generated = samples.step >= 0
@@ -57,7 +55,7 @@ def refine(
         keys = fresh_uniforms(uniforms, salt)
         fresh = fresh_uniforms(uniforms, salt - 1)
         if by == "others":
-            samples, score = given_others(model, samples, **settings)
+            samples, score = given_others(decoder, samples)
         elif by == "drawn":
             score = samples.log_probs
         else:
@@ -66,16 +64,8 @@ def refine(
         least_first = score.argsort(dim=1, stable=True)
         rank = inverse_permutation(least_first)
         chosen = rank < count[:, None]
-        samples = redraw(
-            model,
-            samples,
-            chosen,
-            keys,
-            uniforms=fresh,
-            progress=progress,
-            **settings,
-        )
-    return along_order(model, samples, **settings)
+        samples = redraw(decoder, samples, chosen, keys, fresh, progress)
+    return along_order(decoder, samples)
 
 
 def redrawn(generated: Tensor, share: float) -> Tensor:
@@ -88,22 +78,28 @@ def redrawn(generated: Tensor, share: float) -> Tensor:
 
 
 def redraw(
-    model: AOGPT,
+    decoder: Decoder,
     samples: Generation,
     chosen: Tensor,
     keys: Tensor,
-    **settings,
+    uniforms: Tensor,
+    progress: Progress = None,
 ) -> Generation:
     """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one
     after the other, those of small key (B, T) in [0, 1) first. Their steps come after
-    the sample's. settings: of `generate`."""
+    the sample's. uniforms, progress: as of `generate`."""
     plan = _last(
         samples.order,
         samples.length,
         chosen,
         keys,
     )
-    new = generate(model, plan, samples.tokens, **settings)
+    new = decoder.generate(
+        plan,
+        samples.tokens,
+        uniforms=uniforms,
+        progress=progress,
+    )
     last_step = samples.step.amax(dim=1, keepdim=True)
     later = new.step + last_step + 1
     return Generation(
@@ -118,14 +114,10 @@ def redraw(
     )
 
 
-def given_others(
-    model: AOGPT,
-    samples: Generation,
-    **settings,
-) -> tuple[Generation, Tensor]:
+def given_others(decoder: Decoder, samples: Generation) -> tuple[Generation, Tensor]:
     """Return the samples, with the cost added, and the log-probability (B, T) of each
     generated token given all others: a pass for each token, those of a sample side by
-    side. settings: of `generate`."""
+    side."""
     generated = samples.step >= 0
     any_generated = generated.any(dim=1)
     T = samples.step.shape[1]
@@ -143,13 +135,7 @@ def given_others(
             chosen=alone,
             keys=torch.zeros(n, T),
         )
-        scored = generate(
-            model,
-            plan,
-            tokens,
-            forced=tokens,
-            **settings,
-        )
+        scored = decoder.generate(plan, tokens, forced=tokens)
         scores[b, generated[b]] = scored.log_probs[alone]
         calls += scored.model_calls
         forwards += scored.token_forwards
@@ -163,16 +149,11 @@ def given_others(
 
 
 @torch.no_grad()
-def along_order(
-    model: AOGPT,
-    samples: Generation,
-    vocab_size: int | None = None,
-    batch_size: int | None = None,
-    **settings,
-) -> Generation:
+def along_order(decoder: Decoder, samples: Generation) -> Generation:
     """Return the samples with the log-probability of each generated token given all
     tokens before it in `order`, among the ids that may be drawn. It takes one pass of a
     decoder, or one a generated token of an encoder, whose cost is added."""
+    model = decoder.model
     generated = samples.step >= 0
     if model.config.is_encoder:
         T = samples.order.shape[1]
@@ -183,14 +164,9 @@ def along_order(
             chosen=generated,
             keys=place / T,
         )
-        scored = generate(
-            model,
-            plan,
-            samples.tokens,
-            forced=samples.tokens,
-            vocab_size=vocab_size,
-            batch_size=batch_size,
-        )
+        # Compiling would take longer than these passes.
+        plain = replace(decoder, compile=False, kernels=False)
+        scored = plain.generate(plan, samples.tokens, forced=samples.tokens)
         return replace(
             samples,
             log_probs=scored.log_probs,
@@ -199,7 +175,7 @@ def along_order(
             nfe=samples.nfe + scored.nfe,
         )
     device = model.wte.weight.device
-    size = batch_size or ROWS
+    size = decoder.batch_size or ROWS
     token_parts = samples.tokens.split(size)
     order_parts = samples.order.split(size)
     parts = []
@@ -208,7 +184,7 @@ def along_order(
             model,
             tokens.to(device),
             order.to(device),
-            vocab_size,
+            decoder.vocab_size,
         )
         parts.append(log_probs.cpu())
     log_probs = torch.cat(parts)

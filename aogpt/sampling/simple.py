@@ -1,13 +1,13 @@
 """The sampler to read first: one sequence of a decoder, in any order, with a KV cache.
 
-Orders come from plans.py. `engine` does the same for batches of any plan, and does not make the
-host wait for the device."""
+`engine` does the same for batches of any plan, and never makes the host wait for the
+device. Orders and group sizes come from plans.py."""
 
 import torch
 from torch import Tensor
 
 from ..model import AOGPT
-from .cached import KVCache, cached_hidden, single_step
+from .cached import KVCache, predict_next
 from .race import draw
 
 
@@ -27,32 +27,27 @@ def simple_generate(
 
     Args:
         order: LongTensor (T,), positions in the order of prediction.
-        sizes: how many positions each step predicts; the positions before these are given.
+        sizes: how many positions each step predicts; the positions before these are
+            given.
         uniforms: float64 (T,) in [0, 1), by position: what `draw` turns into tokens.
         tokens: LongTensor (T,), by position; those that are given are read.
         temperature: 0 takes the most probable tokens.
         vocab_size: no id from it on is drawn.
         top_p: tokens are drawn from the `nucleus` of this probability."""
-    device = order.device
     T = len(order)
-    cache = KVCache(model.config, 1, T, device, model.wte.weight.dtype)
-    x = torch.zeros_like(order)  # tokens in prediction order
+    text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
-        x = tokens[order]
-    log_probs = torch.zeros(T, device=device)
-    cached = 0  # inputs whose keys and values are in the cache
-    known = T - sum(sizes)  # tokens, at the beginning of the order
-    masked = model.config.target == "mask_query"
+        text = tokens.clone()
+    log_probs = torch.zeros(T, device=order.device)
+    cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
+    known = T - sum(sizes)  # tokens that are given: the first ones of the order
     for size in sizes:
-        # 1. One pass over inputs `cached` to `known + size - 1`. Those up to `known` hold
-        #    their own true token. Later ones repeat the last known token, each with another
-        #    target. With mask_query those before `known` hold their own token, and all
-        #    others are a [MASK].
-        count = known + size - cached
-        step = single_step(cached, known, count, size, device)
-        hidden = cached_hidden(model, x[None], order[None], step, cache)  # (count, D)
-        logits = model.head_logits(hidden[-size:]).double()  # (size, V)
-        # 2. Draw the next tokens, each from its own distribution given the known ones.
+        # 1. Predict the next positions of the order, each from all tokens known so far.
+        #    What was computed for these before is in the cache.
+        ordered = text[order]
+        logits = predict_next(model, ordered, order, known, size, cache)  # (size, V)
+
+        # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
         allowed = logits[:, :vocab_size]
         if temperature == 0:
@@ -60,16 +55,14 @@ def simple_generate(
         else:
             probs = (allowed / temperature).softmax(dim=-1)
             drawn = draw(nucleus(probs, top_p), uniforms[positions])
-        x[known : known + size] = drawn
-        all_log_probs = logits.log_softmax(dim=-1)
+
+        # 3. From now on they are known.
+        text[positions] = drawn
+        token_log_probs = logits.log_softmax(dim=-1)
         for i in range(size):
-            log_probs[known + i] = all_log_probs[i, drawn[i]]
-        # 3. Input `known`, that of the first target, was a true one, so inputs 0 to `known`
-        #    are cached now. The copies will be overwritten, and so will be every [MASK].
-        cached = known if masked else known + 1
+            log_probs[positions[i]] = token_log_probs[i, drawn[i]]
         known = known + size
-    place = order.argsort()  # where each position is in the order
-    return x[place], log_probs[place]
+    return text, log_probs
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -19,7 +19,7 @@ def speculate(
     tally,
 ) -> None:
     """Draft and verify until every row is complete."""
-    by_queries = engine.model.config.target == "mask_query"
+    by_queries = engine.model.mask_queries
     if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
         engine.cache.lengthen(engine.T + plan.draft + 1)
     cached = torch.zeros_like(tally.known)
@@ -277,7 +277,7 @@ def predict_slots(
     is_active = size > 0
     inputs = first + size - cached
     first_query = None
-    by_queries = engine.model.config.target == "mask_query"
+    by_queries = engine.model.mask_queries
     if by_queries and not torch.equal(first, known):
         # The contents of all slots before the last one, then the queries.
         contents = first + size - 1 - cached

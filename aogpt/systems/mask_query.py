@@ -151,6 +151,7 @@ class MaskQuery(Transformer):
 
     conditions = ("query",)
     separate_queries = True
+    mask_queries = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

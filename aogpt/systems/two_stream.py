@@ -91,6 +91,7 @@ class TwoStream(Transformer):
 
     conditions = ("query",)
     separate_queries = True
+    query_stream = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
