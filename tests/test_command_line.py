@@ -160,7 +160,12 @@ def draw(text):
     record["step"] = [-1] * half + [0] * (len(tokens) - half)
     record["log_probs"] = [0.0] * len(tokens)
     sample.print_samples(
-        [record], get_tokenizer("bytes"), replay=False, several=False, first=1
+        [record],
+        get_tokenizer("bytes"),
+        styled=False,
+        replays=False,
+        several=False,
+        first=1,
     )
 
 

@@ -301,11 +301,11 @@ def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
             noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
         )
 
-    def generate(*arguments, compile, **settings):
+    def decoder(*arguments, compile, **settings):
         compiled.append(compile)
-        return engine.generate(*arguments, **settings)
+        return engine.Decoder(*arguments, **settings)
 
-    monkeypatch.setattr(modes, "generate", generate)
+    monkeypatch.setattr(modes, "Decoder", decoder)
     draw()
     draw("--compile")
     assert compiled == [False, True]
