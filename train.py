@@ -127,7 +127,9 @@ def train(config: Config, procs: Processes) -> int:
             "the last checkpoint was not written: free some disk space and run the same command"
         )
     step = state.progress.step
-    mode = ' --mode l2r --prompt "..." --until-end' if data.of_records else ""
+    mode = " --temperature 0.7 --top-p 0.9"
+    if data.of_records:
+        mode = ' --mode l2r --prompt "..." --until-end'
     how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
     if step < t.steps:
         how = f"stopped at step {step} and saved {saved}; run the same command to continue"

@@ -8,10 +8,11 @@ aogpt generate MODEL "Once upon a time"             continue a text
 aogpt playground MODEL                              all of this in the browser
 
 MODEL: a run folder, such as results/books_model, released weights, or a Hugging Face repo
-id. `aogpt COMMAND --help` lists the options."""
+id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release this is."""
 
 import sys
 
+from . import __version__
 from .runtime.command_line import run_script, show
 from .runtime.errors import UserError
 
@@ -24,6 +25,9 @@ def main() -> int | None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("--help", "-h"):
         show(__doc__)
+        return 0
+    if command == "--version":
+        show(f"aogpt {__version__}")
         return 0
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}; choose one of {', '.join(COMMANDS)}")

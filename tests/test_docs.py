@@ -32,6 +32,7 @@ from studies import (
     music,
     puzzle_answers,
     reproduce,
+    speculation,
     speedrun,
     tasks,
 )
@@ -45,7 +46,7 @@ PAGES = [
 RESULTS = [
     p for p in sorted((ROOT / "results").rglob("*.md")) if "details" not in p.name
 ]
-BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ")
+BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ", "aogpt ")
 SCRIPTS = {
     "convert.py": convert,
     "eval_gen.py": eval_gen,
@@ -69,6 +70,7 @@ SCRIPTS = {
     "studies.prepare": study_data,
     "studies.puzzle_answers": puzzle_answers,
     "studies.reproduce": reproduce,
+    "studies.speculation": speculation,
     "studies.speedrun": speedrun,
     "studies.tasks": tasks,
 }
@@ -96,11 +98,13 @@ def commands_of(text):
     found = re.findall(r"`([^`\n]+)`", text)
     for line in text.replace("\\\n", " ").splitlines():
         found += re.findall(r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line)
-    return [
-        shlex.split(command, comments=True)
-        for command in found
-        if command.startswith(BEGIN)
-    ]
+    commands = []
+    for command in found:
+        if command.startswith("aogpt "):  # the installed command
+            command = f"python -m {command}"
+        if command.startswith(BEGIN):
+            commands.append(shlex.split(command, comments=True))
+    return commands
 
 
 def commands_on(pages):
@@ -287,6 +291,7 @@ LEFT_OUT = {
     "file:file=orders.npy": "no orders at hand",
     "configs/own_text.toml": "no such config",
     "CONFIG.toml": "a placeholder",
+    "MODEL": "a placeholder",
     "SRC": "a placeholder",
     "NAME": "a placeholder",
     "0.7,0.95": "slow: many settings",

@@ -15,11 +15,16 @@ from aogpt.data.prepare import next_command
 
 SOURCES = [
     path
-    for path in [*ROOT.glob("*.py"), *(ROOT / "aogpt").rglob("*.py")]
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / "aogpt").rglob("*.py"),
+        *(ROOT / "studies").rglob("*.py"),
+    ]
     if not path.is_symlink()
 ]
 FIELDS = {  # what a message may have in the place of a variable
     "name": "stories",
+    "e.name": "E13",
     "start": "stories",
     "last": "stories",
     "args.name": "chorales",
@@ -102,7 +107,8 @@ def test_a_printed_command_parses(words, parse, monkeypatch):
 def test_hints_are_found():
     scripts = {script_and_arguments(words)[0] for words in HINTS}
     assert {"train.py", "sample.py", "eval_ppl.py", "data/prepare.py"} <= scripts
-    assert len(HINTS) >= 40
+    assert {"studies.findings", "studies.tasks", "studies.gpu_day"} <= scripts
+    assert len(HINTS) >= 70
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=str)

@@ -115,3 +115,12 @@ def test_every_optional_import_has_an_extra():
         names = [line.split(">")[0].strip() for line in extras[extra]]
         assert package in names
         assert extra in extras["all"][0]
+
+
+def test_the_command_says_which_release_this_is(monkeypatch, capsys):
+    import aogpt
+    from aogpt import __main__
+
+    monkeypatch.setattr(sys, "argv", ["aogpt", "--version"])
+    assert __main__.main() == 0
+    assert capsys.readouterr().out == f"aogpt {aogpt.__version__}\n"

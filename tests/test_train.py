@@ -238,7 +238,9 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     config = copy_of(reference, tmp_path)
     before = files(config.run_folder)
     assert train.train(config, ALONE) == 0
-    assert "finished 40 steps; next: python sample.py" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "finished 40 steps; next: python sample.py" in out
+    assert " --temperature 0.7 --top-p 0.9, or more --train.steps" in out
     assert files(config.run_folder) == before
 
 
