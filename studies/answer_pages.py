@@ -169,7 +169,12 @@ def draw_legend(axes, entries: Entries) -> None:
         axes.plot([], [], "s", color=style.color, label=labels.get(name, name))
     for decoder, marker in MARKERS.items():
         axes.plot([], [], marker, color="grey", label=decoder)
-    axes.legend(loc="center", fontsize=9, ncols=2, frameon=False)
+    axes.legend(
+        loc="center",
+        fontsize=9,
+        ncols=2,
+        frameon=False,
+    )
     axes.set_axis_off()
 
 

@@ -96,7 +96,15 @@ def measure(
 
 def on_a_cpu(out: Path) -> Lines:
     yield from training(out, "tiny", 2, None, "--no-compile")
-    yield from decoding(out, "tiny", 16, "--batch-size", "2", "--lengths", "64")
+    yield from decoding(
+        out,
+        "tiny",
+        16,
+        "--batch-size",
+        "2",
+        "--lengths",
+        "64",
+    )
 
 
 def on_a_gpu(out: Path, device: torch.device) -> Lines:
@@ -109,7 +117,14 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
         if planned < 1.3 * memory:  # compiled, it takes less
             yield from training(out, size, batch_size, planned)
     for steps in (1024, 256, 64):
-        yield from decoding(out, "medium", steps, "--batch-size", "32", "--compile")
+        yield from decoding(
+            out,
+            "medium",
+            steps,
+            "--batch-size",
+            "32",
+            "--compile",
+        )
 
 
 def training(

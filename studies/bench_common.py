@@ -19,10 +19,34 @@ from aogpt.runtime.validation import Count, check_values
 from aogpt.systems import build_model
 
 SIZES = {  # the model, and how many of its ids are tokens: GPT-2's are padded
-    "tiny": (ModelConfig(512, 128, n_layer=2, n_head=2, n_embd=64, cond_dim=16), 500),
-    "bench": (ModelConfig(n_layer=6, n_head=6, n_embd=384), 50257),
+    "tiny": (
+        ModelConfig(
+            512,
+            128,
+            n_layer=2,
+            n_head=2,
+            n_embd=64,
+            cond_dim=16,
+        ),
+        500,
+    ),
+    "bench": (
+        ModelConfig(
+            n_layer=6,
+            n_head=6,
+            n_embd=384,
+        ),
+        50257,
+    ),
     "small": (ModelConfig(), 50257),
-    "medium": (ModelConfig(n_layer=24, n_head=16, n_embd=1024), 50257),
+    "medium": (
+        ModelConfig(
+            n_layer=24,
+            n_head=16,
+            n_embd=1024,
+        ),
+        50257,
+    ),
 }
 OTHER_MODELS = {  # what differs from AO-GPT of the same size
     "encoder": {"attention": "full", "target": "none", "tied_head": False},
@@ -79,7 +103,12 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def tell(text: str, end: str = "\n") -> None:
     """Print progress, unbuffered, to stderr."""
-    show(text, end=end, file=sys.stderr, flush=True)
+    show(
+        text,
+        end=end,
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def machine(device: torch.device) -> dict:

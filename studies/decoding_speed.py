@@ -116,7 +116,14 @@ def bench_decode(o: DecodeOptions) -> dict:
             # After every measurement, so that a run that is cut short leaves its rows.
             outputs.write_json(o.json, {"rows": rows})
     figures = {"rates": bench.rates, "rows": rows}
-    result = common.publish(o, outputs, dtype, device, figures, report)
+    result = common.publish(
+        o,
+        outputs,
+        dtype,
+        device,
+        figures,
+        report,
+    )
     if o.figure is not None:
         outputs.write(o.figure, draw(result))
     if o.shares is not None:
@@ -540,7 +547,12 @@ def draw(result: dict) -> bytes:
         if system in ("encoder", "encoder-eager"):
             ratios = [row["times_ours"] for row in rows]
             right.plot(steps, ratios, label=f"{system} / ours, here", **style)
-    right.axhline(PAPER_RATIO, color="gray", linestyle=":", label=PAPER_LABEL)
+    right.axhline(
+        PAPER_RATIO,
+        color="gray",
+        linestyle=":",
+        label=PAPER_LABEL,
+    )
     left.set_ylabel(f"seconds for {batch_size} samples of {length} tokens")
     right.set_ylabel("seconds relative to AO-GPT")
     for axes in (left, right):

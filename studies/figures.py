@@ -220,7 +220,14 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         rows = [row for row in entry["runs"] if row["tokens"]]
         if kind not in rows[0]["losses"]:
             kind = "training"
-        draw_curve(axes, rows, kind, label_of(name, entry), styles[name], number)
+        draw_curve(
+            axes,
+            rows,
+            kind,
+            label_of(name, entry),
+            styles[name],
+            number,
+        )
     measured = rows[0]["measured"]
     if "excess" in measured:
         axes.axhline(

@@ -156,7 +156,14 @@ def evaluated(
     for order in model.orders:
         part = file.with_suffix(f".{order}.json")
         if not part.exists():
-            command = scoring_command(a, model, order, path, folders, limit)
+            command = scoring_command(
+                a,
+                model,
+                order,
+                path,
+                folders,
+                limit,
+            )
             show(" ".join(["python", *command]), flush=True)
             done = run_alone(*command, "--json", str(part))
             if done.returncode:

@@ -277,7 +277,13 @@ def figure(rows: dict[str, dict]) -> bytes:
         lows = [row["perplexity"] - row["perplexity_low"] for row in members]
         highs = [row["perplexity_high"] - row["perplexity"] for row in members]
         perplexities = [row["perplexity"] for row in members]
-        left.errorbar(passes, perplexities, yerr=[lows, highs], capsize=2, **style)
+        left.errorbar(
+            passes,
+            perplexities,
+            yerr=[lows, highs],
+            capsize=2,
+            **style,
+        )
         middle.plot(passes, [row["js_2"] for row in members], **style)
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
@@ -287,7 +293,12 @@ def figure(rows: dict[str, dict]) -> bytes:
     left.set_ylabel("perplexity of the samples, left to right (bars: 95%)")
     middle.set_ylabel("divergence of 2-grams from held-out books, nats")
     text = rows[ONE_AT_A_TIME]["js_2_text"]
-    middle.axhline(text, color="grey", linestyle=":", label="other held-out text")
+    middle.axhline(
+        text,
+        color="grey",
+        linestyle=":",
+        label="other held-out text",
+    )
     middle.legend(fontsize=6.5)
     groups = grouped(rows["acceptance"]["by_distance"])
     right.errorbar(
