@@ -331,9 +331,9 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
     it at equal compute, a table for each recipe."""
     lines = [
         "**At equal time.** FLOPs are of matrices and attention, forward and backward, without the "
-        "tables and projections of adaLN; speeds are of the fastest run, since other work shared the "
-        "CPU. Where a token takes twice the compute, the last column is of runs of half as many "
-        "tokens.",
+        "tables and projections of adaLN; speeds are of the fastest run, since other work shared "
+        "the CPU. Where a token takes twice the compute, the last column is of runs of half as "
+        "many tokens.",
         "",
     ]
     head = ["", "parameters", "MFLOPs a token", "tokens a second"]
