@@ -1,14 +1,16 @@
-"""Log-probabilities of known sequences under any model, in nats: along an order, of masked
-tokens, in groups of steps.
+"""Log-probabilities of known sequences under any model, in nats: along an order, of
+masked tokens, in groups of steps.
 
 Shapes: B sequences, T positions, V vocabulary."""
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .model import (
+    AOGPT,
     ModelConfig,
     Pass,
     Transformer,
@@ -26,7 +28,7 @@ def token_log_probs(
     order: Tensor,
     group_start: Tensor | None = None,
 ) -> Tensor:
-    """log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
+    """Return log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
 
     One pass of a decoder; T of an encoder, each of which masks what is left.
 
@@ -36,10 +38,15 @@ def token_log_probs(
         group_start: LongTensor (B, T), for models whose one pass predicts groups: step i
             is predicted from the tokens of steps < group_start[:, i].
 
-    Raises UserError for tokens outside the vocabulary, other shapes, and rows of `order`
-    that are not permutations."""
+    Raises UserError for tokens outside the vocabulary, other shapes, and rows of
+    `order` that are not permutations."""
     if model.config.is_encoder:
-        return group_log_probs(model, tokens, order, group=1)
+        return group_log_probs(
+            model,
+            tokens,
+            order,
+            group=1,
+        )
     check_tokens(model, tokens, order)
     check_permutations(order)
     if group_start is None:
@@ -54,7 +61,8 @@ def masked_log_probs(
     masked: Tensor,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """log p(true token | all unmasked tokens) at every masked position, in one pass.
+    """Return log p(true token | all unmasked tokens) of every masked position, in one
+    pass.
 
     tokens LongTensor (B, T); masked BoolTensor (B, T); lengths LongTensor (B,) of rows
     that are shorter than T. Returns (B, T) in sequence order, nats; 0 at unmasked
@@ -67,10 +75,16 @@ def masked_log_probs(
         unknown = masked | padding
         masked = masked & ~padding
     if model.config.is_encoder:
-        return model.log_probs(tokens, masked, lengths)
+        encoder: Any = model  # of systems/encoder.py
+        return encoder.log_probs(tokens, masked, lengths)
     # The context comes first.
     order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
-    log_probs = parallel_log_probs(model, tokens, order, known=(~unknown).sum(1))
+    log_probs = parallel_log_probs(
+        model,
+        tokens,
+        order,
+        known=(~unknown).sum(1),
+    )
     return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
 
@@ -81,18 +95,24 @@ def masked_logits(
     masked: Tensor,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Logits of every masked token given all unmasked ones, in one pass: (masked tokens,
-    V), row after row, by position.
+    """Return the logits of every masked token given all unmasked ones, in one pass:
+    (masked tokens, V), row after row, by position.
 
-    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): in which
-    a decoder reads the unmasked tokens, the masked ones last; by default from left to
-    right."""
+    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): in
+    which a decoder reads the unmasked tokens, the masked ones last; by default from
+    left to right."""
     check_mask(model, tokens, masked)
     if model.config.is_encoder:
-        return model.head_logits(model.masked_hidden(tokens, masked)[masked])
+        encoder: Any = model  # of systems/encoder.py
+        return encoder.head_logits(encoder.masked_hidden(tokens, masked)[masked])
     if order is None:
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
-    x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
+    x = parallel_hidden(
+        model,
+        tokens,
+        order,
+        known=(~masked).sum(1),
+    )
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
     return model.head_logits(x[row, step])
@@ -107,8 +127,8 @@ def parallel_log_probs(
     steps: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >= known[b], in one
-    pass.
+    """log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >= known[b], in
+    one pass.
 
     Args:
         known: LongTensor (B,), how many positions of the order are the context.
@@ -121,16 +141,22 @@ def parallel_log_probs(
     else:
         check_boolean(steps, "steps")
     if not model.config.is_encoder:
-        x = parallel_hidden(model, tokens, order, known)
+        x = parallel_hidden(
+            model,
+            tokens,
+            order,
+            known,
+        )
         log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
         return log_probs.where(steps, torch.zeros_like(log_probs))
+    encoder: Any = model  # of systems/encoder.py
     step_of = inverse_permutation(order)
     masked = step_of >= known[:, None]
     if lengths is not None:
         masked &= step_of < lengths[:, None]
     row, step = steps.nonzero(as_tuple=True)
     position = order[row, step]
-    x = model.masked_hidden(tokens, masked, lengths)[row, position]
+    x = encoder.masked_hidden(tokens, masked, lengths)[row, position]
     logits = at_least_float32(model.head_logits(x))
     scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
     log_probs = torch.zeros(
@@ -151,9 +177,10 @@ def group_log_probs(
     prompt_lengths: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """As `token_log_probs`, but the `group` steps of a group are predicted at once from
-    the groups before it: what decoding in such groups draws from. A pass for each group;
-    models whose queries are inputs of their own need one for all.
+    """Return what `token_log_probs` does, but the `group` steps of a group are
+    predicted at once from the groups before it: what decoding in such groups draws
+    from. A pass for each group; models whose queries are inputs of their own need one
+    for all.
 
     Args:
         prompt_lengths: LongTensor (B,), steps before the first group; the result means
@@ -169,7 +196,12 @@ def group_log_probs(
         )
     if model.separate_queries:
         starts = group_starts(order, group, prompt_lengths)
-        return token_log_probs(model, tokens, order, starts)
+        return token_log_probs(
+            model,
+            tokens,
+            order,
+            starts,
+        )
     check_tokens(model, tokens, order)
     check_permutations(order)
     result = torch.zeros(
@@ -178,13 +210,21 @@ def group_log_probs(
         dtype=model.wte.weight.dtype,
     )
     for known, steps in groups_of(order, group, prompt_lengths):
-        log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
+        log_probs = parallel_log_probs(
+            model,
+            tokens,
+            order,
+            known,
+            steps,
+            lengths,
+        )
         result = log_probs.where(steps, result.to(log_probs.dtype))
     return result
 
 
 class MaskedPass(Pass):
-    """A training pass in which step i sees the inputs that a mask (B, 1, T, T) allows."""
+    """A training pass in which step i sees the inputs that a mask (B, 1, T, T)
+    allows."""
 
     def __init__(
         self,
@@ -202,7 +242,12 @@ class MaskedPass(Pass):
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        return attention(q, k, v, mask=self.allowed)
+        return attention(
+            q,
+            k,
+            v,
+            mask=self.allowed,
+        )
 
 
 def parallel_hidden(
@@ -211,14 +256,16 @@ def parallel_hidden(
     order: Tensor,
     known: Tensor,
 ) -> Tensor:
-    """Final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are those of
-    training; all later ones are predicted from the first `known` tokens.
+    """Return final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are
+    those of training; all later ones are predicted from the first `known` tokens.
 
     Each of these is a copy of input `known`, the last known token, with a target of its
     own; it sees the inputs before that one and itself, never another copy. Models whose
     queries are inputs of their own have a method `parallel_hidden` instead."""
     if model.separate_queries:
-        return model.parallel_hidden(tokens, order, known)
+        queries: Any = model  # of systems/two_stream.py or mask_query.py
+        return queries.parallel_hidden(tokens, order, known)
+    decoder = cast(AOGPT, model)
     steps = torch.arange(order.shape[1], device=order.device)
     source = torch.minimum(steps, known[:, None])  # (B, T) the input of each step
     in_tokens, in_positions = shifted_inputs(tokens, order)
@@ -226,8 +273,13 @@ def parallel_hidden(
     in_positions = in_positions.gather(1, source)
     allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
     allowed = without_start(allowed, steps[:, None], model.config)
-    p = MaskedPass(model.config, order, model.condition(), allowed.unsqueeze(1))
-    return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
+    p = MaskedPass(
+        model.config,
+        order,
+        decoder.condition(),
+        allowed.unsqueeze(1),
+    )
+    return decoder.trunk(decoder.embed(in_tokens, in_positions), in_positions, p)
 
 
 def without_start(
@@ -235,8 +287,8 @@ def without_start(
     last: Tensor,
     config: ModelConfig,
 ) -> Tensor:
-    """A mask (..., keys) in which a hidden [None] is visible only to queries that see
-    nothing else: those whose last input, of the shape (..., 1), is 0."""
+    """Return a mask (..., keys) in which a hidden [None] is visible only to queries
+    that see nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
         return allowed
     keys = torch.arange(allowed.shape[-1], device=allowed.device)
@@ -248,8 +300,8 @@ def group_starts(
     group: int,
     prompt_lengths: Tensor | None = None,
 ) -> Tensor:
-    """The first step of every step's group, (B, T). Steps of the prompt are groups of
-    one."""
+    """Return the first step of every step's group, (B, T). Steps of the prompt are
+    groups of one."""
     steps = torch.arange(order.shape[1], device=order.device)
     if prompt_lengths is None:
         return (steps - steps % group).expand_as(order)
@@ -286,7 +338,8 @@ def check_tokens(
     tokens: Tensor,
     companion: Tensor,
 ) -> None:
-    """Raise UserError if tokens, and an order or a mask of them, do not fit the model."""
+    """Raise UserError if tokens, and an order or a mask of them, do not fit the
+    model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
         raise UserError(
             f"tokens {tuple(tokens.shape)} and {tuple(companion.shape)} must both be "
@@ -315,7 +368,8 @@ def check_mask(
 
 
 def check_boolean(mask: Tensor, name: str) -> None:
-    """Raise UserError for a mask of integers: indexing and ~ would mean something else."""
+    """Raise UserError for a mask of integers: indexing and ~ would mean something
+    else."""
     if mask.dtype != torch.bool:
         raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
 

@@ -1,7 +1,7 @@
-"""Generation by any plan. Read simple.py first, a sampler of 25 lines, then cached.py, plans.py
-and engine.py.
+"""Generation by any plan. Read simple.py first, a sampler of 25 lines, then cached.py,
+plans.py and engine.py.
 
-    from sampling import generate, mdm_plan
+    from aogpt.sampling import generate, mdm_plan
     samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))"""
 
 from .engine import Engine, Generation, generate

@@ -1,9 +1,9 @@
 """Attention of cached decoding as a Triton kernel: of the cache a row reads only what
 it knows.
 
-The reference is `aogpt.sampling.cached.CachedPass` with a mask. Input i of row b is at slot
-s, which is cached[b] + i. It sees the slots before min(s, known[b]), without slot 0
-where [None] is hidden, and itself. Its own key starts the online softmax, so there is
+The reference is `aogpt.sampling.cached.CachedPass` with a mask. Input i of row b is at
+slot s, which is cached[b] + i. It sees the slots before min(s, known[b]), without slot
+0 where [None] is hidden, and itself. Its own key starts the online softmax, so there is
 no mask besides the end of the loop, and neither queries nor outputs are padded to the
 longest row.
 

@@ -1,11 +1,12 @@
 """Cached decoding: many targets predicted at once from the tokens that are known.
 
-Input i of a row holds the token of place i - 1 of its order and predicts place i; its key and value
-go to slot i of the cache. Inputs 0 to `known` exist and are computed as in training. Every later
-one is a copy of input `known`, the last known token, with a target of its own; it sees the inputs
-before that one and itself, never another copy. So each is predicted as in training under the order
-(known tokens, target). Example: the order 4 1 5 0 2 3; the tokens of positions 4, 1 and 5 are
-known, those of 0 and 2 are wanted next (cached = 0, known = 3, count = 5):
+Input i of a row holds the token of place i - 1 of its order and predicts place i; its
+key and value go to slot i of the cache. Inputs 0 to `known` exist and are computed as
+in training. Every later one is a copy of input `known`, the last known token, with a
+target of its own; it sees the inputs before that one and itself, never another copy. So
+each is predicted as in training under the order (known tokens, target). Example: the
+order 4 1 5 0 2 3; the tokens of positions 4, 1 and 5 are known, those of 0 and 2 are
+wanted next (cached = 0, known = 3, count = 5):
 
     input, slot  token         at position   predicts   sees slots
     0            [None]        0             4          0
@@ -14,15 +15,16 @@ known, those of 0 and 2 are wanted next (cached = 0, known = 3, count = 5):
     3            x5            6             0          0 1 2 3     first target
     4            x5            6             2          0 1 2   4   second: a copy of input 3
 
-Slots 0 to 3 hold true inputs and stay. Once x0 and x2 are drawn, the next pass computes input 4 and
-the last target (cached = 4, known = 5, count = 2):
+Slots 0 to 3 hold true inputs and stay. Once x0 and x2 are drawn, the next pass computes
+input 4 and the last target (cached = 4, known = 5, count = 2):
 
     4            x0            1             2          0 1 2 3 4
     5            x2            3             3          0 1 2 3 4 5
 
-With queries that are a [MASK] (systems/mask_query.py), input i is the content of place i where its
-token is known, and else the query of that place, whose key the content's replaces later. It sees
-the same slots as above. The first of the two passes (cached = 0, known = 3, count = 5):
+With queries that are a [MASK] (systems/mask_query.py), input i is the content of place
+i where its token is known, and else the query of that place, whose key the content's
+replaces later. It sees the same slots as above. The first of the two passes (cached =
+0, known = 3, count = 5):
 
     input, slot  token         at position   predicts   sees slots
     0            x4            4             -          0
@@ -31,17 +33,19 @@ the same slots as above. The first of the two passes (cached = 0, known = 3, cou
     3            [MASK]        0             0          0 1 2 3     first target
     4            [MASK]        2             2          0 1 2   4   second
 
-Slots 0 to 2 stay (cached = 3, known = 5, count = 3 in the next pass). Speculation verifies tokens
-whose contents are in the same pass: `Step.first`.
+Slots 0 to 2 stay (cached = 3, known = 5, count = 3 in the next pass). Speculation
+verifies tokens whose contents are in the same pass: `Step.first`.
 
-Words: place i is an index in the order, step i of model.py; slot i is where the key of input i is
-cached; a sampling step (`Step`) is one pass, which may unmask many places.
+Words: place i is an index in the order, step i of model.py; slot i is where the key of
+input i is cached; a sampling step (`Step`) is one pass, which may unmask many places.
 
-Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the longest row."""
+Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the
+longest row."""
 
 import copy
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,6 +175,8 @@ class KVCache:
 class CachedPass(Pass):
     """Inputs of rows that differ in number, flattened, which attend over the cache."""
 
+    targets: Tensor  # (N,) the position that each input predicts, or where it stands
+
     def __init__(
         self,
         model: AOGPT,
@@ -192,8 +198,9 @@ class CachedPass(Pass):
         self.row, self.column, valid = ragged(step.count, step.inputs)
         slot = step.cached[self.row] + self.column
         self.slot = torch.where(valid, slot, cache.unused_slot)
-        self.place = places(step, self.slot, self.row)
-        # (N,) the position that each input predicts, or where it stands
+        self.place = self.slot
+        if step.first is not None:
+            self.place = places(step, self.slot, self.row)
         last = order.shape[1] - 1
         self.targets = order[self.row, self.place.clamp(max=last)]
         self.target_angles = None  # of queries that are a stream of their own
@@ -223,7 +230,6 @@ class CachedPass(Pass):
         step = self.step
         config = model.config
         device = step.count.device
-        B = len(step.count)
         columns = torch.arange(step.width, device=device)
         # (B, W) where each row's inputs are among all. What is past a row's end is not
         # read.
@@ -232,10 +238,13 @@ class CachedPass(Pass):
         cached = step.cached.view(-1, 1, 1)
         known = step.known.view(-1, 1, 1)
         slots = cached + columns[:, None]  # (B, W, 1)
-        rows = torch.arange(B, device=device).view(-1, 1, 1)
         # The input that each is, or is a copy of. It sees those before that one, and
         # itself.
-        source = torch.minimum(places(step, slots, rows), known)
+        place = slots
+        if step.first is not None:
+            rows = torch.arange(len(step.count), device=device).view(-1, 1, 1)
+            place = places(step, slots, rows)
+        source = torch.minimum(place, known)
         keys = torch.arange(step.end, device=device)
         visible = (keys < source) | (keys == slots)
         if model.query_stream:
@@ -256,7 +265,12 @@ class CachedPass(Pass):
         if self.tables is not None:
             self.table = self.tables[layer]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """(N, H, D/H) each -> (N, D)."""
         k = k.to(self.keys.dtype)
         v = v.to(self.values.dtype)
@@ -274,7 +288,12 @@ class CachedPass(Pass):
             self.hide_start,
         )
 
-    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_queries(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """The same for queries of two streams: k and v are in the cache already."""
         return self.attend_cache(q, self.query_mask)
 
@@ -282,7 +301,12 @@ class CachedPass(Pass):
         """(N, H, D/H), (B, 1, W, end) -> (N, D)."""
         keys = self.keys[:, : self.step.end]
         values = self.values[:, : self.step.end]
-        y = attention(q[self.index], keys, values, mask)  # (B, W, D)
+        y = attention(
+            q[self.index],
+            keys,
+            values,
+            mask,
+        )  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
@@ -299,10 +323,14 @@ class CachedPass(Pass):
         return table[self.targets]
 
 
-def places(step: Step, slots: Tensor, row: Tensor) -> Tensor:
-    """Return the places of the inputs that are in slots, each of a row of the batch."""
-    if step.first is None:
-        return slots
+def places(
+    step: Step,
+    slots: Tensor,
+    row: Tensor,
+) -> Tensor:
+    """Return the places of the inputs that are in slots, each of a row of the batch,
+    where a step says which its first queries are."""
+    assert step.first is not None
     # Contents end, and queries begin, at this slot.
     end = (step.cached + step.count - step.candidates)[row]
     return torch.where(slots < end, slots, step.first[row] + slots - end)
@@ -336,9 +364,10 @@ def cached_hidden(
             first_query = (step.cached + step.count - step.candidates)[p.row]
         is_query = p.slot >= first_query
         last = order.shape[1] - 1
+        queries: Any = model  # of systems/mask_query.py
         x = model.wte(ordered[p.row, p.place.clamp(max=last)])
-        x = torch.where(is_query.unsqueeze(1), model.query.to(x.dtype), x)
-        return model.trunk(model.with_positions(x, p.targets), p.targets, p)
+        x = torch.where(is_query.unsqueeze(1), queries.query.to(x.dtype), x)
+        return queries.trunk(queries.with_positions(x, p.targets), p.targets, p)
     source = torch.minimum(p.slot, step.known[p.row])
     before = (source - 1).clamp(min=0)  # the place whose token that input holds
     in_tokens = ordered[p.row, before]
@@ -346,7 +375,11 @@ def cached_hidden(
     return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
 
 
-def inputs_kept(model: AOGPT, known, targets_fixed: bool = True):
+def inputs_kept(
+    model: AOGPT,
+    known,
+    targets_fixed: bool = True,
+):
     """Return how many inputs are in the cache after a pass with `known` tokens, a
     number or a tensor of them.
 
@@ -387,7 +420,13 @@ def predict_next(
         all_candidates=size,
         all_size=size,
     )
-    hidden = cached_hidden(model, ordered[None], order[None], step, cache)
+    hidden = cached_hidden(
+        model,
+        ordered[None],
+        order[None],
+        step,
+        cache,
+    )
     cache.inputs = inputs_kept(model, known)
     return model.head_logits(hidden[-size:]).double()
 
@@ -398,9 +437,9 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     if not model.config.has_adaln:
         return None
     condition = model.condition()
-    tables = [block.adaln(condition) for block in model.blocks]
-    tables.append(model.adaln_f(condition))
-    return tables
+    layers: list[Any] = [block.adaln for block in model.blocks]
+    layers.append(model.adaln_f)
+    return [layer(condition) for layer in layers]
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
@@ -445,7 +484,12 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(self, x: Tensor, activation: str = "none", variant: str = "") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        activation: str = "none",
+        variant: str = "",
+    ) -> Tensor:
         """activation: applied to the output where it is computed, in this variant."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
         return torch.ops.mkldnn._linear_pointwise(
@@ -471,7 +515,11 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGPT:
+def decoding_copy(
+    model: AOGPT,
+    compile: bool,
+    many_sizes: bool = False,
+) -> AOGPT:
     """Return a copy of the model that shares all parameters, with compiled blocks or
     (CPU, float32) packed layers.
 

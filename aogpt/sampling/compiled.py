@@ -5,6 +5,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +73,8 @@ class GraphRunner:
         self.buffers = buffers
         self.graphs: dict[tuple, tuple] = {}
         self.seconds = 0.0  # that recording took so far, compilation included
-        self.pool = None
-        self.stream = None
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
 
     def __call__(
         self,

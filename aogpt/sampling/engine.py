@@ -77,7 +77,8 @@ class Generation:
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Yield tokens, steps and log-probabilities of each sample, as long as it is."""
+        """Yield tokens, steps and log-probabilities of each sample, as long as it
+        is."""
         for b, length in enumerate(self.length.tolist()):
             tokens = self.tokens[b, :length].tolist()
             step = self.step[b, :length].tolist()
@@ -262,7 +263,12 @@ def check_inputs(
     if forced is not None:  # nothing is drawn
         uniforms = torch.zeros(B, T, dtype=torch.float64)
     elif uniforms is None:
-        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(
+            B,
+            T,
+            generator=generator,
+            dtype=torch.float64,
+        )
     for name, value in (("tokens", tokens), ("uniforms", uniforms), ("forced", forced)):
         if value is not None and value.shape != (B, T):
             raise UserError(
@@ -359,7 +365,9 @@ class Engine:
                     f"noise {self.choice.noise}: tokens are drawn without the kernel",
                     file=sys.stderr,
                 )
-        records = compile and self.kernels is not None and self.kernels.graphs
+        records = False
+        if compile and self.kernels is not None:
+            records = self.kernels.graphs
         self.model = decoding_copy(
             model,
             compile,
@@ -371,7 +379,13 @@ class Engine:
         self.cache: KVCache | None = None
         self.tables: list[Tensor] | None = None
         if not c.is_encoder:
-            self.cache = KVCache(c, batch_size, length, device, weight.dtype)
+            self.cache = KVCache(
+                c,
+                batch_size,
+                length,
+                device,
+                weight.dtype,
+            )
             parts = 6 * c.n_layer + 2
             table_bytes = c.block_size * parts * c.n_embd * weight.dtype.itemsize
             cache_bytes = sum(
@@ -423,7 +437,12 @@ class Engine:
         return self.run(plan, inputs, progress)
 
     @torch.no_grad()
-    def run(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
+    def run(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        progress: Progress,
+    ) -> Generation:
         """Generate the samples of a plan from checked inputs, B at a time."""
         shapes = many_shapes() if self.compiled else contextlib.nullcontext()
         with devices.current(self.device), devices.attention_of_many_shapes(), shapes:
@@ -439,7 +458,12 @@ class Engine:
                 parts.append(self.run_batch(plan[rows], part, progress))
         return Generation.joined(parts)
 
-    def run_batch(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
+    def run_batch(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        progress: Progress,
+    ) -> Generation:
         """Generate up to B samples."""
         # 1. Fill the batch up with samples of length 0, and the buffers with it.
         T = self.T
@@ -502,8 +526,8 @@ class Engine:
         candidates: Tensor,
         length: Tensor,
     ) -> Tensor:
-        """Return the inputs of a pass that predicts the candidates after `known` tokens,
-        of rows (B,) or of all steps (G, B), on the host."""
+        """Return the inputs of a pass that predicts the candidates after `known`
+        tokens, of rows (B,) or of all steps (G, B), on the host."""
         inputs = known + candidates - cached
         if self.cache is None:
             inputs = length
@@ -542,12 +566,22 @@ class Engine:
         numbers of the step."""
         hidden, index = self.call(self.predict, step)
         if step.unmask_by != "order":
-            index = self.call(self.prefer, step, hidden, index)
-        self.call(self.unmask, step, hidden, index)
+            index = self.call(
+                self.prefer,
+                step,
+                hidden,
+                index,
+            )
+        self.call(
+            self.unmask,
+            step,
+            hidden,
+            index,
+        )
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Return hidden states (N, D), and which of them predicts each slot, (B, T + 1);
-        it means something for candidates alone."""
+        """Return hidden states (N, D), and which of them predicts each slot, (B, T +
+        1); it means something for candidates alone."""
         if self.cache is None:
             return self.encode(step)
         hidden = caching.cached_hidden(
@@ -572,7 +606,8 @@ class Engine:
         """`predict` of an encoder: the rows with candidates, [MASK] where a token is
         not known."""
         T = self.T
-        c = self.model.config
+        encoder: Any = self.model  # of systems/encoder.py
+        c = encoder.config
         order = self.order[:, :T]
         is_known = torch.arange(T, device=self.device) < step.known[:, None]
         ordered = torch.where(is_known, self.tokens[:, :T], c.mask_token)
@@ -588,26 +623,53 @@ class Engine:
                 total = lengths.clamp(min=1)
             known = step.known[rows].to(self.draw_device).double()
             sigma = log_linear_noise(1 - known / total.to(self.draw_device))
-        hidden = self.model.hidden(sequence[rows], sigma, lengths)
+        hidden = encoder.hidden(sequence[rows], sigma, lengths)
         # Position p of the i-th of these rows is state i T + p.
         starts = torch.arange(len(rows), device=self.device) * T
         start = torch.zeros_like(step.known).scatter_(0, rows, starts)
         return hidden.flatten(0, 1), start[:, None] + self.order
 
-    def prefer(self, step: Step, hidden: Tensor, index: Tensor) -> Tensor:
+    def prefer(
+        self,
+        step: Step,
+        hidden: Tensor,
+        index: Tensor,
+    ) -> Tensor:
         """Put the candidates in the order in which the model prefers them. Return
         `index` in that order."""
-        index, _ = reorder(self, hidden, index, step, [step.unmask_by])
+        index, _ = reorder(
+            self,
+            hidden,
+            index,
+            step,
+            [step.unmask_by],
+        )
         return index
 
-    def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
+    def unmask(
+        self,
+        step: Step,
+        hidden: Tensor,
+        index: Tensor,
+    ) -> None:
         """Draw the tokens that the step unmasks."""
         row, slot = self.slots(step.known, step.size, step.all_size)
-        self.draw(hidden, index, step.known, row, slot)
+        self.draw(
+            hidden,
+            index,
+            step.known,
+            row,
+            slot,
+        )
 
     # ---- tokens ----------------------------------------------------------------------
 
-    def slots(self, first: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    def slots(
+        self,
+        first: Tensor,
+        count: Tensor,
+        total: int,
+    ) -> tuple[Tensor, Tensor]:
         """Return row and slot, (total,) each, of `count` slots of each row from `first`
         on; slot T in the entries beyond these."""
         row, column, valid = caching.ragged(count, total)
@@ -631,14 +693,24 @@ class Engine:
         for rows, slots in zip(row_chunks, slot_chunks, strict=True):
             logits = self.logits(hidden[index[rows, slots]])
             if self.forced is not None:
-                self.store(rows, slots, self.forced_at(rows, slots), logits)
+                self.store(
+                    rows,
+                    slots,
+                    self.forced_at(rows, slots),
+                    logits,
+                )
                 continue
             size = max(1, len(logits))
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for start in range(0, len(logits), size):
                 chunk = slice(start, start + size)
-                self.draw_from(logits[chunk], rows[chunk], slots[chunk], text)
+                self.draw_from(
+                    logits[chunk],
+                    rows[chunk],
+                    slots[chunk],
+                    text,
+                )
 
     def draw_from(
         self,
@@ -661,11 +733,21 @@ class Engine:
         kernel = None if self.kernels is None else self.kernels.choice
         if kernel is None or not kernel.can_choose(allowed, self.choice):
             tokens = choose_tokens(allowed, uniforms, self.choice)
-            self.store(row, slot, tokens, logits)
+            self.store(
+                row,
+                slot,
+                tokens,
+                logits,
+            )
             return
         tokens, log_probs = kernel.choose(allowed, uniforms, self.choice)
         if text is not None:  # log-probabilities are those of the model
-            self.store(row, slot, tokens, logits)
+            self.store(
+                row,
+                slot,
+                tokens,
+                logits,
+            )
             return
         self.tokens[row, slot] = tokens
         self.log_probs[row, slot] = log_probs
@@ -684,9 +766,16 @@ class Engine:
 
     def forced_at(self, row: Tensor, slot: Tensor) -> Tensor:
         """Return the forced tokens of the positions in slots, (N,)."""
+        assert self.forced is not None
         return self.forced[row, self.order[row, slot]]
 
-    def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
+    def store(
+        self,
+        row: Tensor,
+        slot: Tensor,
+        tokens: Tensor,
+        logits: Tensor,
+    ) -> None:
         """Store tokens (N,) and their log-probabilities under logits (N, V)."""
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -715,15 +804,26 @@ class Engine:
         width = self.model.config.n_embd
         dtype = self.model.wte.weight.dtype
         longest = ladder(self.B * (self.T + 1))[-1]
-        hidden = torch.zeros(longest, width, dtype=dtype, device=self.device)
+        hidden = torch.zeros(
+            longest,
+            width,
+            dtype=dtype,
+            device=self.device,
+        )
         index = torch.zeros_like(self.order)
-        rows = torch.zeros(5, self.B, dtype=torch.long, device=self.device)
+        rows = torch.zeros(
+            5,
+            self.B,
+            dtype=torch.long,
+            device=self.device,
+        )
         return GraphRunner(rows, {"prefer": (hidden, index), "unmask": (hidden, index)})
 
     def record_graphs(self, plan: Plan) -> None:
         """Record what the steps of a plan may need, so that none has to wait. Its first
         step, which also computes what is given, runs without a graph if it is larger
         than others."""
+        assert self.graphs is not None and self.kernels is not None
         if self.forced is not None:
             return
         sizes = group_sizes(plan).sum(dim=0)  # (G,) positions that each step unmasks
@@ -745,7 +845,12 @@ class Engine:
                 stages.append((self.prefer, left, plan.unmask_by))
         self.graphs.record_all(stages)
 
-    def call(self, stage: Callable, step: Step, *tensors: Tensor):
+    def call(
+        self,
+        stage: Callable,
+        step: Step,
+        *tensors: Tensor,
+    ):
         """Return stage(step, *tensors), by a CUDA graph where one is recorded. A graph
         could not read forced tokens, which each batch has at another address."""
         if self.graphs is None or self.forced is not None:
@@ -763,10 +868,20 @@ class Engine:
             if self.cache is None:
                 size = 1
                 variant = self.padded
-        return self.graphs(stage, size, variant, step, *tensors)
+        return self.graphs(
+            stage,
+            size,
+            variant,
+            step,
+            *tensors,
+        )
 
 
-def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
+def follow(
+    engine: Engine,
+    plan: Plan,
+    tally: Tally,
+) -> None:
     """Take the steps of a plan that is known, apart from which positions the model
     prefers."""
     tally.step = plan.step.where(plan.generated(), -1)
@@ -789,7 +904,12 @@ def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
         candidates = size
         if chosen:  # every position left is a candidate
             candidates = (size > 0) * (plan.length - known)
-        count = engine.count(before, known, candidates, plan.length)
+        count = engine.count(
+            before,
+            known,
+            candidates,
+            plan.length,
+        )
         steps = engine.steps(
             before,
             known,

@@ -129,7 +129,14 @@ def attention_error(kernel: ModuleType, model: AOGPT) -> str:
     known = length // 2
     hidden = []
     for chosen in (None, kernel):
-        hidden.append(two_passes(model, length, known, chosen))
+        hidden.append(
+            two_passes(
+                model,
+                length,
+                known,
+                chosen,
+            )
+        )
     difference = hidden[1].float() - hidden[0].float()
     error = float(difference.norm() / hidden[0].float().norm())
     limit = TOLERANCE[model.wte.weight.dtype]
@@ -153,7 +160,13 @@ def two_passes(
     order = torch.stack(orders).to(device)
     tokens = torch.randint(model.config.vocab_size, (2, length), generator=generator)
     tokens = tokens.to(device)
-    cache = KVCache(model.config, 2, length, device, weight.dtype)
+    cache = KVCache(
+        model.config,
+        2,
+        length,
+        device,
+        weight.dtype,
+    )
     hidden = []
     for cached, count in ((0, known), (known, length - known)):
         rows = [[cached] * 2, [known] * 2, [count, count - 1], [0, 0], [0, 0]]
@@ -166,7 +179,16 @@ def two_passes(
             all_candidates=0,
             all_size=0,
         )
-        hidden.append(cached_hidden(model, tokens, order, step, cache, kernel=kernel))
+        hidden.append(
+            cached_hidden(
+                model,
+                tokens,
+                order,
+                step,
+                cache,
+                kernel=kernel,
+            )
+        )
     return torch.cat(hidden)
 
 
@@ -196,5 +218,13 @@ def graph_error(device: torch.device) -> str:
         all_candidates=0,
         all_size=0,
     )
-    same = torch.equal(runner(twice, 1, None, step), 2 * rows + 1)
+    same = torch.equal(
+        runner(
+            twice,
+            1,
+            None,
+            step,
+        ),
+        2 * rows + 1,
+    )
     return "" if same else "a graph returned other numbers than its code"

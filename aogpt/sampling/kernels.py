@@ -1,10 +1,10 @@
 """The choice of tokens on a GPU as a Triton kernel: one launch instead of some seventy.
 
-`aogpt.sampling.token_choice` is the reference. One program draws the token of one row as
-`choose_tokens` does, but counts probability in integers, w_i = round(2^44 exp((logit_i
-- largest logit) / temperature)), whose sums are exact in any order. All tokens of
-weight 0, V <= 2^18, have less than 2^-27 of the probability of the likeliest, as much
-as the rounding of float32 logits moves anyway.
+`aogpt.sampling.token_choice` is the reference. One program draws the token of one row
+as `choose_tokens` does, but counts probability in integers, w_i = round(2^44
+exp((logit_i - largest logit) / temperature)), whose sums are exact in any order. All
+tokens of weight 0, V <= 2^18, have less than 2^-27 of the probability of the likeliest,
+as much as the rounding of float32 logits moves anyway.
 
 Every truncation keeps a prefix of the ranking by falling probability, the lower id
 first among equals: all tokens whose bits are above a limit, and of those at the limit

@@ -1,10 +1,11 @@
-"""The modes of generation as scripts offer them: options, plans, and samples from a seed alone.
+"""The modes of generation as scripts offer them: options, plans, and samples from a
+seed alone.
 
 Shapes: B samples, T positions of the longest."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 import tyro
@@ -39,13 +40,12 @@ Mode = Literal[
     "mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"
 ]
 UnmaskFirst = Literal[Score, "random"]
-Context = list[
-    int | None
-]  # the tokens of a sample, None where they are to be generated
+# The tokens of a sample, None where they are to be generated.
+Context = list[int | None]
 
-# The options that only some modes have: their default there, and these modes. Without `steps` a
-# sample takes one for each of its tokens to generate.
-MODE_OPTIONS = {
+# The options that only some modes have: their default there, and these modes. Without
+# `steps` a sample takes one for each of its tokens to generate.
+MODE_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "steps": (None, ("mdm", "even")),
     "schedule": ("linear", ("mdm", "even")),
     "group_size": (1, ("l2r", "random", "order", "adaptive")),
@@ -58,11 +58,8 @@ MODE_OPTIONS = {
     "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
-TOKEN_CHOICE = [field.name for field in fields(TokenChoice)]
-REFINING = {
-    "refine_share": 0.1,
-    "refine_by": "drawn",
-}  # defaults of what goes with `refine`
+# Defaults of what goes with `refine`.
+REFINING = {"refine_share": 0.1, "refine_by": "drawn"}
 MOST_AT_ONCE = 1024  # samples that are planned and generated together
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 
@@ -82,9 +79,8 @@ class DecodingOptions(TokenChoice):
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
     speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
-    steps: Count | None = (
-        None  # Steps of mdm and even; by default one per token to generate.
-    )
+    steps: Count | None = None
+    """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
     """Schedule of mdm and even. linear (default): about equally many tokens in every step.
     cosine: few at first, many at the end."""
@@ -143,7 +139,11 @@ class DecodingOptions(TokenChoice):
 
     @property
     def choice(self) -> TokenChoice:
-        return TokenChoice(**{name: getattr(self, name) for name in TOKEN_CHOICE})
+        """How tokens are drawn: the options that are fields of `TokenChoice`."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(TokenChoice)
+        }
+        return TokenChoice(**values)
 
 
 def with_mode_defaults(
@@ -156,8 +156,8 @@ def with_mode_defaults(
 
     l2r_only: of the model; until_end: samples are cut at their end-of-text. Both matter
     only where no mode is given."""
-    mode = options.mode
-    unmask_by = options.unmask_by
+    mode: str | None = options.mode
+    unmask_by: str | None = options.unmask_by
     if mode is None:
         mode = "mdm"
         if options.order is not None:
@@ -171,7 +171,7 @@ def with_mode_defaults(
             )
         unmask_by = mode
         mode = "adaptive"
-    values = {"mode": mode, "unmask_by": unmask_by}
+    values: dict[str, Any] = {"mode": mode, "unmask_by": unmask_by}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = unmask_by if name == "unmask_by" else getattr(options, name)
         if mode in modes:
@@ -228,9 +228,9 @@ def check_combination(options: DecodingOptions) -> None:
 
 
 def end_note(options: DecodingOptions) -> str:
-    """A line on samples that are cut at their end-of-text, where positions after it can be
-    filled in before those in front of it; "" where they come last. options: with the mode's
-    defaults."""
+    """Return a line on samples that are cut at their end-of-text, where positions after
+    it can be filled in before those in front of it; "" where they come last. options:
+    with the mode's defaults."""
     from_left = options.mode == "l2r" or options.block is not None
     if options.mode in ("order", "speculative"):
         from_left = parse_order(options.order, "--order").kind == "l2r"
@@ -244,9 +244,10 @@ def end_note(options: DecodingOptions) -> str:
 
 
 def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOptions:
-    """The options with the ids of the words of --ban, as the tokenizer writes them at the
-    beginning of a text, within it, and after a space, and of those of --require, after a
-    space. Raises UserError for an empty one, and a required one that the tokenizer changes."""
+    """Return the options with the ids of the words of --ban, as the tokenizer writes
+    them at the beginning of a text, within it, and after a space, and of those of
+    --require, after a space. Raises UserError for an empty one, and a required one that
+    the tokenizer changes."""
     banned = []
     for word in options.ban:
         if not word.strip():
@@ -273,7 +274,7 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
 
 
 def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
-    """How many samples hold one of the words after their prompt."""
+    """Return how many samples hold one of the words after their prompt."""
     count = 0
     for record in records:
         text = record["text"].removeprefix(record.get("prompt", ""))
@@ -284,8 +285,8 @@ def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
 def with_default_steps(
     options: DecodingOptions, contexts: list[Context]
 ) -> DecodingOptions:
-    """Return the options with the steps that mdm and even take by default, one per token
-    to generate, if that is the same for all contexts."""
+    """Return the options with the steps that mdm and even take by default, one per
+    token to generate, if that is the same for all contexts."""
     _, modes = MODE_OPTIONS["steps"]
     if options.steps is not None or options.mode not in modes:
         return options
@@ -296,7 +297,8 @@ def with_default_steps(
 
 
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
-    """Raise UserError if a model cannot generate so. options: with the mode's defaults."""
+    """Raise UserError if a model cannot generate so. options: with the mode's
+    defaults."""
     needs = "needs a model that is conditioned on the target position"
     if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
         what = f"--mode {options.mode}"
@@ -316,7 +318,11 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
 
-def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
+def check_context(
+    context: Context,
+    config: ModelConfig,
+    scored_from: int,
+) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
     check_start(context[0] is not None, scored_from)
     if config.l2r_only:
@@ -328,8 +334,8 @@ def check_context(context: Context, config: ModelConfig, scored_from: int) -> No
 
 
 def check_start(has_text: bool, scored_from: int) -> None:
-    """Raise UserError for a model without a start token that gets no text to begin with.
-    scored_from: of `Loaded`."""
+    """Raise UserError for a model without a start token that gets no text to begin
+    with. scored_from: of `Loaded`."""
     if scored_from and not has_text:
         raise UserError("this model has no start token (GPT-2): begin with text")
 
@@ -354,8 +360,8 @@ def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str
 
 
 class PlannedSamples(NamedTuple):
-    """All that is random about samples, drawn before the model runs: whatever the batches
-    and processes, the samples are the same."""
+    """All that is random about samples, drawn before the model runs: whatever the
+    batches and processes, the samples are the same."""
 
     plan: Plan
     tokens: Tensor  # LongTensor (B, T), by position: the given tokens
@@ -364,12 +370,21 @@ class PlannedSamples(NamedTuple):
     )
 
 
-def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
+def contexts_of(
+    tokens: Tensor,
+    given: Tensor,
+    length: Tensor,
+) -> list[Context]:
     """Return the contexts of rows: tokens (B, T), given BoolTensor (B, T), length
     (B,)."""
     check_boolean(given, "given")
     contexts = []
-    rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
+    rows = zip(
+        tokens.tolist(),
+        given.tolist(),
+        length.tolist(),
+        strict=True,
+    )
     for row_tokens, row_given, row_length in rows:
         context: Context = []
         for token, is_given in zip(row_tokens, row_given, strict=True):
@@ -418,14 +433,32 @@ def plan_samples(
         T = len(context)
         rows = [context] * num_samples
         if options.required:
-            rows = _with_required(context, options.required, seed, key, numbers)
+            rows = _with_required(
+                context,
+                options.required,
+                seed,
+                key,
+                numbers,
+            )
         for row in rows:
             given.append(torch.tensor([token is not None for token in row]))
             tokens.append(torch.tensor([token or 0 for token in row]))
         step_count = options.steps or max(1, generated_count(options, context))
         steps += [step_count] * num_samples
-        sort_keys += _sort_keys(options, seed, key, numbers, T)
-        bits = philox_bits(seed, key, numbers, T, TOKENS)
+        sort_keys += _sort_keys(
+            options,
+            seed,
+            key,
+            numbers,
+            T,
+        )
+        bits = philox_bits(
+            seed,
+            key,
+            numbers,
+            T,
+            TOKENS,
+        )
         uniforms += torch.from_numpy(to_uniform(bits))
     plan = _mode_plan(
         options,
@@ -469,7 +502,13 @@ def _with_required(
         )
     # A row of places, each for a word or one token to generate.
     places = free + len(words)
-    bits = philox_bits(seed, key, numbers, places, WORDS)
+    bits = philox_bits(
+        seed,
+        key,
+        numbers,
+        places,
+        WORDS,
+    )
     rows: list[Context] = []
     for shuffled in bits.argsort(axis=1, kind="stable").tolist():
         word_at = dict(zip(shuffled, words, strict=False))
@@ -487,13 +526,31 @@ def _sort_keys(
     rows: range,
     length: int,
 ) -> Tensor:
-    """The numbers (rows, length) in [0, 1) by which a plan puts positions in order."""
+    """Return the numbers (rows, length) in [0, 1) by which a plan puts positions in
+    order."""
     shuffles = options.mode == "speculative" and options.order == "random"
     if options.order is not None and not shuffles:
         orders = parse_order(options.order, "--order")
-        order = orders_at(orders, seed, key, rows, length, PLANS)
+        order = orders_at(
+            orders,
+            seed,
+            key,
+            rows,
+            length,
+            PLANS,
+        )
         return inverse_permutation(order).double() / length
-    return torch.from_numpy(to_uniform(philox_bits(seed, key, rows, length, PLANS)))
+    return torch.from_numpy(
+        to_uniform(
+            philox_bits(
+                seed,
+                key,
+                rows,
+                length,
+                PLANS,
+            )
+        )
+    )
 
 
 def _mode_plan(
@@ -506,7 +563,8 @@ def _mode_plan(
     """Return the plan of a mode. length, steps (B,), given BoolTensor (B, T), keys
     (B, T)."""
     B = len(length)
-    match options.mode:
+    o: Any = options  # none of the mode's own options is None
+    match o.mode:
         case "mdm" | "even":
             return plans.mdm_plan(
                 B,
@@ -514,41 +572,46 @@ def _mode_plan(
                 steps,
                 generator=keys,
                 given=given,
-                even=options.mode == "even",
-                schedule=options.schedule,
+                even=o.mode == "even",
+                schedule=o.schedule,
             )
         case "l2r":
-            return plans.l2r_plan(B, length, given, options.group_size)
+            return plans.l2r_plan(
+                B,
+                length,
+                given,
+                o.group_size,
+            )
         case "random" | "order":
             return plans.random_plan(
                 B,
                 length,
                 generator=keys,
                 given=given,
-                group=options.group_size,
+                group=o.group_size,
             )
         case "adaptive":
             return plans.adaptive_plan(
                 B,
                 length,
-                by=options.unmask_by,
+                by=o.unmask_by,
                 generator=keys,
                 given=given,
-                group=options.group_size,
-                threshold=options.threshold,
-                entropy_bound=options.entropy_bound,
-                block=options.block,
+                group=o.group_size,
+                threshold=o.threshold,
+                entropy_bound=o.entropy_bound,
+                block=o.block,
             )
         case "speculative":
             return plans.speculative_plan(
                 B,
                 length,
-                options.draft,
-                generator=keys if options.order == "random" else None,
+                o.draft,
+                generator=keys if o.order == "random" else None,
                 given=given,
-                draft_by=options.draft_by,
+                draft_by=o.draft_by,
             )
-    raise AssertionError(f"there is no mode {options.mode}")
+    raise AssertionError(f"there is no mode {o.mode}")
 
 
 # ---- samples -------------------------------------------------------------------------
@@ -586,6 +649,7 @@ def generate_distributed(
     total = int(plan.generated().sum())
     if options.refine:
         end_token = None  # what follows it may change
+        assert options.refine_share is not None
         of_round = redrawn(plan.generated(), options.refine_share)
         total += options.refine * int(of_round.sum())
     progress = tqdm(
@@ -606,6 +670,8 @@ def generate_distributed(
                 progress=bar.update,
             )
             if options.refine:
+                assert options.refine_share is not None
+                assert options.refine_by is not None
                 samples = refine(
                     decoder,
                     samples,
@@ -629,9 +695,20 @@ def generate_rows(
 ) -> list[list[int]]:
     """Return the tokens of `count` samples in a row for each context, made by this
     process alone. options: with the mode's defaults."""
-    planned = plan_samples(options, contexts, seed, count)
+    planned = plan_samples(
+        options,
+        contexts,
+        seed,
+        count,
+    )
     alone = Processes(0, 1, model.wte.weight.device)
-    samples = generate_distributed(model, planned, options, vocab_size, alone)
+    samples = generate_distributed(
+        model,
+        planned,
+        options,
+        vocab_size,
+        alone,
+    )
     return [tokens for tokens, _, _ in samples.rows()]
 
 
@@ -647,7 +724,11 @@ def text_until(
     return text[: first_stop(text, stop)]
 
 
-def first_stop(text: str, stop: Sequence[str], after: int = 0) -> int:
+def first_stop(
+    text: str,
+    stop: Sequence[str],
+    after: int = 0,
+) -> int:
     """Return where the first of the stop strings begins, from `after` on, or else where
     the text ends."""
     end = len(text)
@@ -688,7 +769,12 @@ def sample_records(
             text_end = first_stop(text, stop, after=len(prompt_text))
             if text_end < len(text):
                 text = text[:text_end]
-                end = token_end(tokenizer, tokens[:end], first, text)
+                end = token_end(
+                    tokenizer,
+                    tokens[:end],
+                    first,
+                    text,
+                )
         # 2. What is said of them.
         prompt_index = number * len(prompts) // len(nfe)
         kind, prompt = prompts[prompt_index]
@@ -720,7 +806,11 @@ def token_end(
     return end
 
 
-def generated_end(tokens: list[int], step: list[int], eot: int) -> int:
+def generated_end(
+    tokens: list[int],
+    step: list[int],
+    eot: int,
+) -> int:
     """Return the place of the first end-of-text that was generated, or else the
     length."""
     for place, token in enumerate(tokens):

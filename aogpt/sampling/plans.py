@@ -74,7 +74,7 @@ class Rule:
             check_threshold(self.score, self.pace.threshold)
 
 
-def check_threshold(score: Score, threshold: float) -> None:
+def check_threshold(score: str | None, threshold: float) -> None:
     """Raise UserError for a threshold that no probability can pass."""
     if score != "entropy" and threshold > 1:
         raise UserError(
@@ -104,7 +104,7 @@ class Plan:
 
     order: Tensor
     step: Tensor
-    length: Tensor | None = None
+    length: Tensor = None  # type: ignore[assignment]
     unmask_by: UnmaskBy = "order"
     draft: int = 0
     pace: Pace | None = None
@@ -190,7 +190,12 @@ def random_plan(
 ) -> Plan:
     """Plan a uniformly random order, `group` positions a step: positions by rising
     random number."""
-    samples = _Samples(batch_size, length, given, generator)
+    samples = _Samples(
+        batch_size,
+        length,
+        given,
+        generator,
+    )
     return samples.in_groups(samples.uniforms, group)
 
 
@@ -215,13 +220,19 @@ def mdm_plan(
     steps = torch.as_tensor(steps).cpu()
     steps = steps.expand(batch_size)
     steps = steps[:, None]
-    samples = _Samples(batch_size, length, given, generator)
+    samples = _Samples(
+        batch_size,
+        length,
+        given,
+        generator,
+    )
     order, index = samples.order_by(samples.uniforms)
     if not even:
         # Inverse CDF: a position unmasks when the share of unmasked positions has risen
         # to its number.
         share = samples.uniforms.gather(1, order)
-        step = (_elapsed(share, schedule) * steps).long()
+        elapsed = share if schedule == "linear" else _cosine_elapsed(share)
+        step = (elapsed * steps).long()
         step = step.minimum(steps - 1)
         return samples.plan(order, index, step)
     # Entry `index` of n unmasks where the share of unmasked positions is expected to
@@ -235,16 +246,14 @@ def mdm_plan(
     else:
         middle = (index + 0.5) / divisor
         middle = middle.clamp(0, 1).double()
-        step = (_elapsed(middle, schedule) * row_steps).long()
+        step = (_cosine_elapsed(middle) * row_steps).long()
     step = step.clamp(max=row_steps - 1)
     return samples.plan(order, index, step)
 
 
-def _elapsed(share: Tensor, schedule: Schedule) -> Tensor:
-    """Return 1 - t at the time t at which this share u of the positions is unmasked:
-    u = 1 - t, or u = 1 - sin(pi t / 2) (cosine)."""
-    if schedule == "linear":
-        return share
+def _cosine_elapsed(share: Tensor) -> Tensor:
+    """Return 1 - t at the time t at which this share u of the positions is unmasked,
+    where u = 1 - sin(pi t / 2)."""
     return (1 - share).acos() * (2 / math.pi)
 
 
@@ -271,14 +280,19 @@ def adaptive_plan(
             length,
             generator,
             given,
-            group,
+            group or 1,
         )
         if by == "random":
             return plan
         return replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
-    samples = _Samples(batch_size, length, given, generator)
+    samples = _Samples(
+        batch_size,
+        length,
+        given,
+        generator,
+    )
     block_size = block or max(samples.T, 1)
     # The order within a block is random, as above: it decides between equals.
     block_number = samples.position // block_size

@@ -40,12 +40,16 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
 
 def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     """Return the 53 bits of `fresh_uniforms`."""
-    z = uniforms.view(torch.int64) * INCREMENT + salt
-    z.bitwise_xor_(_shift_right(z, 30))
+    bits = uniforms.view(torch.int64)
+    z = bits * INCREMENT + salt
+    high = _shift_right(z, 30)
+    z.bitwise_xor_(high)
     z.mul_(FIRST_FACTOR)
-    z.bitwise_xor_(_shift_right(z, 27))
+    high = _shift_right(z, 27)
+    z.bitwise_xor_(high)
     z.mul_(SECOND_FACTOR)
-    z.bitwise_xor_(_shift_right(z, 31))
+    high = _shift_right(z, 31)
+    z.bitwise_xor_(high)
     return _shift_right(z, 11)
 
 
@@ -62,17 +66,29 @@ def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if missing:
         weights = F.pad(weights, (0, missing))
     blocks = weights.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
-    block_sums = blocks.sum(dim=-1, dtype=torch.float64)  # (N, K)
+    block_sums = blocks.sum(
+        dim=-1,
+        dtype=torch.float64,
+    )  # (N, K)
     K = blocks.shape[1]
-    noise = _minus_exponential(uniforms, BLOCK + K)
+
+    # 1. Minus an exponential number for each id of a block and for each block: the log
+    #    of odd multiples of 2^-53, so that it is never 0, nor infinite.
+    last = RACES + BLOCK + K
+    salts = torch.arange(RACES, last, device=uniforms.device)
+    noise = _hash(uniforms[:, None], salts)
+    noise = noise.bitwise_or_(1)
+    noise = noise.double()
+    noise.mul_(2.0**-53)
+    noise.log_()
     id_noise = noise[:, :BLOCK]
     block_noise = noise[:, BLOCK:]
 
-    # 1. The first block.
+    # 2. The first block.
     scores = block_noise / block_sums
     block = scores.argmax(dim=-1, keepdim=True)  # (N, 1)
 
-    # 2. The first id of that block.
+    # 3. The first id of that block.
     index = block.unsqueeze(-1)
     index = index.expand(-1, 1, BLOCK)
     weights = blocks.gather(1, index)
@@ -84,15 +100,3 @@ def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     drawn = drawn.squeeze(1)
     total = block_sums.sum(dim=-1, keepdim=True)
     return drawn, total
-
-
-def _minus_exponential(uniforms: Tensor, count: int) -> Tensor:
-    """Return minus `count` exponential numbers a row, float64 (N, count)."""
-    last = RACES + count
-    salts = torch.arange(RACES, last, device=uniforms.device)
-    noise = _hash(uniforms[:, None], salts)
-    # The log of odd multiples of 2^-53, so that it is never 0, nor infinite.
-    noise = noise.bitwise_or_(1)
-    noise = noise.double()
-    noise.mul_(2.0**-53)
-    return noise.log_()

@@ -64,7 +64,14 @@ def refine(
         least_first = score.argsort(dim=1, stable=True)
         rank = inverse_permutation(least_first)
         chosen = rank < count[:, None]
-        samples = redraw(decoder, samples, chosen, keys, fresh, progress)
+        samples = redraw(
+            decoder,
+            samples,
+            chosen,
+            keys,
+            fresh,
+            progress,
+        )
     return along_order(decoder, samples)
 
 

@@ -22,8 +22,8 @@ def simple_generate(
     vocab_size: int | None = None,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens, LongTensor (T,), and their log-probabilities in nats, (T,), both in
-    sequence order. Log-probabilities of given tokens are 0.
+    """Return tokens, LongTensor (T,), and their log-probabilities in nats, (T,), both
+    in sequence order. Log-probabilities of given tokens are 0.
 
     Args:
         order: LongTensor (T,), positions in the order of prediction.
@@ -66,8 +66,8 @@ def simple_generate(
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Return probabilities (N, V), 0 outside the most probable tokens that together have
-    at least `top_p` (Holtzman et al. 2020); not normalized again."""
+    """Return probabilities (N, V), 0 outside the most probable tokens that together
+    have at least `top_p` (Holtzman et al. 2020); not normalized again."""
     if top_p == 1:
         return probs
     ranked, ids = probs.sort(dim=-1, descending=True, stable=True)

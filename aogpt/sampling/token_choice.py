@@ -270,7 +270,12 @@ def _ties_kept(
 def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     """Return the mass (N, 1), float64, of the tokens more probable than `least`
     (N, 1)."""
-    above = _compare(torch.gt, probs, least, like=probs)
+    above = _compare(
+        torch.gt,
+        probs,
+        least,
+        like=probs,
+    )
     above.mul_(probs)
     return above.sum(
         dim=-1,
@@ -301,7 +306,12 @@ def _outside_nucleus(
     token = token[:, None]
     p = probs.gather(1, token)
     ties = _ties_kept(probs, p, wanted)
-    equal = _compare(torch.eq, probs, p, like=probs)
+    equal = _compare(
+        torch.eq,
+        probs,
+        p,
+        like=probs,
+    )
     if _may_branch(probs):
         equals = float(equal.sum())
         if equals == len(probs):  # each is equal to itself alone
@@ -313,7 +323,12 @@ def _outside_nucleus(
         device=probs.device,
         dtype=probs.dtype,
     )
-    earlier = _compare(torch.lt, ids, token.to(probs.dtype), like=probs)
+    earlier = _compare(
+        torch.lt,
+        ids,
+        token.to(probs.dtype),
+        like=probs,
+    )
     earlier.mul_(equal)
     rank = earlier.sum(dim=-1, keepdim=True)
     return (rank >= ties).squeeze(1)
