@@ -1,5 +1,6 @@
-"""Perplexity of a trained model on text: left to right, in any order, and averaged over orders of
-the context. Two models, A and B, are compared on the same text, paired by sequence.
+"""Perplexity of a trained model on text: left to right, in any order, and averaged over
+orders of the context. Two models, A and B, are compared on the same text, paired by
+sequence.
 
     python eval_ppl.py out/quickstart --datasets stories
     python eval_ppl.py out/quickstart --text "The fox ran into the woods."
@@ -9,11 +10,11 @@ the context. Two models, A and B, are compared on the same text, paired by seque
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import torch
 import tyro
 from annotated_types import Interval
 
@@ -22,6 +23,7 @@ from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from aogpt.evaluation.eval_sets import (
     EvalSet,
+    SplitOption,
     comparable,
     open_eval_set,
     open_texts,
@@ -36,24 +38,19 @@ from aogpt.evaluation.perplexity_table import (
 )
 from aogpt.model import ModelConfig
 from aogpt.orders import parse_order, parse_settings
-from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
+from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.plans import Pace, Rule, RuleScore
 
-TEXT = tyro.conf.arg(
-    constructor=str, help_behavior_hint="(default: None)"
-)  # tyro: None
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, OutputOptions):
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
+class Arguments(RunOptions, ReportOptions, SplitOption):
     other: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")
     ] = None
@@ -67,8 +64,6 @@ class Arguments(ModelOptions, OutputOptions):
     out. The errors, and the p value of two models, are then by line."""
     text: Annotated[str | None, TEXT] = None
     """A text to score as it is, such as a sentence."""
-    split: str | None = None
-    """Split to score; by default that of the evaluation set, the only one, or val."""
     orders: tuple[str, ...] | None = None
     """Orders to score.
     l2r: left to right.
@@ -97,12 +92,11 @@ class Arguments(ModelOptions, OutputOptions):
     batch_size: Count | None = None
     """Sequences per pass; by default chosen for speed, and halved when memory runs out. Does not
     change the results."""
-    json: Path | None = None
-    """Write results, settings and versions to this file, and the table beside it (.md)."""
 
 
 def check_arguments(a: Arguments) -> Outputs:
-    """The files to write. Raises UserError for impossible options, before the work begins."""
+    """The files to write. Raises UserError for impossible options, before the work
+    begins."""
     check_values(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError(
@@ -125,11 +119,14 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError(
             "--lines is for texts: give --datasets FILE.txt, or leave it out"
         )
-    names = [Path(name).name for name in a.datasets] + ["text"] * (a.text is not None)
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"two texts are called {twice!r}: score one after the other, or rename"
-        )
+    names = [Path(name).name for name in a.datasets]
+    if a.text is not None:
+        names.append("text")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                f"two texts are called {name!r}: score one after the other, or rename"
+            )
     return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
@@ -138,24 +135,32 @@ def scorers_of(
     configs: list[ModelConfig],
     block_size: int,
 ) -> dict[str, list[Scorer]]:
-    """What to score with each model, by name. Raises UserError where one has no such likelihood."""
-    first, *others = map(default_orders, configs)
-    names = a.orders or [
-        name for name in first if all(name in other for other in others)
-    ]
+    """Return what to score with each model, by name. Raises UserError where one has no
+    such likelihood."""
+    names = a.orders
+    if names is None:  # what all models score in one pass
+        names = default_orders(configs[0])
+        if len(configs) > 1:
+            others = default_orders(configs[1])
+            names = tuple(name for name in names if name in others)
     if not names:
         raise UserError(
             "the models share no order that both score in one pass: give --orders l2r"
         )
-    scorers = {
-        text: [scorer_of(text, a, config, block_size) for config in configs]
-        for text in names
-    }
-    found = sum(scorers.values(), [])
-    if set(a.ensemble) != {1} and all(of.ensembles == (1,) for of in found):
-        known = "ensembles are for any-order decoders, along random orders"
-        raise UserError(f"{known}: leave out --ensemble, or give --orders random")
-    if a.bound == "iw" and not any(of.weighted for of in found):
+    scorers: dict[str, list[Scorer]] = {}
+    for name in names:
+        scorers[name] = []
+        for config in configs:
+            scorers[name].append(scorer_of(name, a, config, block_size))
+    all_scorers = [scorer for of_name in scorers.values() for scorer in of_name]
+    if set(a.ensemble) != {1} and not any(
+        scorer.ensembles != (1,) for scorer in all_scorers
+    ):
+        raise UserError(
+            "ensembles are for any-order decoders, along random orders: leave out "
+            "--ensemble, or give --orders random"
+        )
+    if a.bound == "iw" and not any(scorer.weighted for scorer in all_scorers):
         raise UserError(
             "--bound iw needs several random orders of a decoder: give other --orders"
         )
@@ -163,18 +168,18 @@ def scorers_of(
 
 
 def default_orders(config: ModelConfig) -> tuple[str, ...]:
+    """Return the orders along which a model scores a text in a single pass."""
+    if config.noise:
+        return ("random", "score_entropy")
     if config.is_encoder:  # it sees a set of tokens, in no order
-        return ("random", "score_entropy") if config.noise else ("random",)
-    return ("l2r",) if config.l2r_only else ("l2r", "random")
+        return ("random",)
+    if config.l2r_only:
+        return ("l2r",)
+    return ("l2r", "random")
 
 
-def scorer_of(
-    text: str,
-    a: Arguments,
-    config: ModelConfig,
-    block_size: int,
-) -> Scorer:
-    """What one of --orders means."""
+def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> Scorer:
+    """Return what one of --orders means."""
     if a.group > 1 and (config.l2r_only or text == "score_entropy"):
         raise UserError("--group is for any-order models: leave it out")
     if text == "score_entropy":
@@ -183,41 +188,51 @@ def scorer_of(
                 "--orders score_entropy is the bound of SEDD; this is another model"
             )
         return Scorer(joint=True)
-    rule = (
-        parse_rule(text, a.group)
-        if text.partition(":")[0] in get_args(RuleScore)
-        else None
-    )
-    orders = None if rule else parse_order(text, "--orders")
-    if config.l2r_only and (rule or orders.kind != "l2r"):
+    kind = text.partition(":")[0]
+    is_rule = kind in get_args(RuleScore)
+    if config.l2r_only and (is_rule or kind != "l2r"):
         raise UserError(
             f"this model is a plain GPT and has no {text!r} order; give --orders l2r"
         )
-    if rule:
-        return Scorer(rule=rule, group=a.group)
+    if is_rule:
+        return Scorer(rule=parse_rule(text, a.group), group=a.group)
+    orders = parse_order(text, "--orders")
     orders.check_length(block_size)
-    uniform = orders.kind == "random"
-    sizes = (
-        tuple(sorted(set(a.ensemble))) if uniform and not config.is_encoder else (1,)
+    is_uniform = orders.kind == "random"
+    is_elbo = is_uniform and config.is_encoder and a.group == 1
+    sizes = (1,)
+    if is_uniform and not config.is_encoder:
+        sizes = tuple(sorted(set(a.ensemble)))
+    return Scorer(
+        orders=orders,
+        group=a.group,
+        ensembles=sizes,
+        weighted=a.bound == "iw" and not orders.is_fixed and not is_elbo,
+        joint=is_elbo,
     )
-    elbo = uniform and config.is_encoder and a.group == 1
-    weighted = a.bound == "iw" and not orders.is_fixed and not elbo
-    return Scorer(orders, None, a.group, sizes, weighted, joint=elbo)
 
 
 def parse_rule(text: str, group: int) -> Rule:
-    """The decoding order that `confidence` or `confidence:setting=value,...` means."""
+    """Return the decoding order that `confidence` or `confidence:setting=value,...`
+    means."""
     score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
     block = values.pop("block", None)
     if block is not None and block < 1:
         raise UserError(
             f"--orders {text}: block is {block}; give a number of at least 1"
         )
-    if values and group > 1:
+    if not values:
+        return Rule(score, block=block)
+    if group > 1:
         raise UserError(
             f"--orders {text}: leave out --group, or write most={group} here"
         )
-    return Rule(score, Pace(**values) if values else None, block)
+    pace = Pace(
+        threshold=values.get("threshold"),
+        entropy_bound=values.get("entropy_bound"),
+        most=values.get("most"),
+    )
+    return Rule(score, pace, block)
 
 
 def is_text_file(name: str) -> bool:
@@ -231,76 +246,138 @@ def open_all(
     block_size: int,
     procs: Processes,
 ) -> list[EvalSet]:
-    """The data sets and texts, in blocks of this size."""
+    """Return the data sets and texts, in blocks of this size."""
     eval_sets = []
-    limits = {"max_sequences": a.max_sequences, "block_size": block_size}
     for name in a.datasets:
         if is_text_file(name):
             text = procs.gather(procs.main and read_text(name))[0]
             texts = [text]
             if a.lines:
                 texts = [line for line in text.split("\n") if line.strip()] or [""]
-            eval_sets.append(open_texts(Path(name).name, texts, loaded, **limits))
+            eval_set = open_texts(
+                Path(name).name,
+                texts,
+                loaded,
+                a.max_sequences,
+                block_size,
+            )
         else:
-            eval_sets.append(open_eval_set(name, a.split, loaded, **limits))
+            eval_set = open_eval_set(
+                name,
+                a.split,
+                loaded,
+                max_sequences=a.max_sequences,
+                block_size=block_size,
+            )
+        eval_sets.append(eval_set)
     if a.text is not None:
-        eval_sets.append(open_texts("text", [a.text], loaded, **limits))
+        eval_set = open_texts("text", [a.text], loaded, a.max_sequences, block_size)
+        eval_sets.append(eval_set)
     return eval_sets
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
+    """Score every text along every order; the main process prints and writes the
+    results."""
+    # 1. What to score, and with which models.
     outputs = check_arguments(a)
-    names = [a.run, a.other][: 1 + (a.other is not None)]
-    how = (a.block_size, a.checkpoint)
-    models = comparable([load(name, a.weights, procs.device, *how) for name in names])
     dtype = pick_dtype(a.dtype, procs.device)
-    block_size = min(loaded.model.config.block_size for loaded in models)
-    scorers = scorers_of(a, [loaded.model.config for loaded in models], block_size)
+    models = []
+    for name in (a.run, a.other):
+        if name is not None:
+            loaded = load(name, a.weights, procs.device, a.block_size, a.checkpoint)
+            models.append(loaded)
+    if a.other is not None:
+        models = comparable(models)
+    configs = [loaded.model.config for loaded in models]
+    block_size = min(config.block_size for config in configs)
+    scorers = scorers_of(a, configs, block_size)
     eval_sets = open_all(a, models[0], block_size, procs)
-    if "score_entropy" in scorers and any(
-        each.dataset.of_records for each in eval_sets
-    ):
-        raise UserError("score_entropy takes no prompts; leave it out")
+    if "score_entropy" in scorers:
+        if any(eval_set.dataset.of_records for eval_set in eval_sets):
+            raise UserError("score_entropy takes no prompts; leave it out")
+
+    # 2. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
-    sources = [
-        {k: getattr(m, k) for k in ("path", "step", "weights", "system")}
-        for m in models
-    ]
-    source = dict(zip("AB", sources, strict=True)) if a.other else sources[0]
-    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    results = []
-    differences = []
-    lines = []
-    for eval_set, (name, of) in itertools.product(eval_sets, scorers.items()):
-        tasks = [
-            Task(loaded, eval_set, name, s)
-            for loaded, s in zip(models, of, strict=True)
-        ]
-        losses = [
-            likelihood.losses_of(task, runner, a.seed, a.num_orders) for task in tasks
-        ]
-        scores = [
-            likelihood.scores_of(*pair) for pair in zip(tasks, losses, strict=True)
-        ]
-        rows = [
-            result_rows(*pair, a.num_orders) for pair in zip(tasks, scores, strict=True)
-        ]
-        results += sum(rows, [])
-        report = {"results": results}
-        lines = [models[0].describe(), "", *markdown(results)]
-        if a.other:
-            gap = likelihood.difference(tasks, losses)
-            differences.append(difference_row([row for (row,) in rows], gap))
-            report["differences"], (first, second) = (
-                differences,
-                (m.describe() for m in models),
-            )
-            lines = [f"A: {first}", "", f"B: {second}", "", *comparison(differences)]
-        if procs.main:  # after every task, so that a job that is killed loses none
-            outputs.write_report(a.json, report | origin, lines)
+    report = Report(a, models)
+    for eval_set in eval_sets:
+        for name, of_name in scorers.items():
+            tasks = []
+            losses = []
+            for loaded, scorer in zip(models, of_name, strict=True):
+                task = Task(loaded, eval_set, name, scorer)
+                tasks.append(task)
+                losses.append(likelihood.losses_of(task, runner, a.seed, a.num_orders))
+            report.add(tasks, losses)
+            # After every task, so that a job that is killed loses none.
+            if procs.main and a.json:
+                outputs.write_report(
+                    a.json, report.document(dtype, procs), report.lines()
+                )
     if procs.main:
-        with outputs:
-            show("\n".join(lines))
+        with outputs:  # raises an error if a file could not be written
+            show(*report.lines(), sep="\n")
+
+
+class Report:
+    """The results of all tasks so far."""
+
+    def __init__(self, a: Arguments, models: list[Loaded]):
+        self.a = a
+        self.models = models
+        self.results: list[dict] = []
+        self.differences: list[dict] = []
+
+    def add(self, tasks: list[Task], losses: list[likelihood.Losses]) -> None:
+        """Add the losses of one text along one order, of each model."""
+        rows = []
+        for task, loss in zip(tasks, losses, strict=True):
+            scores = likelihood.scores_of(task, loss)
+            rows.append(result_rows(task, scores, self.a.num_orders))
+        for of_model in rows:
+            self.results += of_model
+        if self.a.other:
+            gap = likelihood.difference(tasks, losses)
+            both = [of_model[0] for of_model in rows]
+            self.differences.append(difference_row(both, gap))
+
+    def lines(self) -> list[str]:
+        """Return the models and the table."""
+        if not self.a.other:
+            return [self.models[0].describe(), "", *markdown(self.results)]
+        first, second = self.models
+        return [
+            f"A: {first.describe()}",
+            "",
+            f"B: {second.describe()}",
+            "",
+            *comparison(self.differences),
+        ]
+
+    def document(self, dtype: torch.dtype, procs: Processes) -> dict:
+        """Return what --json holds."""
+        sources = []
+        for loaded in self.models:
+            source = {
+                "path": loaded.path,
+                "step": loaded.step,
+                "weights": loaded.weights,
+                "system": loaded.system,
+            }
+            sources.append(source)
+        checkpoint = sources[0]
+        document: dict[str, Any] = {"results": self.results}
+        if self.a.other:
+            checkpoint = {"A": sources[0], "B": sources[1]}
+            document["differences"] = self.differences
+        origin = provenance(
+            self.a,
+            dtype,
+            procs.device,
+            procs.world_size,
+            checkpoint=checkpoint,
+        )
+        return document | origin
 
 
 def main() -> None:

@@ -6,12 +6,12 @@
     python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
     torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
 
-A task is a prepared data set with prompts, by name or folder (data/prepare.py records; puzzles
-with several right answers: python -m studies.puzzle_answers), or a task of the harness, which
-needs: pip install -r requirements-harness.txt.
+A task is a prepared data set with prompts, by name or folder (data/prepare.py records;
+puzzles with several right answers: python -m studies.puzzle_answers), or a task of the
+harness, which needs: pip install -r requirements-harness.txt.
 
-The YAML file of a task can run code (Python functions, Jinja templates): use only files that you
-trust."""
+The YAML file of a task can run code (Python functions, Jinja templates): use only files
+that you trust."""
 
 import sys
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
 from aogpt.evaluation import harness
 from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import RunOptions, run_script, show
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -34,6 +34,7 @@ from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, NonNegative, check_values, flag
 from aogpt.sampling.modes import (
     DecodingOptions,
+    changed_settings,
     check_mode,
     end_note,
     with_mode_defaults,
@@ -41,26 +42,33 @@ from aogpt.sampling.modes import (
 from aogpt.sampling.token_choice import Temperature
 
 # Columns of the table, and how numbers are written.
-COLUMNS = {"task": "", "mode": "", "exact_match": ".4f", "standard_error": ".4f"}
-COLUMNS |= {"limit": ".4f", "records": "d", "nfe": ".1f", "seconds": ".1f"}
+COLUMNS = {
+    "task": "",
+    "mode": "",
+    "exact_match": ".4f",
+    "standard_error": ".4f",
+    "limit": ".4f",
+    "records": "d",
+    "nfe": ".1f",
+    "seconds": ".1f",
+}
 OF_DATA = ("split", "html")  # options that the tasks of the harness do not have
 OF_HARNESS = ("num_orders", "include_path", "num_fewshot", "gen_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(DecodingOptions):
-    """Prompts: by default --mode confidence, and l2r for a plain GPT. The harness: --mode is that
-    of generation, by default l2r, and mdm for encoders; --order that of log-likelihoods, l2r
-    (default) or random, an estimate of the ELBO (encoders' default)."""
+    """Prompts: by default --mode confidence, and l2r for a plain GPT. The harness:
+    --mode is that of generation, by default l2r, and mdm for encoders; --order that of
+    log-likelihoods, l2r (default) or random, an estimate of the ELBO (encoders'
+    default)."""
 
     temperature: Temperature | None = None
     """Prepared data: by default 0 (the most probable token). The harness: by default 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(harness.Settings, OutputOptions):
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), checkpoint, exported or released weights."""
+class Arguments(harness.Settings, RunOptions, OutputOptions):
     tasks: tuple[str, ...]
     """Prepared data, by name or folder; or tasks, groups or tags of the harness by name (* matches
     any text), or YAML files of tasks."""
@@ -126,7 +134,8 @@ def answer_prompts(
     procs: Processes,
     judges: Mapping[str, Judge] | None,
 ) -> None:
-    """Answer all prompts of all tasks; the main process prints and writes the results."""
+    """Answer all prompts of all tasks; the main process prints and writes the
+    results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
@@ -135,6 +144,7 @@ def answer_prompts(
     loaded.model.to(dtype)
     results = []
     rows = []
+    notes = []
     page = None
     for name in a.tasks:
         questions = open_questions(name, a.split, loaded, a.limit, judges)
@@ -144,39 +154,41 @@ def answer_prompts(
             temperature = questions.judge.temperature if questions.judge else 0.0
         if mode is None and a.decoding.order is None:
             mode = "l2r" if config.l2r_only else "confidence"
-        options = replace(
-            a.decoding,
-            temperature=temperature,
-            mode=mode,
-        )
+        options = replace(a.decoding, temperature=temperature, mode=mode)
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        settings = (
-            {"task": questions.name} | vars(options) | {"mode": mode or options.mode}
-        )
-        results.append(settings | answers.summary())
-        rows += [{"task": questions.name} | record for record in answers.records]
-        known = {key: value for key, value in results[-1].items() if value is not None}
-        page = page or page_of(loaded, questions, answers, known)
-    if procs.main:
-        columns = COLUMNS.items()
-        cells = []
-        for r in results:
-            cells.append(
-                [
-                    "" if r[key] is None else format(r[key], form)
-                    for key, form in columns
-                ]
-            )
-        head = [key.replace("_", " ") for key in COLUMNS]
-        show(loaded.describe(), "", *markdown_table(head, cells, 2), sep="\n")
-        with outputs:
-            outputs.write_jsonl(a.samples, rows)
-            outputs.write(a.html, page)
-            outputs.write_json(
-                a.json, {"results": results} | origin_of(a, loaded, dtype, procs)
-            )
+        result = {"task": questions.name} | vars(options)
+        result["mode"] = mode or options.mode
+        result |= answers.summary()
+        results.append(result)
+        for record in answers.records:
+            rows.append({"task": questions.name} | record)
+        notes.append(f"{questions.name}: {', '.join(changed_settings(result))}")
+        if page is None:
+            known = {key: value for key, value in result.items() if value is not None}
+            page = page_of(loaded, questions, answers, known)
+    if not procs.main:
+        return
+    show(loaded.describe(), "", *table_of(results), "", *notes, sep="\n")
+    with outputs:
+        outputs.write_jsonl(a.samples, rows)
+        outputs.write(a.html, page)
+        origin = origin_of(a, loaded, dtype, procs)
+        outputs.write_json(a.json, {"results": results} | origin)
+
+
+def table_of(results: list[dict]) -> list[str]:
+    """Return the lines of the table of results."""
+    cells = []
+    for result in results:
+        row = []
+        for key, form in COLUMNS.items():
+            value = result[key]
+            row.append("" if value is None else format(value, form))
+        cells.append(row)
+    head = [key.replace("_", " ") for key in COLUMNS]
+    return markdown_table(head, cells, left=2)
 
 
 def origin_of(

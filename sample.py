@@ -22,7 +22,14 @@ import tyro
 
 from aogpt.checkpoints.load import Loaded, load
 from aogpt.data.tokenizers import Tokenizer
-from aogpt.runtime.command_line import ModelOptions, counted, run_script, show, visible
+from aogpt.runtime.command_line import (
+    TEXT,
+    RunOptions,
+    counted,
+    run_script,
+    show,
+    visible,
+)
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines
@@ -36,26 +43,18 @@ from aogpt.sampling.gaps import Gapped
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
-TEXT = tyro.conf.arg(
-    constructor=str, help_behavior_hint="(default: None)"
-)  # tyro: None
 
-
-@dataclass(frozen=True)
-class Arguments(ModelOptions, OutputOptions):
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunOptions, OutputOptions):
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
     prompt: Annotated[str | None, TEXT] = None
     """Text that every sample begins with."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size."""
-    new_tokens: Count | None = (
-        None  # Instead of --length: tokens to generate after the prompt.
-    )
-    num_samples: Count | None = (
-        None  # Samples of each prompt: 4, or 1 with --interactive.
-    )
+    new_tokens: Count | None = None
+    """Instead of --length: tokens to generate after the prompt."""
+    num_samples: Count | None = None
+    """Samples of each prompt: 4, or 1 with --interactive."""
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
     tries every length from 2 to 12, --num-samples times each, and shows the best filling.
@@ -610,8 +609,8 @@ def encode_all(
     session: Session,
     requests: list[Request],
 ) -> dict[int, list[Context | Gapped]]:
-    """Return the texts to fill in of each request that fits, by its index. Print how many
-    are too long. Raises UserError if none fits."""
+    """Return the texts to fill in of each request that fits, by its index. Print how
+    many are too long. Raises UserError if none fits."""
     encoded = {}
     too_long = []
     for number, request in enumerate(requests):

@@ -21,6 +21,14 @@ from ..runtime.files import sha256_file
 from ..runtime.validation import expand_home
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitOption:
+    """The option of scripts that score a prepared data set."""
+
+    split: str | None = None
+    """Split to score; by default that of the evaluation set, the only one, or val."""
+
+
 class TextRow(NamedTuple):
     """A block of a text, n tokens."""
 
@@ -30,8 +38,9 @@ class TextRow(NamedTuple):
 
 
 class TextDataset(TokenDataset):
-    """Texts in memory, without end-of-text. Each is cut into blocks of its own, of which the last
-    may be shorter; a model that scores from token `scored_from` on leaves out what is shorter."""
+    """Texts in memory, without end-of-text. Each is cut into blocks of its own, of
+    which the last may be shorter; a model that scores from token `scored_from` on
+    leaves out what is shorter."""
 
     def __init__(
         self,
@@ -46,8 +55,9 @@ class TextDataset(TokenDataset):
             counts = tokenizer.text_bytes_of(text, tokens)
             for start in range(0, len(tokens), block_size):
                 part = slice(start, start + block_size)
-                rows.append(TextRow(tokens[part], counts[part], document))
-        rows = [row for row in rows if len(row.tokens) > loaded.scored_from]
+                row = TextRow(tokens[part], counts[part], document)
+                if len(row.tokens) > loaded.scored_from:
+                    rows.append(row)
         # Rows of one length are scored together, the longest first.
         self.rows = sorted(rows, key=lambda row: -len(row.tokens))
         self.tokens = np.concatenate(ids)
@@ -56,24 +66,28 @@ class TextDataset(TokenDataset):
         self.block_size = block_size
         self.num_blocks = len(self.rows)
         sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
-        self.meta = {"tokenizer": loaded.tokenizer, "eot": tokenizer.eot}
-        self.meta["splits"] = {"text": {"tokens": len(self.tokens), "sha256": sha256}}
+        self.meta = {
+            "tokenizer": loaded.tokenizer,
+            "eot": tokenizer.eot,
+            "splits": {"text": {"tokens": len(self.tokens), "sha256": sha256}},
+        }
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A split of a data set as rows to score: its blocks, or some spread over the split, and after
-    all blocks, where nothing may be dropped, a shorter row of the tokens that are left."""
+    """A split of a data set as rows to score: its blocks, or some spread over the
+    split, and after all blocks, where nothing may be dropped, a shorter row of the
+    tokens that are left."""
 
     name: str
-    folder: (
-        Path  # of the data, or of the model's file: where the tokenizer's is looked for
-    )
+    # of the data, or of the model's file: where the tokenizer's is looked for
+    folder: Path
     split: str
     dataset: TokenDataset
     count: int  # N, the rows
 
-    def tokens(self, rows: range) -> Tensor:  # (B, T)
+    def tokens(self, rows: range) -> Tensor:
+        """Return the tokens of these rows, LongTensor (B, T)."""
         if rows.start == self.dataset.num_blocks:  # the last row, which goes alone
             return self.dataset.tail()
         return self.dataset.blocks(self._chosen[rows])
@@ -85,17 +99,23 @@ class EvalSet:
             return range(rows.start, blocks)
         return rows
 
-    def roles(self, rows: range) -> Roles | None:  # None for text without prompts
-        of = self.dataset
-        return Roles.of(of.roles(self._chosen[rows])) if of.of_records else None
+    def roles(self, rows: range) -> Roles | None:
+        """Return what is prompt and what is predicted; None for text without
+        prompts."""
+        if not self.dataset.of_records:
+            return None
+        return Roles.of(self.dataset.roles(self._chosen[rows]))
 
     @cached_property
-    def _chosen(self) -> np.ndarray:  # the numbers of the blocks
+    def _chosen(self) -> np.ndarray:
+        """The numbers of the blocks."""
         return loader.spread(self.count, self.dataset.num_blocks)
 
     @cached_property
-    def lengths(self) -> Tensor:  # (N,) tokens of every row
-        if roles := self.roles(range(self.count)):
+    def lengths(self) -> Tensor:
+        """(N,) tokens of every row."""
+        roles = self.roles(range(self.count))
+        if roles is not None:
             return roles.lengths
         lengths = torch.full((self.count,), self.dataset.block_size)
         if self.count > self.dataset.num_blocks:
@@ -105,73 +125,72 @@ class EvalSet:
     @cached_property
     def documents(self) -> Tensor:
         """(N,) number of the document that the middle of every row is in."""
-        if self.dataset.meta.get("protocol") == "records":
+        meta = self.dataset.meta
+        if meta.get("protocol") == "records":
             return torch.arange(self.count)
-        rows = np.append(self._chosen, self.dataset.num_blocks)[
-            : self.count
-        ]  # or the tail's
+        # After all blocks, where there is one more row, that of the tail.
+        rows = np.append(self._chosen, self.dataset.num_blocks)
+        rows = rows[: self.count]
         middles = rows * self.dataset.block_size + self.lengths.numpy() // 2
-        ends = np.flatnonzero(self.dataset.tokens == self.dataset.meta["eot"])
-        return torch.from_numpy(np.searchsorted(ends, middles))
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per token that is predicted, as `mean_bytes`."""
-        return self.mean_bytes(0)
+        ends = np.flatnonzero(self.dataset.tokens == meta["eot"])
+        documents = np.searchsorted(ends, middles)
+        return torch.from_numpy(documents)
 
     def mean_bytes(self, first: int) -> float:
-        """Return the mean UTF-8 bytes of text per token that is predicted, from token `first` of
-        every row on, or of its end where it has a prompt; end-of-text has none. NaN where the
-        tokenizer's file is missing, which scoring does not need."""
+        """Return the mean UTF-8 bytes of text per token that is predicted, from token
+        `first` of every row on, or of its end where it has a prompt; end-of-text has
+        none. NaN where the tokenizer's file is missing, which scoring does not need."""
+        dataset = self.dataset
         try:
-            tokenizer = get_tokenizer(
-                self.dataset.meta["tokenizer"], folder=self.folder
-            )
+            tokenizer = get_tokenizer(dataset.meta["tokenizer"], folder=self.folder)
         except ValueError:
             return math.nan
-        tokenizer.check(self.dataset.meta.get("tokenizer_sha256"))
+        tokenizer.check(dataset.meta.get("tokenizer_sha256"))
         rows = range(self.count)
         roles = self.roles(rows)
-        if roles or self.count < self.dataset.num_blocks:
-            starts = self._begin_documents(tokenizer.eot)
+        if roles is not None or self.count < dataset.num_blocks:
             tokens = self.tokens(rows).numpy()
+            starts = self._begin_documents(tokenizer.eot)
             counts = np.stack(list(map(tokenizer.count_bytes, tokens, starts)))
             scored = np.ones(counts.shape, bool)
             scored[:, :first] = False
-            if roles:
+            if roles is not None:
                 has_prompt = roles.given.any(dim=1).numpy()
                 scored = roles.predicted.numpy() & (scored | has_prompt[:, None])
         else:
-            tokens = self.dataset.tokens[: int(self.lengths.sum())]
+            tokens = dataset.tokens[: int(self.lengths.sum())]
             counts = tokenizer.count_bytes(tokens)
-            scored = np.arange(len(tokens)) % self.dataset.block_size >= first
-        entry = self.dataset.meta["splits"][self.split]
-        lost = 1.0  # bytes of the text for each byte of its tokens
+            place = np.arange(len(tokens)) % dataset.block_size
+            scored = place >= first
+        entry = dataset.meta["splits"][self.split]
+        text_share = 1.0  # bytes of the text for each byte of its tokens
         if entry.get("token_bytes"):
-            lost = entry["text_bytes"] / entry["token_bytes"]
-        return float(counts[scored].mean()) * lost
+            text_share = entry["text_bytes"] / entry["token_bytes"]
+        return float(counts[scored].mean()) * text_share
 
     def _begin_documents(self, eot: int) -> np.ndarray:
-        """Whether the first token of each chosen block begins a document, bool (N,)."""
+        """Return whether the first token of each chosen block begins a document, bool
+        (N,)."""
         if self.dataset.meta.get("protocol") == "records":
             return np.ones(self.count, bool)
         places = self._chosen * self.dataset.block_size
         return (places == 0) | (self.dataset.tokens[places - 1] == eot)
 
     def description(self) -> dict:
-        """What a result names so that it can be reproduced: above all the file's checksum."""
+        """Return what a result names so that it can be reproduced: above all the file's
+        checksum."""
         meta = self.dataset.meta
-        known = {
-            k: meta[k]
-            for k in ("tokenizer", "protocol", "packing", "notes")
-            if k in meta
-        }
-        place = {"split": self.split, "block_size": self.dataset.block_size}
+        description = {}
+        for key in ("tokenizer", "protocol", "packing", "notes"):
+            if key in meta:
+                description[key] = meta[key]
+        description["split"] = self.split
+        description["block_size"] = self.dataset.block_size
         entry = meta["splits"][self.split]
-        sha256 = entry["sha256"] or sha256_file(
-            self.folder / entry["file"]
-        )  # nanoGPT has none
-        return known | place | entry | {"sha256": sha256}
+        description.update(entry)
+        if not entry["sha256"]:  # nanoGPT has none
+            description["sha256"] = sha256_file(self.folder / entry["file"])
+        return description
 
 
 @dataclass(frozen=True)
@@ -209,15 +228,16 @@ class TextEvalSet(EvalSet):
 
 
 def comparable(models: list[Loaded]) -> list[Loaded]:
-    """The models, set to score the same tokens. Raises UserError for other tokenizers."""
+    """Return the models, set to score the same tokens. Raises UserError for other
+    tokenizers."""
     if other_tokenizer(vars(models[0]), vars(models[-1])):
-        found = " and ".join(
-            f"{model.path} has {model.tokenizer} tokens" for model in models
-        )
+        tokenizers = [f"{model.path} has {model.tokenizer} tokens" for model in models]
         raise UserError(
-            f"{found}, of another vocabulary: compare models of one tokenizer"
+            f"{' and '.join(tokenizers)}, of another vocabulary: compare models of one "
+            "tokenizer"
         )
-    return [replace(m, scored_from=max(m.scored_from for m in models)) for m in models]
+    scored_from = max(model.scored_from for model in models)
+    return [replace(model, scored_from=scored_from) for model in models]
 
 
 def open_eval_set(
@@ -229,23 +249,42 @@ def open_eval_set(
     verify: bool = True,
     block_size: int | None = None,
 ) -> EvalSet:
-    """The prepared data set of this name, in blocks of the model, or of `block_size`. verify:
-    compare the checksum, which results name. Raises UserError or OSError where it is missing,
-    damaged or not for this model."""
+    """The prepared data set of this name, in blocks of the model, or of `block_size`.
+    verify: compare the checksum, which results name. Raises UserError or OSError where
+    it is missing, damaged or not for this model."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
     if other_tokenizer(vars(loaded), meta):
         other = ""
         if meta["tokenizer"] == loaded.tokenizer:
             other = " of another vocabulary"
-        ours = f"but the model was trained on {loaded.tokenizer} tokens{other}"
-        advice = "prepare the text with the model's --tokenizer"
-        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {ours}; {advice}")
-    preferred = preferred_split if preferred_split in meta["splits"] else None
-    split = split or preferred or loader.evaluation_split(meta)
-    block_size = block_size or loaded.model.config.block_size
-    dataset = TokenDataset(folder, split, block_size, verify=verify)
-    return _eval_set(Path(name).name, folder, split, dataset, loaded, max_sequences)
+        raise UserError(
+            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
+            f"{loaded.tokenizer} tokens{other}; prepare the text with the model's "
+            "--tokenizer"
+        )
+    if not split and preferred_split in meta["splits"]:
+        split = preferred_split
+    split = split or loader.evaluation_split(meta)
+    dataset = TokenDataset(
+        folder,
+        split,
+        block_size or loaded.model.config.block_size,
+        verify=verify,
+    )
+    rows = dataset.num_blocks
+    # The protocol sedd drops what is left over, as published evaluations do.
+    if dataset.meta.get("protocol", "full") == "full":
+        if dataset.tail().shape[1] > loaded.scored_from:
+            rows += 1
+    count = min(rows, max_sequences or rows)
+    return EvalSet(
+        Path(name).name,
+        folder,
+        split,
+        dataset,
+        count,
+    )
 
 
 def open_texts(
@@ -255,8 +294,8 @@ def open_texts(
     max_sequences: int | None,
     block_size: int,
 ) -> EvalSet:
-    """Texts that are not prepared, each a document. Raises UserError where no token of one can be
-    scored."""
+    """Texts that are not prepared, each a document. Raises UserError where no token of
+    one can be scored."""
     dataset = TextDataset(texts, loaded, block_size)
     scored = {row.document for row in dataset.rows}
     for number, text in enumerate(texts):
@@ -269,27 +308,20 @@ def open_texts(
                 f"{place} has {count} tokens, of which none can be scored: give a longer text"
             )
     count = min(dataset.num_blocks, max_sequences or dataset.num_blocks)
-    return TextEvalSet(name, Path(loaded.path), "text", dataset, count)
-
-
-def _eval_set(
-    name,
-    folder,
-    split,
-    dataset,
-    loaded,
-    max_sequences,
-) -> EvalSet:
-    rows = dataset.num_blocks
-    # The protocol sedd drops what is left over, as published evaluations do.
-    whole = dataset.meta.get("protocol", "full") == "full"
-    rows += whole and dataset.tail().shape[1] > loaded.scored_from
-    return EvalSet(name, folder, split, dataset, min(rows, max_sequences or rows))
+    return TextEvalSet(
+        name,
+        Path(loaded.path),
+        "text",
+        dataset,
+        count,
+    )
 
 
 def read_text(path: str) -> str:
-    """A text file or standard input, with line ends of Unix."""
+    """Return a text file or standard input, with line ends of Unix."""
+    data = expand_home(path).read_bytes()
     try:
-        return expand_home(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None
+    return text.replace("\r\n", "\n")

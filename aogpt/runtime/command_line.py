@@ -7,7 +7,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from .errors import UserError
 from .validation import Count, Seed, expand_home
@@ -34,6 +36,18 @@ class ModelOptions:
     """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of PyTorch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""
+
+
+# An option that is a text as it stands, also "None", which tyro would read as none.
+TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModelOptions):
+    """Options of scripts of one model."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
 
 
 def visible(text: Any, one_line: bool = False) -> str:

@@ -32,6 +32,14 @@ class OutputOptions:
     """Overwrite existing result files."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(OutputOptions):
+    """Options of scripts that report results in a table."""
+
+    json: Path | None = None
+    """Write all results, settings and versions to this file, and the table beside it (.md)."""
+
+
 class Outputs:
     """The result files of a script, checked before its work begins.
 
