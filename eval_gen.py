@@ -1,5 +1,5 @@
-"""Quality of generated text: its perplexity under a judge, a second language model, beside its
-entropy, as repetitive text has a low perplexity.
+"""Quality of generated text: its perplexity under a judge, a second language model,
+beside its entropy, as repetitive text has a low perplexity.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
@@ -26,12 +26,13 @@ from aogpt.evaluation.scoring import (
     read_sample_sets,
     score_samples,
 )
+from aogpt.evaluation.text_measures import MEASURES
 from aogpt.runtime.command_line import ModelOptions, run_script, show
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
-    OutputOptions,
     Outputs,
+    ReportOptions,
     markdown_table,
     provenance,
     versions,
@@ -42,23 +43,24 @@ from aogpt.sampling import modes
 from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
 # Columns of the table: title, key in a row of the results or among the settings of its
-# sampler, and how numbers are written. aogpt/evaluation/scoring.py makes the rows, and
-# says how to add a measure.
-COLUMNS = (
+# sampler, and how numbers are written. evaluation/scoring.py makes the rows.
+COLUMNS = [
     ("T", "temperature", "g"),
     ("top-p", "top_p", "g"),
     ("perplexity", "perplexity", ".2f"),
     ("95% from", "perplexity_low", ".2f"),
     ("to", "perplexity_high", ".2f"),
     ("of a sample", "mean_sample_perplexity", ".2f"),
-    ("entropy", "entropy", ".3f"),
-    ("distinct-2", "distinct_2", ".3f"),
-    ("repeated", "repetition_4", ".3f"),
+]
+for name, measure in MEASURES.items():
+    if measure.title is not None:
+        COLUMNS.append((measure.title, name, measure.form))
+COLUMNS += [
     ("different", "distinct_samples", "d"),
     ("self-BLEU", "self_bleu", ".3f"),
     ("NFE", "nfe", ".1f"),
     ("seconds", "seconds", ".1f"),
-)
+]
 LEGEND = (
     "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, adaptive) or "
     "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
@@ -88,7 +90,8 @@ JUDGED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(DecodingOptions):
-    """A row of the table for each value of --steps, --group-size or --draft, and of --settings."""
+    """A row of the table for each value of --steps, --group-size or --draft, and of
+    --settings."""
 
     steps: tuple[Count, ...] | None = None
     """Steps of mdm and even; by default one per token."""
@@ -122,7 +125,7 @@ class Sweep(DecodingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, OutputOptions):
+class Arguments(ModelOptions, ReportOptions):
     runs: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")
     ] = ()
@@ -146,8 +149,6 @@ class Arguments(ModelOptions, OutputOptions):
     """Tokens in a sample, all but the first of which are scored; by default the block size."""
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
-    json: Path | None = None
-    """Write all results, also of every sample, to this file, and the table beside it (.md)."""
 
 
 def main() -> None:
@@ -222,7 +223,8 @@ def fitted(
     options: DecodingOptions,
     a: Arguments,
 ) -> DecodingOptions:
-    """The options with defaults of the model. Raises UserError if it cannot generate with them."""
+    """The options with defaults of the model. Raises UserError if it cannot generate
+    with them."""
     if loaded.scored_from:
         advice = "make samples with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
         raise UserError(f"{run} has no start token (GPT-2): {advice}")
@@ -315,7 +317,8 @@ def lines_of(result: dict) -> list[str]:
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What a reader must know beside the table: how the samples were made and judged."""
+    """What a reader must know beside the table: how the samples were made and
+    judged."""
     lines = []
     for row in rows:
         s = row["sampler"]

@@ -1,8 +1,8 @@
-"""Prompts of a prepared data set answered by a model, and how many answers are right: exact match.
+"""Prompts of a prepared data set answered by a model, and how many answers are right:
+exact match.
 
 N rows of T tokens."""
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ ON_PAGE = 16  # rows
 
 
 class Judge(Protocol):
-    """Says which answers to the prompts of a data set are right, where a row's own is not
-    the only one, as a colouring of a map."""
+    """Says which answers to the prompts of a data set are right, where a row's own is
+    not the only one, as a colouring of a map."""
 
     temperature: float  # at which its models answer, unless the user says another one
     # (sizes of the groups of positions that are drawn in parallel) -> share of right answers
@@ -52,25 +52,23 @@ class Questions:
     judge: Judge | None  # says which answers are right; None: only the row's own is
 
     def first(self, count: int) -> "Questions":
-        roles = Roles(self.roles.predicted[:count], self.roles.given[:count])
-        return replace(
-            self,
-            tokens=self.tokens[:count],
-            roles=roles,
+        """Return the first rows alone."""
+        roles = Roles(
+            predicted=self.roles.predicted[:count],
+            given=self.roles.given[:count],
         )
+        return replace(self, tokens=self.tokens[:count], roles=roles)
 
     def given_first(self) -> "Questions":
-        """With the prompt at the beginning, for a model that can only continue a text."""
-        order = self.roles.first_given(
-            torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        """Return them with the prompt at the beginning, for a model that can only
+        continue a text."""
+        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        order = self.roles.first_given(positions)
+        roles = Roles(
+            predicted=self.roles.predicted.gather(1, order),
+            given=self.roles.given.gather(1, order),
         )
-        rows = self.tokens, self.roles.predicted, self.roles.given
-        tokens, *roles = (values.gather(1, order) for values in rows)
-        return replace(
-            self,
-            tokens=tokens,
-            roles=Roles(*roles),
-        )
+        return replace(self, tokens=self.tokens.gather(1, order), roles=roles)
 
 
 def open_questions(
@@ -80,9 +78,9 @@ def open_questions(
     limit: int | None = None,
     judges: Mapping[str, Judge] | None = None,
 ) -> Questions:
-    """Return the rows of a prepared data set, or `limit` of them, spread over the split.
-    split: by default test, where there is one. judges: by the name of the data set that
-    prepare.py was told. Raises UserError for a set without prompts."""
+    """Return the rows of a prepared data set, or `limit` of them, spread over the
+    split. split: by default test, where there is one. judges: by the name of the data
+    set that prepare.py was told. Raises UserError for a set without prompts."""
     eval_set = open_eval_set(
         name,
         split,
@@ -94,8 +92,10 @@ def open_questions(
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
     if roles is None:
-        advice = "make some with: python data/prepare.py records --source FILE.jsonl"
-        raise UserError(f"{eval_set.folder} holds text without prompts; {advice}")
+        raise UserError(
+            f"{eval_set.folder} holds text without prompts; make some with: "
+            "python data/prepare.py records --source FILE.jsonl"
+        )
     dataset = eval_set.dataset.meta.get("settings", {}).get("dataset")
     judge = (judges or {}).get(dataset)
     return Questions(eval_set.name, eval_set.tokens(rows), roles, judge)
@@ -105,19 +105,15 @@ def open_questions(
 class Answers:
     """What a model has answered."""
 
-    records: list[
-        dict
-    ]  # of each row: text, answer (the text as filled in), right, step, nfe
+    records: list[dict]  # of each row: text, answer (as filled in), right, step, nfe
     samples: Generation
     seconds: float
-    limit: (
-        float | None
-    )  # share of right answers that is possible with these groups: `Judge.limit`
+    # Share of right answers that is possible with these groups: `Judge.limit`.
+    limit: float | None
 
     def summary(self) -> dict:
-        share, error = mean_and_error(
-            [float(record["right"]) for record in self.records]
-        )
+        right = [float(record["right"]) for record in self.records]
+        share, error = mean_and_error(right)
         return {
             "records": len(self.records),
             "exact_match": share,
@@ -136,69 +132,92 @@ def answer(
     seed: int,
     procs: Processes,
 ) -> Answers:
-    """Answer all questions. options: with the mode's defaults; seed: of all that is random."""
+    """Answer all questions. options: with the mode's defaults; seed: of all that is
+    random."""
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     planned = modes.plan_samples(options, contexts, seed)
     started = time.perf_counter()
-    how = options, loaded.vocab_size, procs, questions.name
-    samples = modes.generate_distributed(loaded.model, planned, *how)
-    seconds = time.perf_counter() - started
-    limit = limit_of(questions.judge, planned.plan, options)
-    return Answers(_compared(loaded, questions, samples), samples, seconds, limit)
-
-
-def _compared(
-    loaded: Loaded,
-    questions: Questions,
-    samples: Generation,
-) -> list[dict]:
-    """Every row as it is and as it was filled in, up to its end-of-text."""
-    text = functools.partial(modes.text_until, loaded.get_tokenizer())
-    records = []
-    is_right = questions.judge.is_right if questions.judge else str.__eq__
-    rows = zip(
-        questions.tokens.tolist(), samples.rows(), samples.nfe.tolist(), strict=True
+    samples = modes.generate_distributed(
+        loaded.model,
+        planned,
+        options,
+        loaded.vocab_size,
+        procs,
+        label=questions.name,
     )
-    for true, (filled, step, _), nfe in rows:
-        record = {"text": text(true[: len(filled)]), "answer": text(filled)}
-        record["right"] = is_right(record["answer"], record["text"])
-        records.append(record | {"step": step, "nfe": nfe})
+    seconds = time.perf_counter() - started
+    return Answers(
+        records=_compared(loaded, questions, samples),
+        samples=samples,
+        seconds=seconds,
+        limit=limit_of(questions.judge, planned.plan, options),
+    )
+
+
+def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
+    """Return every row as it is and as it was filled in, up to its end-of-text."""
+    tokenizer = loaded.get_tokenizer()
+    nfe = samples.nfe.tolist()
+    records = []
+    rows = zip(questions.tokens.tolist(), samples.rows(), strict=True)
+    for number, (true, (filled, step, _)) in enumerate(rows):
+        text = modes.text_until(tokenizer, true[: len(filled)])
+        answer_text = modes.text_until(tokenizer, filled)
+        if questions.judge is None:
+            is_right = answer_text == text
+        else:
+            is_right = questions.judge.is_right(answer_text, text)
+        record = {
+            "text": text,
+            "answer": answer_text,
+            "right": is_right,
+            "step": step,
+            "nfe": nfe[number],
+        }
+        records.append(record)
     return records
 
 
-def limit_of(
-    judge: Judge | None,
-    plan: Plan,
-    options: DecodingOptions,
-) -> float | None:
-    """The mean of the judge's limit over the rows of a plan; None where there is none, where the
-    model chooses the sizes of groups, or tokens are not drawn once from its distribution."""
-    exact = options.choice.is_exact and not options.refine
-    if judge is None or judge.limit is None or plan.pace or not exact:
+def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float | None:
+    """Return the mean of the judge's limit over the rows of a plan; None where there is
+    none, where the model chooses the sizes of groups, or tokens are not drawn once from
+    its distribution."""
+    if judge is None or judge.limit is None or plan.pace is not None:
         return None
-    sizes = [[n for n in row if n] for row in group_sizes(plan).tolist()]
+    if not options.choice.is_exact or options.refine:
+        return None
+    limits = []
     if plan.draft:  # as one position a step
-        sizes = [[1] * int(n) for n in plan.generated().sum(dim=1)]
-    return math.fsum(map(judge.limit, sizes)) / len(sizes)
+        for count in plan.generated().sum(dim=1).tolist():
+            limits.append(judge.limit([1] * count))
+    else:
+        for sizes in group_sizes(plan).tolist():
+            limits.append(judge.limit([size for size in sizes if size]))
+    return math.fsum(limits) / len(limits)
 
 
 def page_of(
     loaded: Loaded,
     questions: Questions,
     answers: Answers,
-    told: dict,
+    settings: dict,
 ) -> str:
-    """HTML on which the first rows fill in, step by step. told: settings, shown as they are."""
+    """Return HTML on which the first rows fill in, step by step. settings: shown as
+    they are."""
     tokenizer = loaded.get_tokenizer()
-    shown = []
     board = questions.judge.board if questions.judge else None
+    shown = []
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:
-        caption = "right" if record["right"] else "wrong"
-        shown.append(
-            PageSample(tokenizer.pieces(tokens), step, log_probs, board, caption)
+        sample = PageSample(
+            pieces=tokenizer.pieces(tokens),
+            step=step,
+            log_probs=log_probs,
+            board=board,
+            caption="right" if record["right"] else "wrong",
         )
-    return render(shown, told)
+        shown.append(sample)
+    return render(shown, settings)

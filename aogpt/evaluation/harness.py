@@ -1,6 +1,8 @@
-"""Any checkpoint as a model of lm-evaluation-harness: likelihoods in any order, and generation.
+"""Any checkpoint as a model of lm-evaluation-harness: likelihoods in any order, and
+generation.
 
-Importing this module registers the model under the name "aogpt"; eval_tasks.py is the script:
+Importing this module registers the model under the name "aogpt"; eval_tasks.py is the
+script:
 
     import lm_eval, evaluation.harness
     lm_eval.simple_evaluate(model="aogpt", model_args="run=out/NAME,order=random", tasks=["piqa"])
@@ -41,7 +43,7 @@ from ..runtime.processes import Processes
 from ..runtime.randomness import REQUESTS, philox_bits, to_uniform
 from ..runtime.validation import Count, check_value, check_values
 from ..sampling import modes
-from ..sampling.engine import generate
+from ..sampling.engine import Decoder, Progress
 from ..sampling.modes import BATCH_SIZE, DecodingOptions
 from ..sampling.token_choice import TokenChoice
 from ..systems import log_linear_noise
@@ -50,9 +52,8 @@ try:
     import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-except (
-    ImportError
-):  # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do
+except ImportError:
+    # `eval_tasks.py --help` works all the same; `require_lm_eval` says what to do.
     lm_eval = None
     TemplateLM = object
 
@@ -69,8 +70,8 @@ REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
 
 
 class ScoringPass(NamedTuple):
-    """One pass over a request. A decoder predicts along the order; an encoder sees what comes
-    before step `first` and predicts the rest."""
+    """One pass over a request. A decoder predicts along the order; an encoder sees what
+    comes before step `first` and predicts the rest."""
 
     tokens: list[int]
     order: Tensor  # LongTensor (T,) of positions
@@ -78,28 +79,39 @@ class ScoringPass(NamedTuple):
     weight: float  # of the sum of their log-probabilities
 
 
+class AnswerSettings(NamedTuple):
+    """How a task wants its answers."""
+
+    choice: TokenChoice
+    max_tokens: int
+    until: tuple[str, ...]  # texts that end an answer
+
+
 class HarnessModel(TemplateLM):
     """A checkpoint as a model of lm-evaluation-harness.
 
-    The log-likelihood, in nats, of a continuation of n tokens x_c..x_{T-1} given its context
-    x_0..x_{c-1} is
+    The log-likelihood, in nats, of a continuation of n tokens x_c..x_{T-1} given its
+    context x_0..x_{c-1} is
 
-    order l2r, decoders     sum_{i >= c} log p(x_i | x_<i), exact.
-    order random, decoders  mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i]); s is the
+    order l2r, decoders     sum_{i >= c} log p(x_i | x_<i), exact. order random,
+    decoders  mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i]); s is the
                             context in ascending order, then the continuation in uniformly random
                             order.
-    order random, encoders  mean over M masks S of n / |S| sum_{i in S} log p(x_i | x outside S); S
+    order random, encoders  mean over M masks S of n / |S| sum_{i in S} log p(x_i | x
+    outside S); S
                             is k uniformly random positions of the continuation (k-DCE, RADD), k
                             uniform on 1..n and stratified over the masks.
 
-    The last two estimate without bias the any-order ELBO, E_s log p(continuation | context, s), and
-    depend on (seed, tokens of the request, M) alone. is_greedy: every scored token was the most
-    probable one, in all passes. An empty context is end-of-text; one that is too long loses its
-    beginning; a token that spans the two belongs to the continuation. Generation is a function of
-    (seed, context, repetition): max_gen_toks positions cut at the first end-of-text or stop string.
+    The last two estimate without bias the any-order ELBO, E_s log p(continuation |
+    context, s), and depend on (seed, tokens of the request, M) alone. is_greedy: every
+    scored token was the most probable one, in all passes. An empty context is
+    end-of-text; one that is too long loses its beginning; a token that spans the two
+    belongs to the continuation. Generation is a function of (seed, context,
+    repetition): max_gen_toks positions cut at the first end-of-text or stop string.
 
-    run: what `load` takes or returns. options: fields of `Settings` and `DecodingOptions`; `order`
-    is that of log-likelihoods, `mode` that of generation. max_batch_size: without effect."""
+    run: what `load` takes or returns. options: fields of `Settings` and
+    `DecodingOptions`; `order` is that of log-likelihoods, `mode` that of generation.
+    max_batch_size: without effect."""
 
     def __init__(
         self,
@@ -111,42 +123,51 @@ class HarnessModel(TemplateLM):
         require_lm_eval()
         super().__init__()
         names = {field.name for field in fields(Settings)}
-        self.settings = a = Settings(**{k: v for k, v in options.items() if k in names})
+        settings = {}
+        decoding_settings = {}
+        for name, value in options.items():
+            if name in names:
+                settings[name] = value
+            else:
+                decoding_settings[name] = value
+        a = Settings(**settings)
         check_values(a, name=str)
-        decoding = DecodingOptions(
-            **{k: v for k, v in options.items() if k not in names}
-        )
+        decoding = DecodingOptions(**decoding_settings)
+        self.settings = a
         self.procs = processes or Processes(0, 1, pick_device(a.device))
         # The harness reads `rank`, `world_size` and `device`, its properties of these.
         self._rank = self.procs.rank
         self._world_size = self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
-        self.loaded, self.model = run, run.model.to(self.device)
-        self.tokenizer, self.dtype = (
-            run.get_tokenizer(),
-            pick_dtype(a.dtype, self.device),
-        )
-        begins = run.system and getattr(self.tokenizer, "starts", ())
-        self.prefix = [] if begins else [self.tokenizer.eot]  # of an empty context
+            run = load(
+                str(run),
+                a.weights,
+                self.device,
+                a.block_size,
+                a.checkpoint,
+            )
+        self.loaded = run
+        self.model = run.model.to(self.device)
+        self.tokenizer = run.get_tokenizer()
+        self.dtype = pick_dtype(a.dtype, self.device)
+        self.prefix = [self.tokenizer.eot]  # of an empty context
+        if run.system and getattr(self.tokenizer, "starts", ()):
+            self.prefix = []
         config = self.model.config
         self.block_size = config.block_size
         self.is_encoder = config.is_encoder
-        order, mode = ("random", "mdm") if self.is_encoder else ("l2r", "l2r")
-        self.order = decoding.order or order
-        mode = decoding.mode or mode
-        order = decoding.order if mode in ("order", "speculative") else None
-        decoding = replace(
-            decoding,
-            mode=mode,
-            order=order,
-        )
+        # --order is that of log-likelihoods, and of those modes that have one.
+        self.order = decoding.order or ("random" if self.is_encoder else "l2r")
+        mode = decoding.mode or ("mdm" if self.is_encoder else "l2r")
+        order = None
+        if mode in ("order", "speculative"):
+            order = decoding.order
+        decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
-        self.counts = (
-            Counter()
-        )  # of requests: all, with a token across, with a context cut short
+        # Of requests: all, with a token across, with a context cut short.
+        self.counts: Counter = Counter()
         self._check()
 
     def _check(self) -> None:
@@ -155,11 +176,11 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 "an encoder has no left-to-right likelihood; take order random"
             )
-        if self.model.config.l2r_only and (self.order, self.decoding.mode) != (
-            "l2r",
-            "l2r",
-        ):
-            raise UserError("this model is a plain GPT; take order l2r and mode l2r")
+        if self.model.config.l2r_only:
+            if self.order != "l2r" or self.decoding.mode != "l2r":
+                raise UserError(
+                    "this model is a plain GPT; take order l2r and mode l2r"
+                )
         if not self.decoding.choice.is_exact:
             raise UserError(
                 "how tokens are drawn is for the tasks to say; give --gen-kwargs"
@@ -180,8 +201,8 @@ class HarnessModel(TemplateLM):
     def _encode_pair(
         self, context: str, continuation: str
     ) -> tuple[list[int], list[int]]:
-        """The tokens of both together, divided at the last boundary of tokens within the context,
-        whose trailing spaces belong to the continuation."""
+        """The tokens of both together, divided at the last boundary of tokens within
+        the context, whose trailing spaces belong to the continuation."""
         text = context + continuation
         size = len(without_lone_surrogates(context.rstrip()).encode())
         size += self.tokenizer.adds_space  # before the text, in its first token
@@ -197,11 +218,14 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.byte_lengths()
 
     def request_counts(self) -> dict[str, int]:
-        """Requests of all processes; `spanning`: with a token across context and continuation,
-        `truncated`: whose context lost its beginning; `windows`: of whole texts;
-        `generated`: answers."""
-        found = self.procs.gather(self.counts)
-        return {name: sum(c[name] for c in found) for name in REQUESTS_COUNTED}
+        """Requests of all processes; `spanning`: with a token across context and
+        continuation, `truncated`: whose context lost its beginning; `windows`: of whole
+        texts; `generated`: answers."""
+        of_processes = self.procs.gather(self.counts)
+        totals = {}
+        for name in REQUESTS_COUNTED:
+            totals[name] = sum(counts[name] for counts in of_processes)
+        return totals
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.tensor(self.procs.gather(tensor.item()))
@@ -216,16 +240,24 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests, disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each text."""
+        """Return the log-likelihood of each text."""
         windows = []
         counts = []
-        for (text,) in (request.args for request in requests):
+        for request in requests:
+            (text,) = request.args
             of_text = list(self._windows(self.tok_encode(text)))
-            windows += [(None, *window) for window in of_text]
+            for context, continuation in of_text:
+                windows.append((None, context, continuation))
             counts.append(len(of_text))
         self.counts["windows"] += len(windows)
-        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
-        return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
+        scores = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        totals = []
+        start = 0
+        for count in counts:
+            of_text = scores[start : start + count]
+            totals.append(math.fsum(value for value, _ in of_text))
+            start += count
+        return totals
 
     def _windows(self, tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Contexts and continuations that together predict every token of a text once.
@@ -243,7 +275,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The same for (anything, context, continuation), tokens."""
+        """Return the log-likelihood of each (anything, context, continuation), tokens,
+        and whether every token of it was the most probable one."""
         draws = 1 if self.order == "l2r" else self.settings.num_orders
         pairs = []
         passes = []
@@ -255,18 +288,19 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens does not fit in the "
                     f"model's {self.block_size}: leave out its task or row"
                 )
-            pairs.append((self._fitting(context, len(continuation)), continuation))
+            context = self._fitting(context, len(continuation))
+            pairs.append((context, continuation))
             if continuation:  # one of no tokens has no pass: its log-likelihood is 0
-                passes += [
-                    (-len(pairs[i][0]) - len(continuation), i, d) for d in range(draws)
-                ]
-        # Long ones first: little padding, and if memory does not suffice, it shows at once.
+                length = len(context) + len(continuation)
+                for draw in range(draws):
+                    passes.append((-length, i, draw))
+        # Long ones first: little padding, and if memory does not suffice, it shows at
+        # once.
         passes.sort()
-        values = [[] for _ in pairs]
+        values: list[list[float]] = [[] for _ in pairs]
         greedy = [True] * len(pairs)
-        quiet = (
-            True if disable_tqdm or self.rank else None
-        )  # None: quiet without a terminal
+        # None: quiet without a terminal
+        quiet = True if disable_tqdm or self.rank else None
         starts = range(0, len(passes), self.batch_size)
         for start in tqdm(
             starts,
@@ -274,53 +308,61 @@ class HarnessModel(TemplateLM):
             disable=quiet,
             leave=False,
         ):
-            batch = passes[start : start + self.batch_size]
-            scores = self.score(
-                [self.scoring_pass(*pairs[i], draw) for _, i, draw in batch]
-            )
-            for (_, i, _), (value, is_greedy) in zip(batch, scores, strict=True):
+            numbers = []
+            batch = []
+            for _, i, draw in passes[start : start + self.batch_size]:
+                context, continuation = pairs[i]
+                numbers.append(i)
+                batch.append(self.scoring_pass(context, continuation, draw))
+            for i, (value, is_greedy) in zip(numbers, self.score(batch), strict=True):
                 values[i].append(value)
                 greedy[i] &= is_greedy
-        return [
-            (math.fsum(v) / draws, best) for v, best in zip(values, greedy, strict=True)
-        ]
+        means = [math.fsum(of_draws) / draws for of_draws in values]
+        return list(zip(means, greedy, strict=True))
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The text after each context; gen_kwargs: see `generation_settings`."""
+        """Return the text after each context; gen_kwargs: see `generation_settings`."""
         self.counts["generated"] += len(requests)
         groups = defaultdict(list)
-        copies = Counter()
+        copies: Counter = Counter()
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
             settings = self.generation_settings(gen_kwargs)
             tokens = self.tok_encode(context) or self.prefix
+            tokens = self._fitting(tokens, settings.max_tokens)
             copies[id(request)] += 1  # a request that is repeated is answered anew
-            tokens = self._fitting(tokens, settings[1])
             groups[settings].append((tokens, copies[id(request)], number))
         texts = [""] * len(requests)
-        quiet = True if disable_tqdm or self.rank else None
-        with tqdm(
+        progress = tqdm(
             desc=self.decoding.mode,
             unit="token",
-            disable=quiet,
+            disable=True if disable_tqdm or self.rank else None,
             leave=False,
-        ) as bar:
+        )
+        with progress as bar:
             for settings, group in groups.items():
                 group.sort(key=lambda request: -len(request[0]))
                 contexts = [context for context, _, _ in group]
                 repeats = [repeat for _, repeat, _ in group]
                 numbers = [number for _, _, number in group]
-                answers = self.complete(contexts, repeats, settings, bar.update)
+                answers = self.complete(
+                    contexts,
+                    repeats,
+                    settings,
+                    bar.update,
+                )
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
         return texts
 
     def _fitting(self, context: list[int], new: int) -> list[int]:
-        """The end of a context that leaves room for new tokens; counts the request."""
-        self.counts += Counter(
-            all=1, truncated=int(len(context) + new > self.block_size)
-        )
-        return context[max(0, len(context) + new - self.block_size) :]
+        """Return the end of a context that leaves room for new tokens; count the
+        request."""
+        excess = max(0, len(context) + new - self.block_size)
+        self.counts["all"] += 1
+        if excess:
+            self.counts["truncated"] += 1
+        return context[excess:]
 
     def scoring_pass(
         self,
@@ -344,7 +386,14 @@ class HarnessModel(TemplateLM):
         # The request itself is the key of its random numbers, whatever its place and process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
-        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
+        order = orders_at(
+            OrderConfig("random"),
+            a.seed,
+            key,
+            row,
+            n,
+            REQUESTS,
+        )[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
             return ScoringPass(
@@ -354,7 +403,17 @@ class HarnessModel(TemplateLM):
                 weight=1.0,
             )
         # A uniform order leaves the first of its n + 1 random numbers unused.
-        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
+        u = float(
+            to_uniform(
+                philox_bits(
+                    a.seed,
+                    key,
+                    range(1),
+                    n + 1,
+                    REQUESTS,
+                )
+            )[0, 0]
+        )
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
         return ScoringPass(
             tokens,
@@ -365,71 +424,87 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
-        """A pass: the weighted sum of log-probabilities, and whether all tokens are likeliest."""
+        """Return for each pass the weighted sum of log-probabilities, and whether all
+        tokens are likeliest."""
         length = torch.tensor([len(p.tokens) for p in passes])
         first = torch.tensor([p.first for p in passes])
-        steps = torch.arange(int(length.max()))
-        tokens = pad_sequence(
-            [torch.tensor(p.tokens) for p in passes], batch_first=True
-        )
+        rows = [torch.tensor(p.tokens) for p in passes]
+        tokens = pad_sequence(rows, batch_first=True)
         # Padding comes last in the order of a decoder, so that nothing sees it.
-        order = torch.stack(
-            [torch.cat([p.order, steps[len(p.order) :]]) for p in passes]
-        )
+        steps = torch.arange(tokens.shape[1])
+        orders = []
+        for p in passes:
+            orders.append(torch.cat([p.order, steps[len(p.order) :]]))
+        order = torch.stack(orders)
         scored = (steps >= first[:, None]) & (steps < length[:, None])
         counts = scored.sum(dim=1).tolist()
-        tokens, order, scored, length = (
-            v.to(self.device) for v in (tokens, order, scored, length)
-        )
+        tokens = tokens.to(self.device)
+        order = order.to(self.device)
+        scored = scored.to(self.device)
         with autocast(self.device, self.dtype), attention_of_many_shapes():
             if self.is_encoder:
-                hidden = self._encoder_hidden(tokens, order, scored, length)
+                length = length.to(self.device)
+                hidden = self._encoder_hidden(
+                    tokens,
+                    order,
+                    scored,
+                    length,
+                )
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
             vocab_size = self.model.config.vocab_size
-            results = in_chunks(self._score_tokens, hidden[scored], targets, vocab_size)
+            results = in_chunks(
+                self._score_tokens,
+                hidden[scored],
+                targets,
+                vocab_size,
+            )
         log_probs, hits = results.double().cpu().unbind(dim=1)
-        parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
-        return [
-            (p.weight * float(values.sum()), bool(hit.all()))
-            for p, values, hit in parts
-        ]
+        scores = []
+        parts = zip(
+            passes,
+            log_probs.split(counts),
+            hits.split(counts),
+            strict=True,
+        )
+        for p, values, hit in parts:
+            scores.append((p.weight * float(values.sum()), bool(hit.all())))
+        return scores
 
     def _encoder_hidden(
         self,
-        tokens,
-        order,
-        scored,
-        length,
+        tokens: Tensor,
+        order: Tensor,
+        scored: Tensor,
+        length: Tensor,
     ) -> Tensor:
-        """Hidden states (B, T, D) by step; scored ones are masked, padding is not seen."""
+        """Return hidden states (B, T, D) by step; scored ones are masked, padding is
+        not seen."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
-        sigma = (
-            log_linear_noise(masked.sum(dim=1) / length.double())
-            if config.noise
-            else None
-        )
-        lengths = length if int(length.min()) < tokens.shape[1] else None
-        hidden = self.model.hidden(
-            tokens.where(~masked, config.mask_token), sigma, lengths
-        )
+        sigma = None
+        if config.noise:
+            sigma = log_linear_noise(masked.sum(dim=1) / length.double())
+        lengths = None
+        if int(length.min()) < tokens.shape[1]:
+            lengths = length
+        inputs = tokens.where(~masked, config.mask_token)
+        hidden = self.model.hidden(inputs, sigma, lengths)
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
 
     def _score_tokens(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of the
-        tokenizer is more probable. (Rows that pad the token table count in the probabilities.)"""
+        """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of
+        the tokenizer is more probable. (Rows that pad the token table count in the
+        probabilities.)"""
         logits = self.model.head_logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
         hits = logits[:, : self.loaded.vocab_size].argmax(dim=-1) == targets
         return torch.stack([log_probs, hits.to(log_probs.dtype)], dim=1)
 
-    def generation_settings(
-        self, gen_kwargs: dict
-    ) -> tuple[TokenChoice, int, tuple[str, ...]]:
-        """How to draw, tokens at most, and strings that end the answer."""
+    def generation_settings(self, gen_kwargs: dict) -> AnswerSettings:
+        """Return how to answer with these settings of a task."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         default = min(256, self.block_size // 2)
@@ -437,62 +512,74 @@ class HarnessModel(TemplateLM):
         do_sample = given.pop("do_sample")
         max_tokens = given.pop("max_gen_toks")
         until = tuple(stop for stop in given.pop("until") if stop)
-        temperature = float(given.pop("temperature", 1.0)) if do_sample else 0.0
+        temperature = given.pop("temperature", 1.0)
+        temperature = float(temperature) if do_sample else 0.0
         top_p = given.pop("top_p", None)
         top_k = given.pop("top_k", None)
-        given.pop("temperature", None)
         if given:
-            known = "until, max_gen_toks, do_sample, temperature, top_p and top_k are"
             raise UserError(
-                f"generation setting {', '.join(given)} is not supported: {known}"
+                f"generation setting {', '.join(given)} is not supported: until, "
+                "max_gen_toks, do_sample, temperature, top_p and top_k are"
             )
         if not 1 <= max_tokens < self.block_size:
-            advice = (
-                f"give --gen-kwargs max_gen_toks=N, N from 1 to {self.block_size - 1}"
+            raise UserError(
+                f"max_gen_toks is {max_tokens}: give --gen-kwargs max_gen_toks=N, N from "
+                f"1 to {self.block_size - 1}"
             )
-            raise UserError(f"max_gen_toks is {max_tokens}: {advice}")
-        top_k = top_k if top_k and top_k > 0 else None  # 0 and -1 mean "all" elsewhere
-        choice = TokenChoice(
-            temperature,
-            top_p=1.0 if top_p is None else top_p,
-            top_k=top_k,
-        )
-        return choice, max_tokens, until
+        if top_p is None:
+            top_p = 1.0
+        if not top_k or top_k < 0:  # 0 and -1 mean "all" elsewhere
+            top_k = None
+        choice = TokenChoice(temperature=temperature, top_p=top_p, top_k=top_k)
+        return AnswerSettings(choice, max_tokens, until)
 
     def complete(
         self,
-        contexts,
-        repeats,
-        settings: tuple,
-        progress,
+        contexts: list[list[int]],
+        repeats: list[int],
+        settings: AnswerSettings,
+        progress: Progress,
     ) -> list[str]:
-        """The text after each context, a function of (seed, context, repeat) alone."""
-        choice, most, until = settings
-        keys = [
-            digest(c, [repeat]) for c, repeat in zip(contexts, repeats, strict=True)
-        ]
-        rows = [context + [None] * most for context in contexts]
-        seed = self.settings.seed
-        plan, tokens, uniforms = modes.plan_samples(
-            self.decoding, rows, seed, keys=keys
+        """Return the text after each context, a function of (seed, context, repeat)
+        alone."""
+        keys = []
+        rows = []
+        for context, repeat in zip(contexts, repeats, strict=True):
+            keys.append(digest(context, [repeat]))
+            rows.append(context + [None] * settings.max_tokens)
+        planned = modes.plan_samples(
+            self.decoding,
+            rows,
+            self.settings.seed,
+            keys=keys,
         )
-        how = {"choice": choice, "uniforms": uniforms, "batch_size": self.batch_size}
-        how |= {"compile": self.decoding.compile, "kernels": self.decoding.kernels}
-        how |= {"vocab_size": self.loaded.vocab_size, "progress": progress}
-        answers = zip(
-            contexts, generate(self._generator, plan, tokens, **how).rows(), strict=True
+        decoder = Decoder(
+            self._generator,
+            choice=settings.choice,
+            vocab_size=self.loaded.vocab_size,
+            batch_size=self.batch_size,
+            compile=self.decoding.compile,
+            kernels=self.decoding.kernels,
         )
-        new = (row[len(context) :] for context, (row, *_) in answers)
-        return [modes.text_until(self.tokenizer, row, until) for row in new]
+        samples = decoder.generate(
+            planned.plan,
+            planned.tokens,
+            uniforms=planned.uniforms,
+            progress=progress,
+        )
+        answers = []
+        for context, (tokens, _, _) in zip(contexts, samples.rows(), strict=True):
+            new = tokens[len(context) :]
+            answers.append(modes.text_until(self.tokenizer, new, settings.until))
+        return answers
 
     @functools.cached_property
     def _generator(self):
-        """The model in the precision of generation: likelihoods keep its float32 weights."""
-        return (
-            copy.deepcopy(self.model).bfloat16()
-            if self.dtype == torch.bfloat16
-            else self.model
-        )
+        """The model in the precision of generation: likelihoods keep its float32
+        weights."""
+        if self.dtype == torch.bfloat16:
+            return copy.deepcopy(self.model).bfloat16()
+        return self.model
 
 
 if lm_eval is not None:
@@ -500,10 +587,9 @@ if lm_eval is not None:
 
 
 def digest(*parts: Sequence[int]) -> int:
-    """64 bits that tell lists of integers apart."""
-    return int.from_bytes(
-        hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    )
+    """Return 64 bits that tell lists of integers apart."""
+    data = json.dumps(parts).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
 def require_lm_eval() -> None:

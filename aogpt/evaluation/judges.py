@@ -1,11 +1,14 @@
-"""Judges of generated text: language models that score its tokens left to right, in float32.
+"""Judges of generated text: language models that score its tokens left to right, in
+float32.
 
-A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this project. Samples
-of another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens but the
-first. Samples longer than its context are cut into windows, each scored like a sample."""
+A judge is one of `transformers` (GPT-2 Large is the field's) or a decoder of this
+project. Samples of another tokenizer reach it as text. Without a start token (GPT-2) it
+scores all tokens but the first. Samples longer than its context are cut into windows,
+each scored like a sample."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +24,8 @@ from ..runtime.validation import expand_home, read_bounded
 from ..scoring import token_log_probs
 from ..systems import parameter_counts
 
-MAX_LOGITS = (
-    2**28
-)  # elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2
+# Elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2.
+MAX_LOGITS = 2**28
 
 
 class Judge:
@@ -38,14 +40,24 @@ class Judge:
     parameters: int
     device: torch.device
     libraries: dict[str, str] = {}  # versions, besides the project's own
-    encode: Callable[[str], list[int]]  # in the text "<|endoftext|>" ends a document
-    has_ids_of: Callable[
-        [str], bool
-    ]  # whether the ids of this tokenizer mean the same to it
-    # -log p of each token given those before it, (B, T) -> (B, T), nats. Without a start token the
-    # first column means nothing.
-    nll: Callable[[Tensor], Tensor]
-    hidden: Callable[[Tensor], Tensor]  # last hidden states, (B, T) -> (B, T, D)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the judge's ids of a text, in which "<|endoftext|>" ends a
+        document."""
+        raise NotImplementedError
+
+    def has_ids_of(self, tokenizer: str) -> bool:
+        """Return whether the ids of this tokenizer mean the same to the judge."""
+        raise NotImplementedError
+
+    def nll(self, tokens: Tensor) -> Tensor:
+        """Return -log p of each token given those before it, nats: (B, T) -> (B, T).
+        Without a start token the first column means nothing."""
+        raise NotImplementedError
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the last hidden states, (B, T) -> (B, T, D)."""
+        raise NotImplementedError
 
     def score(
         self,
@@ -53,18 +65,22 @@ class Judge:
         batch_size: int,
         quiet: bool = True,
     ) -> list[tuple[float, int]]:
-        """For each sample, in the judge's ids: the sum of -log p over its scored tokens, in nats,
-        and their number. batch_size: windows in one pass, at most; quiet: no progress bar."""
-        width = self.context or max(map(len, samples), default=0) or 1
-        windows = [
-            (number, ids[start : start + width])
-            for number, ids in enumerate(samples)
-            for start in range(0, len(ids), width)
-        ]
-        # Long windows first: little padding, and what does not fit into memory shows at once.
+        """Return for each sample, in the judge's ids, the sum of -log p over its scored
+        tokens, in nats, and their number.
+
+        batch_size: windows in one pass, at most; quiet: no progress bar."""
+        longest_sample = max((len(ids) for ids in samples), default=0)
+        width = self.context or longest_sample or 1
+        windows = []
+        for number, ids in enumerate(samples):
+            for start in range(0, len(ids), width):
+                windows.append((number, ids[start : start + width]))
+        # Long windows first: little padding, and what does not fit into memory shows at
+        # once.
         windows.sort(key=lambda window: -len(window[1]))
         longest = len(windows[0][1]) if windows else 1
-        size = min(batch_size, max(1, MAX_LOGITS // (self.vocab_size * longest)))
+        most_rows = max(1, MAX_LOGITS // (self.vocab_size * longest))
+        size = min(batch_size, most_rows)
         first = 0 if self.start else 1
         totals = [0.0] * len(samples)
         counts = [0] * len(samples)
@@ -76,9 +92,8 @@ class Judge:
             leave=False,
         ):
             batch = windows[start : start + size]
-            tokens = pad_sequence(
-                [torch.tensor(ids) for _, ids in batch], batch_first=True
-            )
+            rows = [torch.tensor(ids) for _, ids in batch]
+            tokens = pad_sequence(rows, batch_first=True)
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
                 totals[sample] += float(row[first : len(ids)].sum())
@@ -87,39 +102,54 @@ class Judge:
 
     @torch.no_grad()
     def features(
-        self, samples: Sequence[Sequence[int]], batch_size: int
+        self,
+        samples: Sequence[Sequence[int]],
+        batch_size: int,
     ) -> list[np.ndarray]:
-        """The mean over tokens of the last hidden state, (D,), of the first window of each
-        sample that is not empty, in the judge's ids."""
+        """Return the mean over tokens of the last hidden state, (D,), of the first
+        window of each sample that is not empty, in the judge's ids."""
         windows = [torch.tensor(ids[: self.context]) for ids in samples if len(ids)]
         features = []
         for start in range(0, len(windows), batch_size):
             batch = windows[start : start + batch_size]
             tokens = pad_sequence(batch, batch_first=True).to(self.device)
             for ids, states in zip(batch, self.hidden(tokens), strict=True):
-                features.append(states[: len(ids)].mean(dim=0).cpu().numpy())
+                mean = states[: len(ids)].mean(dim=0)
+                features.append(mean.cpu().numpy())
         return features
 
     def describe(self) -> dict:
-        """What a reported number depends on."""
-        names = "name", "source", "tokenizer", "parameters", "context"
-        scored = (
-            "every token" if self.start else "all tokens but the first (no start token)"
-        )
-        described = {"dtype": "float32", "start_token": self.start, "scored": scored}
-        return {name: getattr(self, name) for name in names} | described
+        """Return what a reported number depends on."""
+        scored = "every token"
+        if not self.start:
+            scored = "all tokens but the first (no start token)"
+        return {
+            "name": self.name,
+            "source": self.source,
+            "tokenizer": self.tokenizer,
+            "parameters": self.parameters,
+            "context": self.context,
+            "dtype": "float32",
+            "start_token": self.start,
+            "scored": scored,
+        }
 
 
 def load_judge(name: str, device: torch.device) -> Judge:
-    """The judge of that name: a run folder, checkpoint, export or released weights, as `load` takes
-    them; a folder with a causal language model of transformers; else a Hugging Face id."""
+    """Return the judge of that name: a run folder, checkpoint, export or released
+    weights, as `load` takes them; a folder with a causal language model of
+    transformers; else a Hugging Face id."""
     path = expand_home(name)
-    name = str(path) if path.exists() else name
+    if not path.exists():
+        return TransformersJudge(name, device)
     try:
-        of_transformers = "model_type" in json.loads(read_bounded(path / "config.json"))
+        settings = json.loads(read_bounded(path / "config.json"))
+        of_transformers = "model_type" in settings
     except (OSError, ValueError, RecursionError, TypeError):
-        of_transformers = not path.exists()
-    return (TransformersJudge if of_transformers else DecoderJudge)(name, device)
+        of_transformers = False
+    if of_transformers:
+        return TransformersJudge(str(path), device)
+    return DecoderJudge(str(path), device)
 
 
 class DecoderJudge(Judge):
@@ -141,32 +171,34 @@ class DecoderJudge(Judge):
         self.start = loaded.scored_from == 0
         self.parameters = sum(parameter_counts(loaded.model).values())
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         tokenizer = self.get_tokenizer()
-        ids, *documents = [
-            tokenizer.encode(document) for document in text.split(END_OF_TEXT)
-        ]
+        first, *documents = text.split(END_OF_TEXT)
+        ids = tokenizer.encode(first)
         for document in documents:
-            ids += [tokenizer.eot, *document]
+            ids.append(tokenizer.eot)
+            ids += tokenizer.encode(document)
         return ids
 
-    def has_ids_of(self, tokenizer):
-        # The samples' tokenizer is in memory already: the judge's must not be another of that name.
+    def has_ids_of(self, tokenizer: str) -> bool:
+        # The samples' tokenizer is in memory already: the judge's must not be another of
+        # that name.
         return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
 
-    def nll(self, tokens):
-        left_to_right = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
-            tokens
-        )
+    def nll(self, tokens: Tensor) -> Tensor:
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        left_to_right = steps.expand_as(tokens)
         return -token_log_probs(self.model, tokens, left_to_right)
 
-    def hidden(self, tokens):
+    def hidden(self, tokens: Tensor) -> Tensor:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.model.hidden(tokens, steps.expand_as(tokens))
+        model: Any = self.model
+        return model.hidden(tokens, steps.expand_as(tokens))
 
 
 class TransformersJudge(Judge):
-    """A causal language model of transformers, read as safetensors, without code of its own."""
+    """A causal language model of transformers, read as safetensors, without code of its
+    own."""
 
     def __init__(self, name: str, device: torch.device):
         try:
@@ -176,37 +208,33 @@ class TransformersJudge(Judge):
             transformers.logging.disable_progress_bar()
             # The small file first: it shows what is wrong before anything large is fetched.
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            options = {
-                "use_safetensors": True,
-                "output_loading_info": True,
-                "dtype": torch.float32,
-            }
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **options
+                name,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype=torch.float32,
             )
         # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            what = (
-                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}"
-            )
-            model = "a causal language model's folder or Hugging Face id (needs the network once)"
-            advice = f"Give a run of this project; or, with pip install transformers, {model}"
-            raise UserError(f"{what}. {advice}") from error
+            raise UserError(
+                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. "
+                "Give a run of this project; or, with pip install transformers, a causal "
+                "language model's folder or Hugging Face id (needs the network once)"
+            ) from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
-        if missing := sorted(info["missing_keys"]):
+        missing = sorted(info["missing_keys"])
+        if missing:
             raise UserError(
                 f"--judge {name}: {len(missing)} weights are missing, e.g. {missing[0]}"
             )
         # Without files transformers makes an empty tokenizer.
-        if (
-            not self._tokenizer("The cat.").input_ids
-            or len(self._tokenizer) > self.vocab_size
-        ):
-            found = (
-                f"its tokenizer is missing or has more than {self.vocab_size} tokens"
+        is_empty = not self._tokenizer("The cat.").input_ids
+        if is_empty or len(self._tokenizer) > self.vocab_size:
+            raise UserError(
+                f"--judge {name}: its tokenizer is missing or has more than "
+                f"{self.vocab_size} tokens"
             )
-            raise UserError(f"--judge {name}: {found}")
         self.name = name
         self.device = device
         self.model = model.to(device).eval()
@@ -215,52 +243,49 @@ class TransformersJudge(Judge):
         self.tokenizer = f"{type(self._tokenizer).__name__} of {name}"
         self.libraries = {"transformers": transformers.__version__}
         self.parameters = sum(p.numel() for p in model.parameters())
-        # Models were trained as their tokenizers write text: with a start token in front or not.
+        # Models were trained as their tokenizers write text: with a start token in front
+        # or not.
         self._bos = self._tokenizer.bos_token_id
-        self.start = self._bos is not None and self._tokenizer("").input_ids[:1] == [
-            self._bos
-        ]
+        first_ids = self._tokenizer("").input_ids[:1]
+        self.start = self._bos is not None and first_ids == [self._bos]
         limit = getattr(model.config, "max_position_embeddings", None)
         self.context = limit and limit - self.start  # the start token takes a place
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
-    def has_ids_of(self, tokenizer):
+    def has_ids_of(self, tokenizer: str) -> bool:
         ours = get_tokenizer(tokenizer)
         if ours.vocab_size > len(self._tokenizer):
             return False
         ids = [[i] for i in range(ours.vocab_size)]
         theirs = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
-        return theirs == [*map(ours.decode, ids)]
+        return theirs == [ours.decode(one) for one in ids]
 
     @torch.inference_mode()
-    def nll(self, tokens):
+    def nll(self, tokens: Tensor) -> Tensor:
         if self.start:
             tokens = F.pad(tokens, (1, 0), value=self._bos)
-        mask = torch.ones_like(
-            tokens
-        )  # padding is at the end: a causal model does not see it
-        logits = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            use_cache=False,
-        ).logits
-        # One row at a time: cross_entropy of all would take several times the memory of the logits.
-        pairs = zip(logits[:, :-1], tokens[:, 1:], strict=True)
-        nll = torch.stack(
-            [F.cross_entropy(row, target, reduction="none") for row, target in pairs]
-        )
-        return nll if self.start else F.pad(nll, (1, 0))
-
-    def hidden(self, tokens):
-        if self.start:
-            tokens = F.pad(tokens, (1, 0), value=self._bos)
+        # Padding is at the end: a causal model does not see it.
         mask = torch.ones_like(tokens)
-        states = self.model.base_model(
+        output = self.model(input_ids=tokens, attention_mask=mask, use_cache=False)
+        # One row at a time: cross_entropy of all would take several times the memory of
+        # the logits.
+        rows = []
+        for logits, row in zip(output.logits, tokens, strict=True):
+            rows.append(F.cross_entropy(logits[:-1], row[1:], reduction="none"))
+        nll = torch.stack(rows)
+        if self.start:
+            return nll
+        return F.pad(nll, (1, 0))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        if self.start:
+            tokens = F.pad(tokens, (1, 0), value=self._bos)
+        output = self.model.base_model(
             input_ids=tokens,
-            attention_mask=mask,
+            attention_mask=torch.ones_like(tokens),
             use_cache=False,
-        ).last_hidden_state
-        return states[:, int(self.start) :]
+        )
+        return output.last_hidden_state[:, int(self.start) :]

@@ -19,7 +19,7 @@ from ..model import AOGPT
 from ..objectives import token_nll, token_score_entropy
 from ..orders import OrderConfig, Roles
 from ..runtime.command_line import visible
-from ..runtime.devices import autocast, out_of_memory, release_memory, tf32
+from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..sampling.engine import generate
 from ..sampling.plans import Pace, Rule, l2r_plan
@@ -139,7 +139,12 @@ def decoding_nll(
     )
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
-    decoded = generate(model, plan, texts, forced=texts)
+    decoded = generate(
+        model,
+        plan,
+        texts,
+        forced=texts,
+    )
     nll = -decoded.log_probs.double()
     nll = nll.where(decoded.step >= 0, math.nan)
     return F.pad(nll, (0, T - width), value=math.nan)
@@ -251,7 +256,8 @@ class BatchRunner:
         out and smaller batches may be tried."""
         device = self.procs.device
         try:
-            with torch.no_grad(), autocast(device, dtype):
+            mixed = torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
+            with torch.no_grad(), mixed:
                 tokens = eval_set.tokens(rows).to(device)
                 return work(tokens, rows).cpu()
         except (MemoryError, RuntimeError) as error:

@@ -1,5 +1,5 @@
-"""MAUVE: how near the distribution of samples is to that of text, 0 to 1 (Pillutla et al.,
-arXiv 2102.01454), by the package mauve-text, from features of a judge."""
+"""MAUVE: how near the distribution of samples is to that of text, 0 to 1 (Pillutla et
+al., arXiv 2102.01454), by the package mauve-text, from features of a judge."""
 
 import math
 
@@ -23,8 +23,8 @@ def require_mauve() -> None:
 
 
 def mauve_score(text: np.ndarray, samples: np.ndarray) -> float:
-    """MAUVE of features of text and of samples, (N, D) and (M, D); NaN for fewer than FEWEST
-    of either."""
+    """MAUVE of features of text and of samples, (N, D) and (M, D); NaN for fewer than
+    FEWEST of either."""
     if min(len(text), len(samples)) < FEWEST:
         return math.nan
     from mauve import compute_mauve

@@ -1,5 +1,6 @@
-"""What eval_ppl.py reports: a row for every data set, order and ensemble size, or of two models one
-for every data set and order, as JSON and as a Markdown table with the notes that it needs."""
+"""What eval_ppl.py reports: a row for every data set, order and ensemble size, or of
+two models one for every data set and order, as JSON and as a Markdown table with the
+notes that it needs."""
 
 import math
 
@@ -79,8 +80,8 @@ def result_rows(
 
 
 def difference_row(rows: list[dict], gap: Estimate) -> dict:
-    """Two models on one text, along one order, for the JSON report: from their `result_rows`, and
-    the estimate of the difference of their losses."""
+    """Two models on one text, along one order, for the JSON report: from their
+    `result_rows`, and the estimate of the difference of their losses."""
     a, b = rows
     row = {key: a[key] for key in ("dataset", "data", "orders", "group", "bound")}
     for key, unit in (

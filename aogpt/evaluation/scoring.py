@@ -1,9 +1,8 @@
 """Generated samples: the files that they are read from, what a judge and the measures
 say of each, and of a whole set.
 
-To add a measure of a sample's token ids: a function in `text_measures`, a name in
-`MEASURES`, a row in `COLUMNS` of eval_gen.py. One that needs the text or the whole set:
-`score_samples`."""
+To add a measure of a sample's token ids: a function and a row of `MEASURES` in
+text_measures.py. One that needs the text or the whole set: `score_samples`."""
 
 import json
 import math
@@ -56,7 +55,12 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
     """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
-        sample = from_json(line, Sample, place, ADVICE)
+        sample = from_json(
+            line,
+            Sample,
+            place,
+            ADVICE,
+        )
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])
         group.append(sample)
@@ -211,7 +215,12 @@ def score_samples(
     else:
         measured = [sample["tokens"] for sample in own]
     results = []
-    for sample, tokens, score in zip(own, measured, scores, strict=True):
+    for sample, tokens, score in zip(
+        own,
+        measured,
+        scores,
+        strict=True,
+    ):
         nll, count = score
         result = _result(
             sample,
@@ -283,8 +292,8 @@ def _result(
         "tokens": len(tokens),
         "given_tokens": steps.count(-1),
     }
-    for name, measure in MEASURES.items():
-        result[name] = measure(tokens)
+    for name, measure in text_measures.MEASURES.items():
+        result[name] = measure.of(tokens)
     result["nfe"] = sample.get("nfe", math.nan)
     return result
 
@@ -292,17 +301,6 @@ def _result(
 def _joined(parts: list[list]) -> list:
     """Return the lists of all processes as one."""
     return [item for part in parts for item in part]
-
-
-# Numbers of one sample's tokens, without a judge, whose means over samples `summary`
-# takes.
-MEASURES = {
-    "entropy": text_measures.unigram_entropy,
-    "distinct_1": lambda tokens: text_measures.distinct(tokens, 1),
-    "distinct_2": lambda tokens: text_measures.distinct(tokens, 2),
-    "distinct_3": lambda tokens: text_measures.distinct(tokens, 3),
-    "repetition_4": lambda tokens: 1 - text_measures.distinct(tokens, 4),
-}
 
 
 def summary(results: list[dict]) -> dict:
@@ -322,7 +320,7 @@ def summary(results: list[dict]) -> dict:
         **text_measures.corpus_perplexity(columns["nll"], scored),
         "mean_sample_perplexity": perplexity,
     }
-    for name in (*MEASURES, "self_bleu", "nfe"):
+    for name in (*text_measures.MEASURES, "self_bleu", "nfe"):
         mean, error = text_measures.mean_and_error(columns[name])
         row[name] = mean
         row[f"{name}_standard_error"] = error

@@ -1,9 +1,10 @@
 """Measures of generated text that need no model, and averages over samples of those
-that do. What does not exist is NaN. How to add one: scoring.py."""
+that do. What does not exist is NaN. To add one: a function, and a row of `MEASURES`."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +32,30 @@ def distinct(tokens: Sequence[int], n: int) -> float:
         ngram = tuple(tokens[start : start + n])
         different.add(ngram)
     return len(different) / total
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Return the share of a sample's 4-grams that occurred before in it."""
+    return 1 - distinct(tokens, 4)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of one sample, of which eval_gen.py reports the mean over samples."""
+
+    of: Callable[[Sequence[int]], float]  # of the sample's tokens
+    title: str | None = None  # of its column in the table; None: it has none
+    form: str = ".3f"  # how the table writes it
+
+
+# By their names in the JSON file.
+MEASURES = {
+    "entropy": Measure(unigram_entropy, title="entropy"),
+    "distinct_1": Measure(lambda tokens: distinct(tokens, 1)),
+    "distinct_2": Measure(lambda tokens: distinct(tokens, 2), title="distinct-2"),
+    "distinct_3": Measure(lambda tokens: distinct(tokens, 3)),
+    "repetition_4": Measure(repetition, title="repeated"),
+}
 
 
 def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:
