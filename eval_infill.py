@@ -4,13 +4,13 @@
     python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json infill.json
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
-Reports the negative log-likelihood (nats/token) of the sentence given both sides, and given only
-its left side, and the ROUGE of samples. A plain GPT has the left side only, unless --draws fills
-in by resampling. 95% intervals are by document where there are several."""
+Reports the negative log-likelihood (nats/token) of the sentence given both sides, and
+given only its left side, and the ROUGE of samples. A plain GPT has the left side only,
+unless --draws fills in by resampling. 95% intervals are by document where there are
+several."""
 
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -19,7 +19,7 @@ import tyro
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import spread
 from aogpt.evaluation.estimates import estimate
-from aogpt.evaluation.eval_sets import open_eval_set
+from aogpt.evaluation.eval_sets import SplitOption, open_eval_set
 from aogpt.evaluation.infilling import (
     Passages,
     find_last_words,
@@ -31,7 +31,7 @@ from aogpt.evaluation.infilling import (
 from aogpt.runtime.command_line import ModelOptions, run_script, show
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
+from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
@@ -51,15 +51,13 @@ WORD = "passage"  # "given" of a last word, which has no other side
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, OutputOptions):
+class Arguments(ModelOptions, ReportOptions, SplitOption):
     runs: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")
     ]
     """Run folders (out/NAME), checkpoints, exported or released weights."""
     data: str
     """Prepared data set: a name under data/, or a folder that data/prepare.py wrote."""
-    split: str | None = None
-    """Split to score; by default that of the evaluation set, the only one, or val."""
     num_passages: Count = 200
     """Blocks of the split, evenly spread, to search for a sentence each; some may have none."""
     last_word: bool = False
@@ -75,8 +73,6 @@ class Arguments(ModelOptions, OutputOptions):
         temperature=0
     )
     """Without --mode: l2r; given both sides also random and adaptive."""
-    json: Path | None = None
-    """Write the results of every passage to this file, and the table beside it (.md)."""
 
 
 def main() -> None:
@@ -94,6 +90,9 @@ def main() -> None:
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
     lines = table_of(rows)
+    changed = modes.changed_settings(vars(a.decoding))
+    if changed:
+        lines.append(f"samples: {', '.join(changed)}")
     origin = provenance(a, dtype, device, rows=rows)
     with outputs:
         outputs.write_report(a.json, origin, lines)
@@ -190,7 +189,8 @@ def fill_in(
     options: DecodingOptions,
     seed: int,
 ) -> list[tuple[str, str]]:
-    """(sample, true middle) of every passage, as text. both: whether the right side is given."""
+    """(sample, true middle) of every passage, as text. both: whether the right side is
+    given."""
     N, T = passages.tokens.shape
     length = torch.full((N,), T) if both else passages.end
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
@@ -218,8 +218,8 @@ def table_of(rows: list[dict]) -> list[str]:
 def mean_and_half_width(
     values: list[float], documents: list[int]
 ) -> tuple[float, float]:
-    """Return the mean of N values and half the width of its 95% interval: by passage or,
-    where that is wider, by document."""
+    """Return the mean of N values and half the width of its 95% interval: by passage
+    or, where that is wider, by document."""
     found = estimate(torch.tensor(values), documents=torch.tensor(documents))
     return found.nll, found.half_width
 

@@ -6,9 +6,9 @@ plain values, for --json, and the lines to show."""
 import abc
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,11 +18,11 @@ from .runtime.command_line import ModelOptions, run_script, show
 from .runtime.devices import pick_device, pick_dtype
 from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
-from .runtime.validation import Count, Probability, check_values
+from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
 from .sampling.gaps import MASK, RankBy
 from .sampling.modes import Mode
-from .sampling.token_choice import Temperature
+from .sampling.token_choice import Temperature, TokenChoice
 
 Answer = tuple[dict, list[str]]
 
@@ -139,18 +139,23 @@ class Blanks(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(Command):
+class Drawing(Command, TokenChoice):
     """How tokens are drawn."""
 
     seed: int | None = None
     """Repeats the samples; by default they are drawn anew each time."""
     num_samples: Count | None = None
     """Samples to draw."""
-    top_p: Probability = 1.0
-    """Draw from the most probable tokens that together have this probability."""
     mode: Mode | None = None
     """Order of the tokens: mdm (default), l2r (default of a plain GPT), confidence,
     ..."""
+
+    def __post_init__(self):
+        check_values(self)
+
+    def choice(self) -> dict[str, Any]:
+        """Return the options of `TokenChoice`, as of `TextModel.fill` and `generate`."""
+        return {field.name: getattr(self, field.name) for field in fields(TokenChoice)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +179,17 @@ class Fill(Drawing):
     joint of a plain GPT."""
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
-        temperature = self.temperature
-        if temperature is None and not model.model.config.l2r_only:
-            temperature = 0.7
+        choice = self.choice()
+        if self.temperature is None and not model.model.config.l2r_only:
+            choice["temperature"] = 0.7
         fillings = model.fill(
             text,
             self.candidates,
             num_samples=self.num_samples,
             seed=self.seed,
-            temperature=temperature,
-            top_p=self.top_p,
             mode=self.mode,
             rank_by=self.rank_by,
+            **choice,
         )
         best = fillings[0]
         rows = []
@@ -218,9 +222,8 @@ class Generate(Drawing):
             self.new_tokens,
             num_samples=self.num_samples or 1,
             seed=self.seed,
-            temperature=self.temperature,
-            top_p=self.top_p,
             mode=self.mode,
+            **self.choice(),
         )
         lines = []
         for sample in samples:

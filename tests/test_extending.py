@@ -2,6 +2,7 @@
 at once in training, evaluation and sampling."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "sample.py")
+SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "eval_infill.py", "sample.py")
 SIZES = (
     "--model.vocab-size 320 --model.block-size 32 --model.n-layer 2 --model.n-head 2 "
     "--model.n-embd 32 --train.batch-size 8 --train.micro-batch-size 8 "
@@ -38,7 +39,7 @@ class Copy:
         path.write_text(text.replace(before, after))
 
     def run(self, script, *words):
-        """Run a script; what it prints. It must succeed."""
+        """Run a script; what it prints, notes on stderr last. It must succeed."""
         done = subprocess.run(
             [sys.executable, script, *map(str, words)],
             cwd=self.folder,
@@ -48,7 +49,7 @@ class Copy:
             timeout=600,
         )
         assert done.returncode == 0, f"{script} {words}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        return done.stdout + done.stderr
 
     def train(self, config, *words):
         data = ("--data.folder", self.data)
@@ -147,3 +148,78 @@ for line in open("kept.jsonl"):
     (project.folder / "kept.jsonl").write_text(lines)
     (project.folder / "check.py").write_text(check)
     project.run("check.py")
+
+
+@pytest.mark.slow  # eight processes; .ci/run calls it
+def test_a_token_rule_is_a_field_and_where_it_truncates(project):
+    """Tokens that are more probable than 1.25 times the mean of the vocabulary."""
+    file = "aogpt/sampling/token_choice.py"
+    project.edit(
+        file,
+        "    banned: Annotated[",
+        "    above_mean: float = 0.0\n"
+        '    """Draw from the tokens with at least this many times the mean probability."""\n'
+        "    banned: Annotated[",
+    )
+    project.edit(
+        file,
+        "    if choice.min_p > 0:\n",
+        "    if choice.above_mean > 0:\n"
+        "        mean = probs.mean(dim=-1, keepdim=True)\n"
+        "        probs = probs.where(probs >= choice.above_mean * mean, 0)\n"
+        "    if choice.min_p > 0:\n",
+    )
+    project.train("aogpt_small")
+
+    def least(samples):
+        """The least log-probability of a token of the samples."""
+        return min(min(sample["log_probs"]) for sample in samples)
+
+    rule = ("--above-mean", 1.25)
+    drawn = ("--mode", "random", "--num-samples", 8)
+    bound = math.log(1.25 / 320)  # the table of tokens has 320 rows
+    assert least(project.samples(*drawn)) < bound - 1e-3
+    for mode in ("random", "mdm", "speculative"):
+        samples = project.samples("--mode", mode, "--num-samples", 8, *rule)
+        assert least(samples) > bound - 1e-4  # float32
+        assert samples[0]["settings"]["above_mean"] == 1.25
+    # It is named wherever samples are reported.
+    words = ("out/run", "--mode", "l2r", "--length", 16, *rule)
+    assert "above_mean 1.25" in project.run("sample.py", *words)
+    judged = ("--judge", "out/run", "--num-samples", 2)
+    assert "above_mean 1.25" in project.run("eval_gen.py", *words, *judged)
+    # The command of the package has it, too.
+    filled = ("out/run", "any[MASK:2]model", "--seed", 1, *rule)
+    project.run("-m", "aogpt", "fill", *filled)
+
+
+@pytest.mark.slow  # three processes; .ci/run calls it
+def test_a_metric_is_a_function_and_a_row(project):
+    """The longest run of one token in a sample."""
+    file = "aogpt/evaluation/text_measures.py"
+    project.edit(
+        file,
+        "@dataclass(frozen=True)\nclass Measure:\n",
+        "def longest_run(tokens):\n"
+        "    longest = 0\n"
+        "    run = 0\n"
+        "    for i, token in enumerate(tokens):\n"
+        "        same = i > 0 and token == tokens[i - 1]\n"
+        "        run = run + 1 if same else 1\n"
+        "        longest = max(longest, run)\n"
+        "    return longest\n\n\n"
+        "@dataclass(frozen=True)\nclass Measure:\n",
+    )
+    project.edit(
+        file,
+        "MEASURES = {\n",
+        'MEASURES = {\n    "longest_run": Measure(longest_run, title="longest run"),\n',
+    )
+    project.train("aogpt_small")
+    words = ("out/run", "--judge", "out/run", "--mode", "l2r", "--temperature", 0)
+    table = project.run("eval_gen.py", *words, "--num-samples", 2, "--json", "gen.json")
+    (head,) = [line for line in table.splitlines() if line.startswith("| run")]
+    assert "longest run" in head
+    (row,) = json.loads((project.folder / "gen.json").read_text())["rows"]
+    runs = [sample["longest_run"] for sample in row["per_sample"]]
+    assert row["longest_run"] == sum(runs) / len(runs) >= 1

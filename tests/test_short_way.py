@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ALONE, ROOT
+from helpers import ALONE, ROOT, prepared
 
+import eval_ppl
+import sample
 import train
 from aogpt.training.config import load_toml
 
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 64, "files": 13}
+# After the model is loaded, up to the end of the command.
+MOST_OF_SAMPLE = {"functions": 130, "files": 15}
+MOST_OF_SCORE = {"functions": 130, "files": 17}
 SMALL = {
     "vocab_size": 320,
     "block_size": 64,
@@ -118,3 +123,46 @@ def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkey
     )
     assert len(functions.calls) <= MOST_OF_STEP["functions"], functions.describe()
     assert len(functions.files) <= MOST_OF_STEP["files"], functions.describe()
+
+
+def functions_of_command(script, words, monkeypatch):
+    """The functions that run in a command after it has loaded its model."""
+    functions = Functions()
+    load = script.load
+
+    def then_record(*arguments):
+        loaded = load(*arguments)
+        functions.start()
+        return loaded
+
+    monkeypatch.setattr(script, "load", then_record)
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words)])
+    try:
+        script.main()
+    finally:
+        functions.stop()
+    return functions
+
+
+MODEL = ROOT / "results" / "books_model"
+
+
+def test_a_sample_runs_through_few_functions(monkeypatch):
+    words = [MODEL, "--mode", "mdm", "--steps", 4, "--length", 16, "--num-samples", 2]
+    functions = functions_of_command(sample, words, monkeypatch)
+    print(functions.describe())
+    assert ("aogpt/sampling/engine.py", "Engine.take_step") in functions.calls
+    assert len(functions.calls) <= MOST_OF_SAMPLE["functions"], functions.describe()
+    assert len(functions.files) <= MOST_OF_SAMPLE["files"], functions.describe()
+
+
+def test_a_score_runs_through_few_functions(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("The old horse was tired, so they gave him water. " * 200)
+    data = prepared("text", tmp_path / "data", text, tokenizer="english")
+    words = [MODEL, "--datasets", data, "--max-sequences", 2]
+    functions = functions_of_command(eval_ppl, words, monkeypatch)
+    print(functions.describe())
+    assert ("aogpt/model.py", "AOGPT.forward") in functions.calls
+    assert len(functions.calls) <= MOST_OF_SCORE["functions"], functions.describe()
+    assert len(functions.files) <= MOST_OF_SCORE["files"], functions.describe()
