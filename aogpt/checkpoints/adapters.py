@@ -2,8 +2,8 @@
 in) and B (out, rank), that are added to matrices of a base model.
 
 A checkpoint of a run with --train.lora-rank, or a folder of convert.py --adapter, holds
-these alone, with the sha256 of the base's weights. They are merged when a model is loaded,
-so that decoding is that of any other model."""
+these alone, with the sha256 of the base's weights. They are merged when a model is
+loaded, so that decoding is that of any other model."""
 
 import hashlib
 import re
@@ -48,8 +48,8 @@ class AdapterExport(TypedDict):
 
 
 def weights_sha256(model: Transformer) -> str:
-    """Return the sha256 of all weights as float32, in the order of their names: the same
-    whichever file they came from."""
+    """Return the sha256 of all weights as float32, in the order of their names: the
+    same whichever file they came from."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         digest.update(name.encode())

@@ -1,5 +1,5 @@
-"""GGUF files (llama.cpp) of Llama's and Qwen's layouts, dequantised: the settings, tensors
-and tokenizer of `pretrained`, under the names of `transformers`."""
+"""GGUF files (llama.cpp) of Llama's and Qwen's layouts, dequantised: the settings,
+tensors and tokenizer of `pretrained`, under the names of `transformers`."""
 
 import json
 from functools import partial

@@ -45,7 +45,8 @@ MASK = "[MASK]"
 def write_hub_files(
     folder: Path, loaded: Loaded, export: dict, dtype: str, rows: list[dict]
 ) -> None:
-    """Everything but the weights. export: the config.json of an export. rows: of metrics.jsonl."""
+    """Everything but the weights. export: the config.json of an export. rows: of
+    metrics.jsonl."""
     ids = write_tokenizer(folder, loaded.get_tokenizer())
     settings = {
         "model_type": "aogpt",
@@ -62,8 +63,8 @@ def write_hub_files(
 
 
 def write_code(folder: Path) -> None:
-    """Write copies of the package's files, whose relative imports name files of the same
-    folder: transformers copies no other."""
+    """Write copies of the package's files, whose relative imports name files of the
+    same folder: transformers copies no other."""
     for name, source in CODE.items():
         text = (PACKAGE / source).read_text()
         text = re.sub(r"^from \.+(\w+\.)*(?=\w+ import )", "from .", text, flags=re.M)
@@ -75,9 +76,9 @@ def write_code(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
-    """Write tokenizer.json and its settings for `transformers.AutoTokenizer`, and a vocabulary of
-    the user's as it was. The ids of [MASK], the first one after the vocabulary, and of the
-    begin-of-text that a pretrained model's tokenizer writes."""
+    """Write tokenizer.json and its settings for `transformers.AutoTokenizer`, and a
+    vocabulary of the user's as it was. The ids of [MASK], the first one after the
+    vocabulary, and of the begin-of-text that a pretrained model's tokenizer writes."""
     try:
         import tokenizers
         import transformers  # noqa: F401
@@ -112,8 +113,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
 def write_tokenizer_settings(
     folder: Path, tokenizer: Tokenizer, mask: str | None = None
 ) -> None:
-    """Write tokenizer_config.json beside the tokenizer.json of a folder. A text is padded
-    with its end, which the attention mask hides."""
+    """Write tokenizer_config.json beside the tokenizer.json of a folder. A text is
+    padded with its end, which the attention mask hides."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(folder / HUB))
@@ -134,8 +135,8 @@ def write_tokenizer_settings(
 
 
 def library_tokenizer(tokenizer: Tokenizer):
-    """One of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK] after them. It reads
-    "<|endoftext|>" as the end of a text."""
+    """One of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK] after them.
+    It reads "<|endoftext|>" as the end of a text."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(
@@ -150,8 +151,8 @@ def library_tokenizer(tokenizer: Tokenizer):
 
 
 def push_folder(folder: Path, repo: str) -> str:
-    """Upload a folder in one commit to a repository on Hugging Face, which is made private if it is
-    new; its address. Raises UserError."""
+    """Upload a folder in one commit to a repository on Hugging Face, which is made
+    private if it is new; its address. Raises UserError."""
     import huggingface_hub
 
     again = f"{folder} is written, not uploaded; to try again: hf upload --private {repo} {folder}"

@@ -1,4 +1,5 @@
-"""Load a model from a run folder, a checkpoint, an export of convert.py or released weights."""
+"""Load a model from a run folder, a checkpoint, an export of convert.py or released
+weights."""
 
 import hashlib
 import json
@@ -91,7 +92,8 @@ def load(
         block_size: another sequence length than the model was trained with.
         checkpoint: of a run folder: "last", "best" or the number of a step.
         adapter: adapters of this model, which are merged: a run or folder of
-            convert.py --adapter. Their own path loads them with the base that they name.
+            convert.py --adapter. Their own path loads them with the base that they
+            name.
         base: of a path to adapters: another place of their base.
     """
     if adapter is not None:
@@ -138,7 +140,8 @@ def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> Tran
 
 
 def config_of(path: str | Path) -> ModelConfig:
-    """Read the configuration of a model; of pretrained decoders without their weights."""
+    """Read the configuration of a model; of pretrained decoders without their
+    weights."""
     folder = local_path(path, weights=())
     place = folder / "config.json"
     if place.is_file():
@@ -293,7 +296,8 @@ def from_file(
     place = file.with_name("config.json")
     contents = read_weights(file)
     settings = None
-    # A container of released weights, a dict with the key "model", has its own settings.
+    # A container of released weights, a dict with the key "model", has its own
+    # settings.
     if place.exists() and "model" not in contents:
         settings = read_json(place, dict[str, Any], ADVICE)
     if settings is None:

@@ -1,4 +1,5 @@
-"""The README.md of an exported folder: what the model is, how it was trained, how to use it."""
+"""The README.md of an exported folder: what the model is, how it was trained, how to
+use it."""
 
 import re
 from pathlib import Path
@@ -169,9 +170,7 @@ def _limits(loaded: Loaded) -> str:
         "A base model: it continues texts like those of its training, not instructions."
     ]
     limits += ["Do not rely on it for facts. It was not made safe for users."]
-    limits += [
-        f"At most {c.block_size:,} tokens, of one length in a batch: padding is refused."
-    ]
+    limits += [f"At most {c.block_size:,} tokens."]
     if c.l2r_only:
         limits += [
             "It knows no order but left to right, and fills in [MASK] only at the end."

@@ -1,10 +1,10 @@
 """Pretrained decoders as `transformers` stores them, read and written under our names:
 Llama, Mistral, Qwen2, Qwen3 and what shares their layout (SmolLM2, ...).
 
-From left to right our model computes what theirs does; with target "rotary" and query_at
-"before_target" the same weights predict in any order. A begin-of-text token is our
-[None]; where the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the first
-token is not scored."""
+From left to right our model computes what theirs does; with target "rotary" and
+query_at "before_target" the same weights predict in any order. A begin-of-text token is
+our [None]; where the tokenizer writes none (Qwen, SmolLM2), [None] is hidden, and the
+first token is not scored."""
 
 import math
 from collections.abc import MutableMapping
@@ -144,7 +144,8 @@ def read(
         raise UserError(
             f"tokenizer.json begins a text with id {first}, the table has {rows} rows"
         )
-    # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads it.
+    # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads
+    # it.
     if TABLE in state:
         tensors.data["start"] = lambda: joined(state, [TABLE])[first].clone()
     return config, tensors
@@ -302,9 +303,9 @@ def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
 def settings_of(
     config: ModelConfig, tokenizer: HubTokenizer, tied_head: bool, dtype: str
 ) -> dict[str, Any]:
-    """Return the config.json of a model that `transformers` computes from left to right.
-    tied_head: whether the file has no head. Raises UserError for what its Llama, Qwen2
-    and Qwen3 do not have."""
+    """Return the config.json of a model that `transformers` computes from left to
+    right. tied_head: whether the file has no head. Raises UserError for what its Llama,
+    Qwen2 and Qwen3 do not have."""
     if config.is_encoder or config.target not in ("none", "rotary"):
         raise UserError(
             "--layout transformers is for plain decoders and those with "

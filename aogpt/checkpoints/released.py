@@ -1,6 +1,7 @@
-"""Released weights under our names: AO-GPT (the paper's decoder), sigma-GPT (Pannatier et al.
-2024), GPT-2 as `transformers` stores it, and the masked-diffusion encoders RADD (Ou et al. 2024)
-and SEDD (Lou et al. 2023). Layouts are recognized by the names of their tensors."""
+"""Released weights under our names: AO-GPT (the paper's decoder), sigma-GPT (Pannatier
+et al. 2024), GPT-2 as `transformers` stores it, and the masked-diffusion encoders RADD
+(Ou et al. 2024) and SEDD (Lou et al. 2023). Layouts are recognized by the names of
+their tensors."""
 
 import re
 
@@ -27,12 +28,13 @@ SETTINGS = {
 def read(
     contents: dict, settings: dict | None, weights: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict]:
-    """Released weights as our configuration, tensors by our names, and the rest of `Loaded`. GPT-2
-    has no start token: our step 0 reads a zero [None], steps >= 1 are GPT-2's. Raises UserError.
+    """Released weights as our configuration, tensors by our names, and the rest of
+    `Loaded`. GPT-2 has no start token: our step 0 reads a zero [None], steps >= 1 are
+    GPT-2's. Raises UserError.
 
-    contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in "model", its
-    settings in "model_args" and averages in "ema_model". settings: config.json beside a state dict.
-    """
+    contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in
+    "model", its settings in "model_args" and averages in "ema_model". settings:
+    config.json beside a state dict."""
     average = None
     if isinstance(state := contents.get("model"), dict):
         settings = contents.get("model_args")
@@ -103,7 +105,8 @@ def layout(state: dict[str, Tensor]) -> str:
 
 
 def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
-    """The averaged weights by name: a list in the order of the module's parameters()."""
+    """The averaged weights by name: a list in the order of the module's
+    parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
     if not isinstance(values, list) or not all(
         isinstance(value, Tensor) for value in values
@@ -123,8 +126,8 @@ def listed(names: list[str], limit: int = 4) -> str:
     return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown
 
 
-# Modules there -> ours, in the order of parameters(), which is that of the averaged weights; within
-# a module the weight comes before the bias.
+# Modules there -> ours, in the order of parameters(), which is that of the averaged
+# weights; within a module the weight comes before the bias.
 GPT_BLOCK = (
     "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
     "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
@@ -136,7 +139,8 @@ DIFFUSION_BLOCK = (
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
-    """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last norm."""
+    """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last
+    norm."""
     tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
     last = {
         f"{final}ln_f": "norm_f",

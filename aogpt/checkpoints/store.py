@@ -1,4 +1,5 @@
-"""The checkpoints of a run: written whole or not at all, and verified when they are read.
+"""The checkpoints of a run: written whole or not at all, and verified when they are
+read.
 
     best                    the name of the checkpoint with the lowest validation loss, on one line
     checkpoints/
@@ -7,8 +8,8 @@
                             or under fsdp for each process
             state.json      everything else, and the sha256 of each file and of itself
 
-The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a kill leaves a
-whole checkpoint or none. No format here holds code."""
+The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a
+kill leaves a whole checkpoint or none. No format here holds code."""
 
 import contextlib
 import hashlib
@@ -116,7 +117,8 @@ def best_of(run_folder: Path) -> Path | None:
 
 
 def candidates(run_folder: Path, which: str) -> list[Path]:
-    """The checkpoint that "best" or a step means; for "last" all, as some may be damaged."""
+    """The checkpoint that "best" or a step means; for "last" all, as some may be
+    damaged."""
     found = find(run_folder)
     best = None if which == "last" else best_of(run_folder)
     choices = {"best": best} | {str(step_of(path)): path for path in found}
@@ -135,8 +137,9 @@ def parts(folder: Path) -> list[Path]:
 def write(
     run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
 ) -> Path:
-    """Write a checkpoint from this process alone, a file for each kind of tensor. values: of State.
-    keep: how many of the newest to keep, besides the best. Raises OSError or SafetensorError."""
+    """Write a checkpoint from this process alone, a file for each kind of tensor.
+    values: of State. keep: how many of the newest to keep, besides the best. Raises
+    OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
     folder = temporary_of(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,8 +168,9 @@ def start_writing_shards(
     then: Callable[[], None],
     group: ProcessGroup,
 ) -> Future:
-    """Copy the shards of this process to CPU memory and write them in the background. All processes
-    must call. then: called on process 0 when all have written. group: of gloo, its own."""
+    """Copy the shards of this process to CPU memory and write them in the background.
+    All processes must call. then: called on process 0 when all have written. group: of
+    gloo, its own."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
     # otherwise it logs the duration of every step
@@ -200,7 +204,8 @@ def finish(
 
 
 def settle(run_folder: Path, values: dict, keep: int) -> None:
-    """Update `best` and drop old checkpoints; a run that resumes does it again, after a kill."""
+    """Update `best` and drop old checkpoints; a run that resumes does it again, after a
+    kill."""
     best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
     with only_warned(f"write {run_folder}/best"):
         # first, so that it never names a checkpoint that was dropped
@@ -208,7 +213,8 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
             write_text(Path(run_folder) / "best", best.name + "\n")
     for old in find(run_folder, up_to=values["step"])[:-keep]:
         if old not in (best, best_of(run_folder)):
-            # Renamed first: a folder that is half removed must not look like a checkpoint.
+            # Renamed first: a folder that is half removed must not look like a
+            # checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
             with only_warned(f"remove the old checkpoint {old}"):
                 os.rename(old, temporary_of(old))
@@ -217,7 +223,8 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
 
 @contextlib.contextmanager
 def only_warned(what: str) -> Iterator[None]:
-    """Turn an OSError into a warning: the newest checkpoint is complete without the block."""
+    """Turn an OSError into a warning: the newest checkpoint is complete without the
+    block."""
     try:
         yield
     except OSError as error:
@@ -241,14 +248,16 @@ def digest(contents: dict) -> str:
 
 
 def is_finite(tensor: Tensor) -> Tensor | bool:
-    """Whether all numbers of a tensor are finite, without another tensor of its size."""
+    """Whether all numbers of a tensor are finite, without another tensor of its
+    size."""
     return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
 
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
-    """The contents of state.json, after its checksum and those of the files have been verified.
-    share: of the files, where several processes divide them. prefix: of the tensors that will be
-    read; files of other kinds are not verified. Raises CheckpointError."""
+    """The contents of state.json, after its checksum and those of the files have been
+    verified. share: of the files, where several processes divide them. prefix: of the
+    tensors that will be read; files of other kinds are not verified. Raises
+    CheckpointError."""
     file = path / STATE
     if not file.is_file():
         raise CheckpointError(
@@ -268,7 +277,8 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
             raise CheckpointError(
                 f"{path} is damaged: {odd[0]} is missing or not part of it"
             )
-        # Files written under fsdp are not named by kind and may hold shards of every tensor.
+        # Files written under fsdp are not named by kind and may hold shards of every
+        # tensor.
         names = [name for name in sorted(sums) if name.startswith(prefix)] or sorted(
             sums
         )
@@ -286,10 +296,11 @@ def read_newest(
     procs: Processes | None = None,
     which: str = "last",
 ) -> tuple[Path, Any] | None:
-    """The newest checkpoint that can be read, and read(path); None if the run has none. Skips
-    damaged ones with a warning. procs: the processes of the job that owns the run, which all must
-    call and get the same one; without, looks again if a running job has replaced a checkpoint.
-    which: see `candidates`. Raises CheckpointError if all are damaged."""
+    """The newest checkpoint that can be read, and read(path); None if the run has none.
+    Skips damaged ones with a warning. procs: the processes of the job that owns the
+    run, which all must call and get the same one; without, looks again if a running job
+    has replaced a checkpoint. which: see `candidates`. Raises CheckpointError if all
+    are damaged."""
     main, gather = (
         (procs.main, procs.gather) if procs else (True, lambda value: [value])
     )
@@ -323,8 +334,9 @@ def read_newest(
 
 
 def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, by name; of a DTensor this process's shard. Raises
-    CheckpointError for a missing name, another shape or dtype, or an unreadable file."""
+    """Fill tensors from a checkpoint, by name; of a DTensor this process's shard.
+    Raises CheckpointError for a missing name, another shape or dtype, or an unreadable
+    file."""
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():
@@ -345,7 +357,8 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
 
 
 def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, whole, by the rest of their names."""
+    """The tensors whose names begin with a prefix, whole, by the rest of their
+    names."""
     import torch.distributed.checkpoint as dcp
 
     with reading(path):

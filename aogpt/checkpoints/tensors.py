@@ -28,8 +28,8 @@ SUPPORTED = (
 
 
 class LazyTensors(UserDict):
-    """Tensors by name, each read when it is looked up: it is in memory only while it is used.
-    `data` holds a function without arguments for each name."""
+    """Tensors by name, each read when it is looked up: it is in memory only while it is
+    used. `data` holds a function without arguments for each name."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Read the tensor of this name."""
@@ -44,8 +44,9 @@ class Index(TypedDict):
 
 
 def read_weights(path: Path) -> LazyTensors | dict:
-    """The tensors of a safetensors file or of the files of an index, which are read when they are
-    looked up, or the contents of a PyTorch file. Raises CheckpointError for what cannot be read."""
+    """The tensors of a safetensors file or of the files of an index, which are read
+    when they are looked up, or the contents of a PyTorch file. Raises CheckpointError
+    for what cannot be read."""
     if path.name != INDEX:
         return read_file(path)
     files = read_json(path, Index, "get it again")["weight_map"]

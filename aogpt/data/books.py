@@ -38,19 +38,26 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
         files = {}
         for file in archive.namelist():
             path = PurePosixPath(file)
-            folder = path.parts[-2] if len(path.parts) > 2 else ""
+            author = path.parts[-2] if len(path.parts) > 2 else ""
             title = path.name.removesuffix(".md").strip()
-            files[unicodedata.normalize("NFC", f"{folder}/{title}")] = file
+            files[_key(author, title)] = file
         for book in books():
-            key = unicodedata.normalize("NFC", f"{book['author']}/{book['title']}")
+            key = _key(book["author"], book["title"])
             if key not in files:
                 raise UserError(
                     f"{name}: {key}.md is missing; the books are those of {URL}"
                 )
             with archive.open(files[key]) as file:
-                text = "".join(read_whole(file, f"{name}: {key}.md", reading)).strip()
-            reading.counts[CHANGED] += len(text.encode()) != int(book["bytes"])
+                parts = read_whole(file, f"{name}: {key}.md", reading)
+                text = "".join(parts).strip()
+            if len(text.encode()) != int(book["bytes"]):
+                reading.counts[CHANGED] += 1
             yield text
+
+
+def _key(author: str, title: str) -> str:
+    """Return what tells a book apart, in one form of its accents."""
+    return unicodedata.normalize("NFC", f"{author}/{title}")
 
 
 def book_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
@@ -60,9 +67,12 @@ def book_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
     texts = cache(lambda: list(zip(books(), corpus.documents, strict=True)))
 
     def part(split: str) -> Iterator[str]:
-        return (text for book, text in texts() if book["split"] == split)
+        for book, text in texts():
+            if book["split"] == split:
+                yield text
 
-    return {
-        split: Corpus(part(split), corpus.description, reading=corpus.reading)
-        for split in splits
-    }
+    parts = {}
+    for split in splits:
+        documents = part(split)
+        parts[split] = Corpus(documents, corpus.description, reading=corpus.reading)
+    return parts

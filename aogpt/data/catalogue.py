@@ -148,7 +148,8 @@ def evaluation_set(
     )
 
 
-# The published evaluations of WikiText-2 score its training split, those of papers validation.
+# The published evaluations of WikiText-2 score its training split, those of papers
+# validation.
 WIKITEXT = dict(
     detokeniser="wikitext",
     lines=(".tokens", ".raw", ".txt"),

@@ -35,7 +35,8 @@ PTB = [
     (" n't", "n't"),
     (" \n ", "\n"),
     (r"\/", "/"),
-    # One pass replaces every second N of "N N N N", whose spaces two matches would share.
+    # One pass replaces every second N of "N N N N", whose spaces two matches would
+    # share.
     *[(" N ", " 1 ")] * 10,
     ("$ 1", "$1"),
     ("# 1", "#1"),

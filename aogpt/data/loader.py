@@ -40,8 +40,8 @@ LENGTHS = 8
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
 PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
-# What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!" has the
-# id 0, and the first 512 ids are bytes and the most frequent pairs.
+# What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!"
+# has the id 0, and the first 512 ids are bytes and the most frequent pairs.
 MOST_ZEROS = 0.25
 COMMON_IDS = 512
 FEW_TOKENS = 100
@@ -255,19 +255,18 @@ class TokenDataset:
         self.block_size = block_size
         self.num_blocks = count // block_size
         self.shift = 0  # not 0 where a run had batches of another size before
-        self._blocks = self.tokens[: self.num_blocks * block_size].reshape(
-            -1, block_size
-        )
+        whole = self.tokens[: self.num_blocks * block_size]
+        self._blocks = whole.reshape(-1, block_size)
         entry = self.meta["splits"][split]
         paths = [Path(folder) / entry["file"]]
         self.of_records = "roles" in entry
         if self.of_records:  # a block is an example with a prompt
             paths.append(Path(folder) / entry["roles"]["file"])
-            self._roles = np.memmap(paths[1], np.uint8, mode="r").reshape(
-                -1, block_size
-            )
+            roles = np.memmap(paths[1], np.uint8, mode="r")
+            self._roles = roles.reshape(-1, block_size)
         if max_tokens:  # a copy in memory
-            chosen = spread(max(1, max_tokens // block_size), self.num_blocks)
+            wanted = max(1, max_tokens // block_size)
+            chosen = spread(wanted, self.num_blocks)
             self._blocks = self._blocks[chosen]
             self.num_blocks = len(chosen)
             if self.of_records:
@@ -295,20 +294,24 @@ class TokenDataset:
         was opened."""
         for path, stamp in self._opened.items():
             if _stamp(path) != stamp:  # reading beyond a shorter one raises SIGBUS
-                advice = "see that it is whole (--data.verify) and start again"
-                raise UserError(f"{path} has changed since it was opened: {advice}")
+                raise UserError(
+                    f"{path} has changed since it was opened: see that it is whole "
+                    "(--data.verify) and start again"
+                )
 
     def roles(self, indices) -> torch.Tensor:
         """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B,
         T)."""
         import torch
 
-        return torch.from_numpy(self._roles[np.asarray(indices, dtype=np.int64)])
+        indices = np.asarray(indices, dtype=np.int64)
+        return torch.from_numpy(self._roles[indices])
 
     def predicted(self, seed: int, step: int, global_batch: int) -> int:
         """Number of predicted tokens in a global batch of examples with prompts."""
         indices = self.indices(seed, step, range(global_batch), global_batch)
-        return int((self._roles[indices] == 0).sum())
+        is_predicted = self._roles[indices] == 0
+        return int(is_predicted.sum())
 
     def blocks(self, indices) -> torch.LongTensor:
         """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B,
@@ -317,10 +320,10 @@ class TokenDataset:
 
         self.check_unchanged()
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
-        assert (
-            not len(indices) or 0 <= indices.min() <= indices.max() < self.num_blocks
-        ), indices
-        return torch.from_numpy(self._blocks[indices].astype(np.int64))
+        if len(indices):
+            assert 0 <= indices.min() <= indices.max() < self.num_blocks, indices
+        tokens = self._blocks[indices].astype(np.int64)
+        return torch.from_numpy(tokens)
 
     def tail(self) -> torch.LongTensor:
         """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T."""
@@ -340,9 +343,9 @@ class TokenDataset:
     ) -> np.ndarray:
         """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch +
         row + shift is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
-        assert step >= 0 and (
-            not len(rows) or 0 <= min(rows) <= max(rows) < global_batch
-        ), rows
+        assert step >= 0
+        if len(rows):
+            assert 0 <= min(rows) <= max(rows) < global_batch, rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         return in_epochs(seed, sequence, self.num_blocks)
 
@@ -410,15 +413,18 @@ class Mixture(TokenDataset):
         parts = np.repeat(np.arange(len(self.parts)), self.counts)
         for pattern in np.unique(sequence // PATTERN):
             here = sequence // PATTERN == pattern
-            bits = philox_bits(
+            (bits,) = philox_bits(
                 seed, int(pattern), range(1), PATTERN, randomness.MIXTURE
-            )[0]
-            drawn = parts[np.argsort(bits, kind="stable")]
+            )
+            shuffle = np.argsort(bits, kind="stable")
+            drawn = parts[shuffle]
             for n, part in enumerate(self.parts):
                 of_part = here & (drawn[sequence % PATTERN] == n)
-                before = np.cumsum(drawn == n)[sequence[of_part] % PATTERN] - 1
+                counts = np.cumsum(drawn == n)
+                before = counts[sequence[of_part] % PATTERN] - 1
                 number = pattern * self.counts[n] + before
-                # Another shuffle for each part; that of the first is the one it has alone.
+                # Another shuffle for each part; that of the first is the one it has
+                # alone.
                 numbers = in_epochs(seed, number, part.num_blocks, n << 40)
                 indices[of_part] = self.starts[n] + numbers
         return indices
@@ -433,7 +439,8 @@ def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.
     # Two epochs where a batch straddles them, more if it is larger than the dataset.
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        indices[here] = shuffled(seed, first + int(epoch), count)[places[here]]
+        order = shuffled(seed, first + int(epoch), count)
+        indices[here] = order[places[here]]
     return indices
 
 
@@ -520,7 +527,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.
-    bits = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)[0]
+    (bits,) = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)
     return np.argsort(bits, kind="stable")
 
 
@@ -536,12 +543,13 @@ def batch_lengths(
     # Two numbers a step, of the chunks that these steps are in.
     first = steps.start // LENGTHS_AT_ONCE
     last = (steps.stop - 1) // LENGTHS_AT_ONCE
-    of_chunk = range(1), 2 * LENGTHS_AT_ONCE, randomness.LENGTHS
-    bits = [philox_bits(seed, chunk, *of_chunk) for chunk in range(first, last + 1)]
+    bits = []
+    for chunk in range(first, last + 1):
+        count = 2 * LENGTHS_AT_ONCE
+        bits.append(philox_bits(seed, chunk, range(1), count, randomness.LENGTHS))
     start = steps.start - first * LENGTHS_AT_ONCE
-    uniform = to_uniform(np.concatenate(bits)).reshape(-1, 2)[
-        start : start + len(steps)
-    ]
+    pairs = to_uniform(np.concatenate(bits)).reshape(-1, 2)
+    uniform = pairs[start : start + len(steps)]
     drawn = 1 + (uniform[:, 1] * block_size).astype(np.int64)
     eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
     rounded = eighths[np.searchsorted(eighths, drawn)]

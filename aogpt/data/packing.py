@@ -3,7 +3,8 @@ are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
 sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
-         1,000 rows; each group is concatenated and divided into blocks, its rest dropped
+         1,000 rows; each group is concatenated and divided into blocks, its rest
+         dropped
 records  every example in a block of its own, and its prompt mask in a second file (prompts.py),
          unless all of every example is predicted"""
 
@@ -34,8 +35,8 @@ BATCH = 1 << 24  # characters that are encoded at once, on several threads
 CHECKED = 100  # documents that are decoded again, to see what a tokenizer loses
 CHECKED_BYTES = 1 << 20  # of text in them, at most
 SHOWN = 40  # characters of a text in a note
-# Where a single document may be divided: at the last line end or word end in this part of the
-# validation share before its beginning.
+# Where a single document may be divided: at the last line end or word end in this part
+# of the validation share before its beginning.
 NEAR = 0.1
 
 
@@ -93,12 +94,13 @@ def _place_to_split(text: str, fraction: float) -> int:
     if place < 1:
         raise UserError(f"the only document has {len(text)} characters; add documents")
     first = max(0, place - round(NEAR * count))
-    for space in "\n", r"\s":
-        ends = [
-            m.end() for m in re.finditer(rf"\S(?={space})", text[first : place + 1])
-        ]
-        if ends:
-            return first + ends[-1]
+    before = text[first : place + 1]
+    for space in ("\n", r"\s"):
+        end = None
+        for match in re.finditer(rf"\S(?={space})", before):
+            end = match.end()
+        if end is not None:
+            return first + end
     return place
 
 
@@ -110,7 +112,8 @@ def encode_documents(
         # Bytes take less time than handing them to another thread.
         encode = map if tokenizer.name == "bytes" else pool.map
         for ids in encode(tokenizer.encode_array, texts):
-            yield np.append(ids, np.array(tokenizer.eot, ids.dtype)), None
+            end = np.array(tokenizer.eot, ids.dtype)
+            yield np.append(ids, end), None
 
 
 def detokenised(
@@ -118,7 +121,9 @@ def detokenised(
 ) -> Iterator[tuple[str, str]]:
     """Yield (split, document) after the rules of `detokenise`; None: as they are."""
     for split, text in documents:
-        yield split, detokenise(rules, text) if rules else text
+        if rules:
+            text = detokenise(rules, text)
+        yield split, text
 
 
 def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -149,7 +154,9 @@ class Losses:
     def add(self, text: str, ids: np.ndarray) -> tuple[int, int]:
         """Count a text and its ids (n,), also with end-of-text after them. Returns the
         bytes of the text, and those that the ids stand for."""
-        ids = ids[: len(ids) - int((ids[::-1] == self.tokenizer.eot).cumprod().sum())]
+        is_end = ids[::-1] == self.tokenizer.eot
+        ends = int(is_end.cumprod().sum())
+        ids = ids[: len(ids) - ends]
         size = text_bytes(text)
         of_tokens = int(self.tokenizer.count_bytes(ids).sum())
         self.documents += 1
@@ -169,7 +176,8 @@ class Losses:
 def _first_difference(text: str, decoded: str) -> str:
     """Return what is around the first difference of two texts, for a note."""
     place = len(os.path.commonprefix([text, decoded]))
-    part = slice(max(0, place - 8), max(0, place - 8) + SHOWN)
+    start = max(0, place - 8)
+    part = slice(start, start + SHOWN)
     return f"{text[part]!r} -> {decoded[part]!r}"
 
 
@@ -250,7 +258,9 @@ class SplitFile:
 def shared_rows(train: SplitFile, other: SplitFile) -> int:
     """Return how many documents of another split are in the training split, too."""
     known = np.frombuffer(train.hashes, np.uint64)
-    return int(np.isin(np.frombuffer(other.hashes, np.uint64), known).sum())
+    hashes = np.frombuffer(other.hashes, np.uint64)
+    is_known = np.isin(hashes, known)
+    return int(is_known.sum())
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
@@ -258,6 +268,8 @@ def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
     after each."""
     for shard in np.array_split(np.arange(len(ends)), SHARDS):  # larger ones first
         for first in shard[::GROUP_ROWS]:
-            start = ends[first - 1] if first else 0
-            stop = ends[min(first + GROUP_ROWS - 1, shard[-1])]
-            yield int(start), int(stop - (stop - start) % block_size)
+            last = min(first + GROUP_ROWS - 1, shard[-1])
+            start = int(ends[first - 1]) if first else 0
+            stop = int(ends[last])
+            rest = (stop - start) % block_size
+            yield start, stop - rest

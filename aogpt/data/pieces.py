@@ -22,10 +22,14 @@ def token_bytes(tokenizer: Tokenizer, ids: list[int]) -> list[bytes]:
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of one token with the space it begins with, and <0xA9> for each
     byte that is part of a character only."""
-    text = tokenizer.to_bytes([token]).decode(errors="surrogateescape")
-    return re.sub(
-        "[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text
-    )
+    data = tokenizer.to_bytes([token])
+    text = data.decode(errors="surrogateescape")
+
+    def shown(byte: re.Match) -> str:
+        value = ord(byte[0]) - 0xDC00
+        return f"<0x{value:02X}>"
+
+    return re.sub("[\udc80-\udcff]", shown, text)
 
 
 def readable_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -18,7 +18,9 @@ from ..runtime.errors import UserError
 from .sources import Reading, text_of
 from .tokenizers import Tokenizer
 
-PREDICTED, PROMPT, PADDING = range(3)
+PREDICTED = 0
+PROMPT = 1
+PADDING = 2
 BEGIN = "[GIVEN]"
 END = "[/GIVEN]"
 MARKS = re.compile(r"(\[/?GIVEN\])")
@@ -42,7 +44,11 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
         raise UserError(
             f"{place}: {BEGIN} or {END} without its other mark; write {BEGIN}text{END}"
         )
-    result = [(part, i // 2 % 2) for i, part in enumerate(parts) if i % 2 == 0 and part]
+    result = []
+    for i, part in enumerate(parts[::2]):
+        if part:
+            role = PROMPT if i % 2 else PREDICTED
+            result.append((part, role))
     if all(role == PROMPT for _, role in result):
         raise UserError(f"{place}: all of it is given, and nothing left to predict")
     return result
@@ -56,8 +62,11 @@ def encode_example(
     ids = []
     roles = []
     for text, role in spans(example):
-        # by itself: a prompt's tokens do not depend on the rest
-        part = tokenizer.encode_after(text) if ids else tokenizer.encode(text)
+        # By itself: a prompt's tokens do not depend on the rest.
+        if ids:
+            part = tokenizer.encode_after(text)
+        else:
+            part = tokenizer.encode(text)
         ids += part
         roles += [role] * len(part)
     if end:

@@ -444,8 +444,9 @@ def hub_rows(
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
-            # datasets runs no loading scripts any more. For repositories that have one, the
-            # hub keeps a converted copy, in folders CONFIG/SPLIT or CONFIG/partial-SPLIT.
+            # datasets runs no loading scripts any more. For repositories that have one,
+            # the hub keeps a converted copy, in folders CONFIG/SPLIT or
+            # CONFIG/partial-SPLIT.
             files = {split: f"{config or '*'}/*{split}/*.parquet"}
             streamed = load(data_files=files, revision="refs/convert/parquet")
         yield from streamed

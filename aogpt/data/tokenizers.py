@@ -47,8 +47,8 @@ GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_SIZE = 50256  # ids of it, without end-of-text
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A run of this many white-space characters is encoded by itself: the stack of tiktoken's
-# regular expressions overflows at some 500,000 of them.
+# A run of this many white-space characters is encoded by itself: the stack of
+# tiktoken's regular expressions overflows at some 500,000 of them.
 LONG_RUN = re.compile(r"\s{65536}")
 
 
@@ -60,7 +60,8 @@ class Tokenizer:
 
     adds_space = False  # before a text
     starts: list[int] = []  # ids that a pretrained model reads before a text
-    # Whether the text of each id begins with a space, bool (vocab_size,); with adds_space.
+    # Whether the text of each id begins with a space, bool (vocab_size,); with
+    # adds_space.
     begins_with_space: np.ndarray
 
     @property
@@ -79,16 +80,20 @@ class Tokenizer:
     def keep(self, folder: Path) -> None:
         """Write a vocabulary that is a file into a folder, where `get_tokenizer` finds
         it."""
-        if self.name in FILES:
-            write_atomically(folder / self.name, lambda file: file.write(self.file))
+        if self.name not in FILES:
+            return
+        path = folder / self.name
+        write_atomically(path, lambda file: file.write(self.file))
 
     def check(self, sha256: str | None) -> None:
         """Raise UserError if metadata record another vocabulary; None: they record
         none."""
-        if sha256 not in (None, self.sha256):
-            what = f"the vocabulary of {self.name} has changed since the data or model"
-            sums = f"sha256 {self.sha256[:12]}, was {sha256[:12]}"
-            raise UserError(f"{what} was made ({sums}): put its file back")
+        if sha256 is None or sha256 == self.sha256:
+            return
+        raise UserError(
+            f"the vocabulary of {self.name} has changed since the data or model was "
+            f"made (sha256 {self.sha256[:12]}, was {sha256[:12]}): put its file back"
+        )
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -100,13 +105,15 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
         U+FFFD."""
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
-            known = f"the vocabulary of the {self.name!r} tokenizer (0 to {self.vocab_size - 1})"
-            raise UserError(
-                f"id {wrong[0]} is not in {known}; was the text made with another one?"
-            )
-        return self.to_bytes(ids).decode("utf-8", errors="replace")
+        ids = _list_of(ids)
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(
+                    f"id {i} is not in the vocabulary of the {self.name!r} tokenizer "
+                    f"(0 to {self.vocab_size - 1}); was the text made with another one?"
+                )
+        text = self.to_bytes(ids)
+        return text.decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
         """Text of each of `ids`; joined, they are `decode(ids)`. A character of several
@@ -114,21 +121,23 @@ class Tokenizer:
         it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
-        for token in ids.tolist() if hasattr(ids, "tolist") else ids:
-            if (
-                token == self.eot and pieces
-            ):  # no character continues over the end of a document
+        for token in _list_of(ids):
+            # No character continues over the end of a document.
+            if token == self.eot and pieces:
                 pieces[-1] += decoder.decode(b"", final=True)
-            pieces.append(decoder.decode(self.to_bytes([token])))
+            text = self.to_bytes([token])
+            pieces.append(decoder.decode(text))
         if pieces:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
 
     @functools.cached_property
     def _byte_lengths(self) -> np.ndarray:
-        lengths = [len(self.to_bytes([i])) for i in range(self.vocab_size)]
-        lengths[self.eot] = 0
-        return np.array(lengths)
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for i in range(self.vocab_size):
+            if i != self.eot:
+                lengths[i] = len(self.to_bytes([i]))
+        return lengths
 
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
@@ -145,16 +154,25 @@ class Tokenizer:
         ids = np.asarray(ids, np.int64)
         lengths = self.byte_lengths()[ids]
         if self.adds_space and len(ids):
-            first = np.append(starts, ids[:-1] == self.eot)
-            lengths = lengths - (first & self.begins_with_space[ids])
+            is_first = np.append(starts, ids[:-1] == self.eot)
+            has_space = self.begins_with_space[ids]
+            lengths = lengths - (is_first & has_space)
         return lengths
 
     def text_bytes_of(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """Return the UTF-8 bytes of a text that each of its `ids` (n,) stands for, float64
-        (n,). Their sum is `text_bytes(text)`. Where the tokenizer loses text, the bytes of all
-        ids are larger in proportion."""
+        """Return the UTF-8 bytes of a text that each of its `ids` (n,) stands for,
+        float64 (n,). Their sum is `text_bytes(text)`. Where the tokenizer loses text,
+        the bytes of all ids are larger in proportion."""
         counts = self.count_bytes(ids)
-        return counts * (text_bytes(text) / max(1, counts.sum()))
+        total = max(1, counts.sum())
+        return counts * (text_bytes(text) / total)
+
+
+def _list_of(ids) -> list[int]:
+    """Return ids, a sequence, array or 1-D tensor, as a list."""
+    if hasattr(ids, "tolist"):
+        return ids.tolist()
+    return list(ids)
 
 
 class BytesTokenizer(Tokenizer):
@@ -165,22 +183,28 @@ class BytesTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         data = without_lone_surrogates(text).encode()
-        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+        values = np.frombuffer(data, dtype=np.uint8)
+        return values.astype(np.uint16)
 
     def to_bytes(self, ids: list[int]) -> bytes:
-        return b"".join(
-            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
-        )
+        text = bytearray()
+        for i in ids:
+            if i == self.eot:
+                text += END_OF_TEXT.encode()
+            else:
+                text.append(i)
+        return bytes(text)
 
 
 class AlphabetTokenizer(Tokenizer):
     """Characters, such as amino acids; text with another one is an error."""
 
     def __init__(self, letters: str):
-        if twice := sorted({letter for letter in letters if letters.count(letter) > 1}):
-            raise UserError(
-                f"--alphabet has {twice[0]!r} twice; give each character once"
-            )
+        for letter in sorted(letters):
+            if letters.count(letter) > 1:
+                raise UserError(
+                    f"--alphabet has {letter!r} twice; give each character once"
+                )
         self.letters = letters
         self.name = ALPHABET + letters
         self.eot = len(letters)
@@ -188,19 +212,28 @@ class AlphabetTokenizer(Tokenizer):
         self.ranks = {letter.encode(): i for i, letter in enumerate(letters)}
 
     def encode_array(self, text: str) -> np.ndarray:
-        codes, known = (
-            np.frombuffer(t.encode("utf-32-le"), np.uint32)
-            for t in (text, self.letters)
-        )
+        codes = _code_points(text)
+        known = _code_points(self.letters)
         order = known.argsort()
-        places = np.searchsorted(known[order], codes).clip(max=self.eot - 1)
-        if (wrong := known[order][places] != codes).any():
-            found = f"{chr(codes[wrong][0])!r} is not in the alphabet {self.letters!r}"
-            raise UserError(f"{found}; add it, or leave such text out")
+        places = np.searchsorted(known[order], codes)
+        places = places.clip(max=self.eot - 1)
+        is_wrong = known[order][places] != codes
+        if is_wrong.any():
+            letter = chr(codes[is_wrong][0])
+            raise UserError(
+                f"{letter!r} is not in the alphabet {self.letters!r}; add it, or leave "
+                "such text out"
+            )
         return order[places].astype(self.dtype)
 
     def to_bytes(self, ids: list[int]) -> bytes:
-        return "".join([*self.letters, END_OF_TEXT][i] for i in ids).encode()
+        texts = [*self.letters, END_OF_TEXT]
+        return "".join(texts[i] for i in ids).encode()
+
+
+def _code_points(text: str) -> np.ndarray:
+    """Return the code points of a text, uint32 (n,)."""
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 class BytePairTokenizer(Tokenizer):
@@ -215,10 +248,11 @@ class BytePairTokenizer(Tokenizer):
         self.ranks = encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
-        parts = [
-            self.encoding.encode_to_numpy(part, disallowed_special=())
-            for part in split_at_long_runs(without_lone_surrogates(text))
-        ]
+        text = without_lone_surrogates(text)
+        parts = []
+        for part in split_at_long_runs(text):
+            ids = self.encoding.encode_to_numpy(part, disallowed_special=())
+            parts.append(ids)
         return np.concatenate(parts).astype(np.uint16)
 
 
@@ -262,8 +296,10 @@ class HubTokenizer(Tokenizer):
         # A letter that every vocabulary has, or else a token's own text.
         probe = "a"
         if self.inner.token_to_id("a") is None and self.inner.token_to_id("▁a") is None:
-            probe = self.bytes[min(ids.values())].decode(errors="replace").strip()
-        self.adds_space = self.to_bytes(self.encode(probe)).startswith(b" ")
+            token = self.bytes[min(ids.values())]
+            probe = token.decode(errors="replace").strip()
+        text = self.to_bytes(self.encode(probe))
+        self.adds_space = text.startswith(b" ")
 
     @property
     def end_token(self) -> str:
@@ -316,7 +352,9 @@ class HubTokenizer(Tokenizer):
 
     def decode(self, ids) -> str:
         text = super().decode(ids)
-        return text.removeprefix(" ") if self.adds_space else text
+        if self.adds_space:
+            return text.removeprefix(" ")
+        return text
 
 
 def _begin_and_end(
@@ -400,11 +438,16 @@ def _token_id(value: Any, ids: dict[str, int]) -> int | None:
 def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
     """Return the bytes of text that each id stands for."""
     added = inner.get_added_tokens_decoder()
-    of_bytes = '"ByteLevel"' in json.dumps(json.loads(file).get("decoder"))
-    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    decoder = json.loads(file).get("decoder")
+    of_bytes = '"ByteLevel"' in json.dumps(decoder)
+    letters = {}
+    for byte, letter in enumerate(byte_letters()):
+        letters[letter] = byte
     texts = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
-        byte = None if of_bytes else re.fullmatch("<0x([0-9A-F]{2})>", token)
+        byte = None
+        if not of_bytes:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
         if byte:
             texts[i] = bytes.fromhex(byte[1])
         elif i in added:
@@ -422,17 +465,21 @@ def is_gpt2s(tokenizer: HubTokenizer) -> bool:
     rules = json.loads(tokenizer.file)
     words = rules.get("pre_tokenizer") or {}
     is_plain = rules.get("normalizer") is None and words.get("type") == "ByteLevel"
-    if not is_plain or words.get("add_prefix_space") or tokenizer.eot != GPT2_SIZE:
+    if not is_plain or words.get("add_prefix_space"):
         return False
-    file = vocabulary_file(dict(enumerate(tokenizer.bytes[:GPT2_SIZE])))
+    if tokenizer.eot != GPT2_SIZE:
+        return False
+    tokens = tokenizer.bytes[:GPT2_SIZE]
+    file = vocabulary_file(dict(enumerate(tokens)))
     return hashlib.sha256(file).hexdigest() == GPT2_SHA256
 
 
 def vocabulary_file(tokens: Mapping[int, bytes]) -> bytes:
     """Return a vocabulary as a .tiktoken file, in the order of the ids."""
-    lines = [
-        b"%b %d\n" % (base64.b64encode(token), i) for i, token in sorted(tokens.items())
-    ]
+    lines = []
+    for i, token in sorted(tokens.items()):
+        coded = base64.b64encode(token)
+        lines.append(b"%b %d\n" % (coded, i))
     return b"".join(lines)
 
 
@@ -446,14 +493,20 @@ def split_at_long_runs(text: str) -> Iterator[str]:
 def text_bytes(text: str) -> int:
     """Return the UTF-8 bytes of a text, of which a lone surrogate is U+FFFD: the
     denominator of bits per byte."""
-    return len(without_lone_surrogates(text).encode())
+    text = without_lone_surrogates(text)
+    return len(text.encode())
 
 
 def byte_letters() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's vocabulary."""
+    """Return the printable character that stands for each byte in GPT-2's
+    vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    letters = []
+    for byte in range(256):
+        code = byte if byte in printable else next(others)
+        letters.append(chr(code))
+    return letters
 
 
 def without_lone_surrogates(text: str) -> str:
@@ -461,22 +514,25 @@ def without_lone_surrogates(text: str) -> str:
     tiktoken."""
     if text.isascii():
         return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    pairs = text.encode("utf-16", "surrogatepass")
+    return pairs.decode("utf-16", "replace")
 
 
 def other_tokenizer(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, tuple]:
-    """{key: (theirs, ours)} of the RECORDED keys that differ, where both descriptions
-    have them."""
-    pairs = {key: (theirs.get(key), ours.get(key)) for key in RECORDED}
-    if pairs["tokenizer_sha256"][0] == pairs["tokenizer_sha256"][1] is not None:
-        del pairs["tokenizer"]  # one vocabulary under two names
-    return {
-        key: pair
-        for key, pair in pairs.items()
-        if None not in pair and pair[0] != pair[1]
-    }
+    """Return {key: (theirs, ours)} of the RECORDED keys that differ, where both
+    descriptions have them."""
+    sha256 = theirs.get("tokenizer_sha256")
+    is_same_file = sha256 is not None and sha256 == ours.get("tokenizer_sha256")
+    differences = {}
+    for key in RECORDED:
+        if key == "tokenizer" and is_same_file:
+            continue  # one vocabulary under two names
+        pair = (theirs.get(key), ours.get(key))
+        if None not in pair and pair[0] != pair[1]:
+            differences[key] = pair
+    return differences
 
 
 def get_tokenizer(
@@ -489,8 +545,7 @@ def get_tokenizer(
     FILE.tiktoken or tokenizer.json, or OWN or HUB in `folder` or up to two folders
     above it. end_token: see HubTokenizer. Raises UserError for another sha256."""
     if name in FILES and folder:
-        places = [place / name for place in (folder, *folder.absolute().parents[:2])]
-        name = str(next((file for file in places if file.is_file()), places[0]))
+        name = str(_find_file(name, folder))
     if name.startswith(ALPHABET):
         tokenizer = AlphabetTokenizer(name.removeprefix(ALPHABET))
     elif name.endswith(".tiktoken"):
@@ -503,37 +558,53 @@ def get_tokenizer(
     return tokenizer
 
 
+def _find_file(name: str, folder: Path) -> Path:
+    """Return the file of this name in a folder, or in one of up to two above it."""
+    for place in (folder, *folder.absolute().parents[:2]):
+        if (place / name).is_file():
+            return place / name
+    return folder / name
+
+
 def _read_file(path: Path) -> BytePairTokenizer:
-    """The tokenizer of a .tiktoken file: the base64 of a token and its id a line, ids
-    from 0."""
+    """Return the tokenizer of a .tiktoken file: the base64 of a token and its id a
+    line, ids from 0."""
     import tiktoken
 
     if not path.exists() or path.is_file() and not path.stat().st_size:
-        advice = f"give one of at least 256 tokens, or copy it back ({OWN} of data, run or export)"
-        raise UserError(f"the vocabulary {path} is missing or empty: {advice}")
+        raise UserError(
+            f"the vocabulary {path} is missing or empty: give one of at least 256 "
+            f"tokens, or copy it back ({OWN} of data, run or export)"
+        )
     # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
     name = "english" if path == ENGLISH else OWN
     ranks = {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):
         try:
-            token, i = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(i)
+            coded, i = line.split()
+            token = base64.b64decode(coded, validate=True)
+            ranks[token] = int(i)
         except ValueError:
             raise UserError(
                 f"{path} line {number}: not the base64 of a token and its id"
             ) from None
         if len(ranks) != number:
             raise UserError(f"{path} line {number}: this token is in it twice")
-    if sorted(ranks.values()) != [*range(len(ranks))] or not 256 <= len(ranks) < 2**16:
+    size = len(ranks)
+    if sorted(ranks.values()) != [*range(size)] or not 256 <= size < 2**16:
         raise UserError(
             f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536"
         )
-    if any(bytes([i]) not in ranks for i in range(256)):
-        raise UserError(f"{path}: each of the 256 bytes must be a token")
-    words = {"pat_str": GPT2_WORDS, "special_tokens": {END_OF_TEXT: len(ranks)}}
-    return BytePairTokenizer(
-        name, tiktoken.Encoding(name, mergeable_ranks=ranks, **words)
+    for i in range(256):
+        if bytes([i]) not in ranks:
+            raise UserError(f"{path}: each of the 256 bytes must be a token")
+    encoding = tiktoken.Encoding(
+        name,
+        pat_str=GPT2_WORDS,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: size},
     )
+    return BytePairTokenizer(name, encoding)
 
 
 @functools.cache
@@ -547,12 +618,10 @@ def _get_known(name: str) -> Tokenizer:
 
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
-    except (
-        Exception
-    ) as error:  # of requests, an OSError, a wrong hash: one remedy for all
-        what = (
-            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)})"
-        )
-        place = "a folder that holds it as 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
-        advice = f"set TIKTOKEN_CACHE_DIR to {place}, or use --tokenizer bytes"
-        raise UserError(f"{what}. Without a network, {advice}") from error
+    # Of requests, an OSError, a wrong hash: one remedy for all.
+    except Exception as error:
+        raise UserError(
+            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). "
+            "Without a network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
+            "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
+        ) from error

@@ -1,1 +1,2 @@
-"""What any script needs around the model: processes, devices, files, reports, the command line."""
+"""What any script needs around the model: processes, devices, files, reports, the
+command line."""

@@ -1,4 +1,5 @@
-"""How a script runs: options that several scripts share, errors in one line, and printing."""
+"""How a script runs: options that several scripts share, errors in one line, and
+printing."""
 
 import os
 import re
@@ -14,7 +15,8 @@ import tyro
 from .errors import UserError
 from .validation import Count, Seed, expand_home
 
-# Control characters except newline and tab, line separators, and marks that reverse the direction.
+# Control characters except newline and tab, line separators, and marks that reverse the
+# direction.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
@@ -67,13 +69,15 @@ def counted(count: int, what: str) -> str:
 
 
 def show(*values: Any, sep: str = " ", **options: Any) -> None:
-    """`print` with control characters escaped, as they may come from a file or a model."""
+    """`print` with control characters escaped, as they may come from a file or a
+    model."""
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and a lack of memory or processes print one
-    line and exit with status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    """Run a script's main and exit. UserError, OSError and a lack of memory or
+    processes print one line and exit with status 2 (AOGPT_TRACEBACK=1 adds the
+    traceback), Ctrl-C with status 130."""
     open_closed_streams()
     if hasattr(
         sys.stdout, "reconfigure"
@@ -126,7 +130,8 @@ def open_closed_streams() -> None:
 
 
 def _paths_with_home():
-    """A registry of tyro in which "~" is the home directory in every option that is a path."""
+    """A registry of tyro in which "~" is the home directory in every option that is a
+    path."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     spec = PrimitiveConstructorSpec(

@@ -17,7 +17,8 @@ WIDE = 512
 
 
 def pick_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of this name, made current. local_rank: index of the GPU if the name has none."""
+    """The device of this name, made current. local_rank: index of the GPU if the name
+    has none."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -65,7 +66,8 @@ def cpu_has_bfloat16() -> bool:
 
 
 def precision_note(dtype: str, device: torch.device, width: int = 0) -> str:
-    """Return a note for the user where `auto` or a missing bfloat16 may surprise; or ""."""
+    """Return a note for the user where `auto` or a missing bfloat16 may surprise; or
+    ""."""
     picked = pick_dtype(dtype, device, width)
     if device.type == "cpu" and dtype == "auto" and picked == torch.bfloat16:
         return (
@@ -95,7 +97,8 @@ def current(device: torch.device):
 
 
 def attention_of_many_shapes():
-    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new shape."""
+    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new
+    shape."""
     kernels = [
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
@@ -106,8 +109,8 @@ def attention_of_many_shapes():
 
 @contextlib.contextmanager
 def deterministic(enabled: bool):
-    """A context in which, if enabled, a GPU computes the same bits in every run, or an operation
-    raises RuntimeError. Enter it before the GPU is used."""
+    """A context in which, if enabled, a GPU computes the same bits in every run, or an
+    operation raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
         os.environ.setdefault(
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -125,7 +128,8 @@ def deterministic(enabled: bool):
 
 @contextlib.contextmanager
 def tf32(device: torch.device, enabled: bool):
-    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in TF32."""
+    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in
+    TF32."""
     on = enabled and device.type == "cuda"
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:

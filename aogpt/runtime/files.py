@@ -98,8 +98,9 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end, or is removed after an error. Also removes
-    leftovers of killed processes. Raises OSError if `target` exists and not `replace`."""
+    """A new folder that becomes `target` at the end, or is removed after an error. Also
+    removes leftovers of killed processes. Raises OSError if `target` exists and not
+    `replace`."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -125,8 +126,8 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
-    """Make a folder and hold its lock for the whole job. All processes must call. Raises UserError
-    if another job holds it."""
+    """Make a folder and hold its lock for the whole job. All processes must call.
+    Raises UserError if another job holds it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / "lock")
@@ -176,7 +177,8 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not blank, each with its place, "FILE line N"."""
+    """The lines of a text file that are not blank, each with its place, "FILE line
+    N"."""
     if not path.is_file() and str(path) != "/dev/stdin":
         what = (
             "it is not a regular file; copy it to one"
@@ -204,7 +206,8 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 
 def json_object(line: str, place: str) -> dict:
-    """The object on one line of JSON. Raises UserError that begins with the place of the line."""
+    """The object on one line of JSON. Raises UserError that begins with the place of
+    the line."""
     try:
         row = json.loads(line)
     except (

@@ -1,4 +1,5 @@
-"""Result files that overwrite nothing without --overwrite, tables, figures, provenance."""
+"""Result files that overwrite nothing without --overwrite, tables, figures,
+provenance."""
 
 import io
 import os
@@ -52,9 +53,9 @@ class Outputs:
         inputs: Iterable[Any] = (),
         overwrite: bool = False,
     ):
-        """files: path by option. inputs: files that are read and must not be overwritten;
-        ignored if they do not exist. Raises UserError for a file that cannot or must not
-        be written."""
+        """files: path by option. inputs: files that are read and must not be
+        overwritten; ignored if they do not exist. Raises UserError for a file that
+        cannot or must not be written."""
         self.failed: dict[Path, str] = {}
         self.overwrite = overwrite
         self.written: set[Path] = set()
@@ -77,7 +78,8 @@ class Outputs:
     def of_report(
         cls, json: Path | None, inputs: Iterable[Any], overwrite: bool
     ) -> "Outputs":
-        """For `write_report`: the file of --json, and beside it the table as Markdown (.md)."""
+        """For `write_report`: the file of --json, and beside it the table as Markdown
+        (.md)."""
         files = {
             "--json": json,
             "the table beside --json": json and json.with_suffix(".md"),
@@ -85,7 +87,8 @@ class Outputs:
         return cls(files, inputs, overwrite)
 
     def write(self, path: Path | None, content: str | bytes) -> None:
-        """Write a result atomically (None: do nothing). Prints text that cannot be written.
+        """Write a result atomically (None: do nothing). Prints text that cannot be
+        written.
 
         Without --overwrite the first write fails where another process has written the
         file since this one looked; later writes replace what this process wrote."""
@@ -124,7 +127,8 @@ class Outputs:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
     def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
-        """Add rows to a result that `write_jsonl` began. Prints what cannot be written."""
+        """Add rows to a result that `write_jsonl` began. Prints what cannot be
+        written."""
         text = "".join(to_json(row) + "\n" for row in rows)
         try:
             if path in self.failed:
@@ -145,8 +149,8 @@ class Outputs:
 
 
 def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
-    """Raise UserError for a result file that cannot or must not be written. sources: the
-    files that are read."""
+    """Raise UserError for a result file that cannot or must not be written. sources:
+    the files that are read."""
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file")
     if not path.parent.is_dir():
@@ -201,8 +205,8 @@ KEPT = (
 
 
 def owner_of(path: Path) -> str | None:
-    """The run, checkpoint, export or data set that a path, or what it links to, is an own
-    file of, in words; None where there is none."""
+    """The run, checkpoint, export or data set that a path, or what it links to, is an
+    own file of, in words; None where there is none."""
     for place in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for kept in KEPT:
             known = any((place.parent / sign).exists() for sign in kept.signs)
@@ -250,7 +254,8 @@ def provenance(
     processes: int = 1,
     **more,
 ) -> dict:
-    """Everything that results depend on. arguments: the options. dtype: the one that was used."""
+    """Everything that results depend on. arguments: the options. dtype: the one that
+    was used."""
     settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     settings |= settings.pop("decoding", {})
@@ -267,7 +272,8 @@ def escaped(line: str) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    """The lines of a Markdown table, padded: `left` columns left-aligned, then right-aligned."""
+    """The lines of a Markdown table, padded: `left` columns left-aligned, then
+    right-aligned."""
     rows = [
         [escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)
     ]

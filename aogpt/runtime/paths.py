@@ -5,4 +5,6 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 IS_CLONE = (PROJECT / "train.py").is_file()
 # Of an installed package, datasets lie in the folder from which a command is run.
-DATA = PROJECT / "data" if IS_CLONE else Path("data")
+DATA = Path("data")
+if IS_CLONE:
+    DATA = PROJECT / "data"

@@ -26,7 +26,8 @@ LEFT_OVER = (
     "for a single process unset RANK, LOCAL_RANK and WORLD_SIZE, which another job may "
     "have left in this shell; for several start them with torchrun"
 )
-# What gloo, NCCL and the store say when another process has ended, or does not answer in time.
+# What gloo, NCCL and the store say when another process has ended, or does not answer
+# in time.
 CUT_OFF = (
     r"Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|failed to recv"
 )
@@ -35,7 +36,8 @@ TOO_LATE = r"(?i)timed out (waiting|after)|timeout"
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the job (one alone, or those that torchrun started)."""
+    """This process among those of the job (one alone, or those that torchrun
+    started)."""
 
     rank: int
     world_size: int
@@ -51,7 +53,8 @@ class Processes:
             show(*values, **options)
 
     def share(self, total: int) -> range:
-        """This process's contiguous part of range(total); parts differ by at most one."""
+        """This process's contiguous part of range(total); parts differ by at most
+        one."""
         first, end = (
             total * rank // self.world_size for rank in (self.rank, self.rank + 1)
         )
@@ -65,7 +68,8 @@ class Processes:
         return values
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of every process's tensor, in place, on every process; all must call."""
+        """The mean of every process's tensor, in place, on every process; all must
+        call."""
         if self.world_size > 1:
             dist.all_reduce(value)
             value /= self.world_size
@@ -74,10 +78,10 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
-    """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of messages,
-    in seconds. group: make a process group even for one process (FSDP needs it). Raises
-    ConnectionError if another process hangs or has ended, UserError for variables of
-    torchrun that cannot be right."""
+    """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of
+    messages, in seconds. group: make a process group even for one process (FSDP needs
+    it). Raises ConnectionError if another process hangs or has ended, UserError for
+    variables of torchrun that cannot be right."""
     world_size = job_variable("WORLD_SIZE", default=1, least=1)
     rank = job_variable("RANK", default=0, most=world_size - 1)
     local_rank = job_variable("LOCAL_RANK", default=0)
@@ -109,7 +113,8 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
             raise ConnectionError(reason) from error
         raise
     finally:
-        # After an error, taking NCCL down would wait for messages that no process may ever answer.
+        # After an error, taking NCCL down would wait for messages that no process may
+        # ever answer.
         if dist.is_initialized() and (ended_well or kind == "cpu"):
             dist.destroy_process_group()
 
@@ -132,10 +137,11 @@ def job_variable(
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store, under a prefix of this attempt: a restarted job gets the old store, whose
-    stale addresses make gloo fail (as of PyTorch 2.13). Each other rank leaves a random name in
-    the store, under which rank 0 answers with the prefix. timeout: seconds. Waits in
-    slices, between which Ctrl-C is noticed. Raises ConnectionError."""
+    """torchrun's store, under a prefix of this attempt: a restarted job gets the old
+    store, whose stale addresses make gloo fail (as of PyTorch 2.13). Each other rank
+    leaves a random name in the store, under which rank 0 answers with the prefix.
+    timeout: seconds. Waits in slices, between which Ctrl-C is noticed. Raises
+    ConnectionError."""
     rank = job_variable("RANK", default=0)
     world_size = job_variable("WORLD_SIZE", default=1)
     meeting = Meeting(world_size, timeout)
@@ -198,7 +204,8 @@ def is_open(host: str, port: int) -> bool:
 
 
 class Meeting:
-    """How long this process waits for the others of its job to start, and that it says so."""
+    """How long this process waits for the others of its job to start, and that it says
+    so."""
 
     def __init__(self, world_size: int, timeout: float):
         self.world_size = world_size
@@ -227,7 +234,8 @@ class Meeting:
 
 
 def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
-    """The message for an error that means that another process has ended or hangs; else None."""
+    """The message for an error that means that another process has ended or hangs; else
+    None."""
     # PyTorch has no class of its own for such errors.
     text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
     if re.search(CUT_OFF, text):
@@ -242,8 +250,9 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
 
 
 class StopRequest:
-    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all processes stop
-    after the same step; otherwise the rest would wait for gradients of one that has stopped."""
+    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all
+    processes stop after the same step; otherwise the rest would wait for gradients of
+    one that has stopped."""
 
     def __init__(self, procs: Processes):
         # signalled: this process

@@ -44,7 +44,8 @@ class Table:
 
 
 def schema(table: type) -> type:
-    """Let a TypedDict accept undeclared keys, which files of later versions may have."""
+    """Let a TypedDict accept undeclared keys, which files of later versions may
+    have."""
     table.__pydantic_config__ = {"extra": "allow"}
     return table
 
@@ -81,8 +82,8 @@ def _validator(shape: Any):
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
     """Plain values as an instance of a type, such as a dataclass. Raises FileError."""
-    # Strict validation of JSON, unlike that of Python values, turns lists into tuples and tables
-    # into dataclasses. Dates become lists, which no type accepts.
+    # Strict validation of JSON, unlike that of Python values, turns lists into tuples
+    # and tables into dataclasses. Dates become lists, which no type accepts.
     with damaged(source, advice):
         text = json.dumps(values, default=lambda value: [str(value)])
     return from_json(text, shape, source, advice)
@@ -177,9 +178,11 @@ KINDS = {
     "float": "a number",
     "bool": "true or false",
     "string": "a string",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a table of keys",
+    "dataclass": "a table of keys",
 }
-KINDS |= dict.fromkeys(("tuple", "list"), "a list")
-KINDS |= dict.fromkeys(("dict", "dataclass"), "a table of keys")
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -221,11 +224,12 @@ def _bounds(hint: Any) -> str:
     """The bounds that a type declares, in words."""
     words = []
     for item in get_args(hint):
-        limits = {word: getattr(item, name, None) for name, word in BOUNDS.items()}
-        words += [
-            f"{word} {limit}" for word, limit in limits.items() if limit is not None
-        ]
-        words += filter(None, [_bounds(item)])
+        for name, word in BOUNDS.items():
+            limit = getattr(item, name, None)
+            if limit is not None:
+                words.append(f"{word} {limit}")
+        if inside := _bounds(item):
+            words.append(inside)
     text = " and ".join(words).replace("below inf", "finite")
     return text.replace(f"{LARGEST}", "2**31").replace(f"{2**63}", "2**63")
 
@@ -246,24 +250,25 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
-    """What to write instead of an unknown key: a similar one, or one of another table."""
+    """What to write instead of an unknown key: a similar one, or one of another
+    table."""
     keys = list(keys_of(table))
     prefix = "".join(key.rpartition(".")[:2])
-    names = [
-        name.removeprefix(prefix).split(".")[0]
-        for name in keys
-        if name.startswith(prefix)
-    ]
-    here = [prefix + name for name in dict.fromkeys(names)]
+    here = []  # the keys of this table
+    for name in keys:
+        first = name.removeprefix(prefix).split(".")[0]
+        if name.startswith(prefix) and prefix + first not in here:
+            here.append(prefix + first)
     last = key.removeprefix(prefix)
+    for ours, theirs in OTHER_NAMES.items():
+        if last in theirs.split():
+            last = ours
+            break
     near = difflib.get_close_matches(key, here, 1, 0.9)
-    last = next(
-        (ours for ours, theirs in OTHER_NAMES.items() if last in theirs.split()), last
-    )
-    near = near or [name for name in keys if name.split(".")[-1] == last]
-    near = near or difflib.get_close_matches(key, [*here, *keys], 1)
-    return (
-        f"; did you mean {shown(near[0])}?"
-        if near
-        else f"; the keys are {', '.join(here)}"
-    )
+    if not near:
+        near = [name for name in keys if name.split(".")[-1] == last]
+    if not near:
+        near = difflib.get_close_matches(key, [*here, *keys], 1)
+    if near:
+        return f"; did you mean {shown(near[0])}?"
+    return f"; the keys are {', '.join(here)}"

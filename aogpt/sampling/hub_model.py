@@ -1,5 +1,5 @@
-"""This model for `transformers`: convert.py --hub copies this file as modeling_aogpt.py,
-and what it imports of the package beside it.
+"""This model for `transformers`: convert.py --hub copies this file as
+modeling_aogpt.py, and what it imports of the package beside it.
 
     model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
@@ -35,9 +35,10 @@ from .simple import nucleus, simple_generate
 
 
 class AOGPTConfig(PreTrainedConfig):
-    """aogpt: what convert.py writes about a model; its key `model` holds the ModelConfig.
-    mask_token_id: [MASK] of the tokenizer. start_token_id: the begin-of-text that a pretrained
-    model's tokenizer writes; the model has its own, [None]."""
+    """aogpt: what convert.py writes about a model; its key `model` holds the
+    ModelConfig. mask_token_id: [MASK] of the tokenizer. start_token_id: the
+    begin-of-text that a pretrained model's tokenizer writes; the model has its own,
+    [None]."""
 
     model_type = "aogpt"
 
@@ -94,8 +95,8 @@ def take(hidden: Tensor, place: Tensor) -> Tensor:
 
 class AOGPTModel(PreTrainedModel):
     """The model itself is `.model`; `token_log_probs(tokens, order)` and
-    `masked_log_probs(tokens, masked)` score known sequences. Mistakes in the arguments raise
-    ValueError."""
+    `masked_log_probs(tokens, masked)` score known sequences. Mistakes in the arguments
+    raise ValueError."""
 
     config_class = AOGPTConfig
     main_input_name = "input_ids"
@@ -113,7 +114,8 @@ class AOGPTModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *places, output_loading_info: bool = False, **options):
-        """Load as every model of transformers. Raises UserError for a missing tensor."""
+        """Load as every model of transformers. Raises UserError for a missing
+        tensor."""
         model, info = super().from_pretrained(
             *places, output_loading_info=True, **options
         )
@@ -138,8 +140,9 @@ class AOGPTModel(PreTrainedModel):
     def forward(
         self, input_ids: Tensor, order=None, labels=None, attention_mask=None, **ignored
     ) -> CausalLMOutput:
-        """Predict tokens. logits (B, T, V): a decoder's predict position order[:, i] from
-        positions order[:, :i], an encoder's every position from those that are not [MASK].
+        """Predict tokens. logits (B, T, V): a decoder's predict position order[:, i]
+        from positions order[:, :i], an encoder's every position from those that are not
+        [MASK].
 
         Args:
             input_ids: (B, T).
@@ -147,7 +150,8 @@ class AOGPTModel(PreTrainedModel):
                 logits[:, i] predict token i, not i + 1.
             labels: (B, T), by position, -100 for positions without loss: the loss is
                 their mean cross-entropy in nats.
-            attention_mask: (B, T), 0 at padding, on any side, whose logits mean nothing;
+            attention_mask: (B, T), 0 at padding, on any side, whose logits mean
+            nothing;
                 None: no padding."""
         model = self.model
         if model.config.is_encoder and order is not None:
@@ -192,7 +196,8 @@ class AOGPTModel(PreTrainedModel):
         return token_log_probs(self.model, tokens, order)
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """log p of every masked token given all others, (B, T): see `masked_log_probs`."""
+        """log p of every masked token given all others, (B, T): see
+        `masked_log_probs`."""
         return masked_log_probs(self.model, tokens, masked)
 
     @torch.no_grad()
@@ -208,18 +213,18 @@ class AOGPTModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the sequences with every [MASK] filled in, one position a step, followed
-        by max_new_tokens that are generated, too: (B, T + max_new_tokens).
+        """Return the sequences with every [MASK] filled in, one position a step,
+        followed by max_new_tokens that are generated, too: (B, T + max_new_tokens).
 
         Args:
             input_ids: (B, T).
             order: "random", "l2r" (a plain GPT's only order), or permutations
-                (B, T + max_new_tokens), in which positions that are known move to the front.
-            temperature: 0 takes the most probable tokens.
-            top_p: draw from the most probable tokens that together have this probability.
-            do_sample: False takes the most probable tokens.
-            seed: of all random numbers.
-            attention_mask: (B, T), 0 at padding, on any side, which stays as it is."""
+                (B, T + max_new_tokens), in which positions that are known move to the
+                front.
+            temperature: 0 takes the most probable tokens. top_p: draw from the most
+            probable tokens that together have this probability. do_sample: False takes
+            the most probable tokens. seed: of all random numbers. attention_mask: (B,
+            T), 0 at padding, on any side, which stays as it is."""
         if temperature < 0 or max_new_tokens < 0:
             raise UserError("temperature and max_new_tokens must not be negative")
         if not 0 < top_p <= 1:
@@ -266,7 +271,8 @@ class AOGPTModel(PreTrainedModel):
         return filled
 
     def _check_prompt(self, unknown: Tensor) -> None:
-        """unknown: BoolTensor (T,). Raises UserError for a text that the model cannot fill."""
+        """unknown: BoolTensor (T,). Raises UserError for a text that the model cannot
+        fill."""
         is_gap = (unknown[:-1] & ~unknown[1:]).any()
         if self.model.config.l2r_only and is_gap:
             raise UserError(
@@ -276,8 +282,8 @@ class AOGPTModel(PreTrainedModel):
             raise UserError("this model has no start token: give it at least one token")
 
     def _checked(self, tokens: Tensor, order: Tensor | None, known: Tensor) -> Tensor:
-        """Return the order, left to right by default. Raises UserError for what the model
-        cannot take."""
+        """Return the order, left to right by default. Raises UserError for what the
+        model cannot take."""
         if tokens.dim() == 2:  # otherwise check_tokens refuses it
             l2r = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             order = l2r if order is None else order
@@ -311,8 +317,9 @@ class AOGPTModel(PreTrainedModel):
 
 
 class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
-    """A decoder from left to right, as transformers knows them: logits[:, i] predict token
-    i + 1. For `AutoModelForCausalLM`, `pipeline` and the library's own `generate`."""
+    """A decoder from left to right, as transformers knows them: logits[:, i] predict
+    token i + 1. For `AutoModelForCausalLM`, `pipeline` and the library's own
+    `generate`."""
 
     def __init__(self, config: AOGPTConfig):
         if config.aogpt["model"]["attention"] == "full":
@@ -324,8 +331,8 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
     def forward(
         self, input_ids: Tensor, attention_mask=None, labels=None, **ignored
     ) -> CausalLMOutput:
-        """Predict each next token. attention_mask (B, T): 0 at padding, on any side, whose
-        logits mean nothing. labels (B, T): -100 for positions without loss."""
+        """Predict each next token. attention_mask (B, T): 0 at padding, on any side,
+        whose logits mean nothing. labels (B, T): -100 for positions without loss."""
         size = input_ids.shape[1]
         limit = self.model.config.block_size - 1
         if size > limit:
@@ -350,5 +357,6 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def generate(self, *inputs, **options):
-        """Continue texts as every model of transformers: do_sample, top_p, num_beams, ..."""
+        """Continue texts as every model of transformers: do_sample, top_p, num_beams,
+        ..."""
         return GenerationMixin.generate(self, *inputs, use_cache=False, **options)
