@@ -1,5 +1,5 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
-# make test:       from a bare clone to lint and the tests, without the slowest; of tests with very many cases every seventh.
+# make test:       from a bare clone to lint and the tests, without those marked as slow.
 # make test-all:   the same with all tests.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.

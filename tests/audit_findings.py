@@ -1,5 +1,5 @@
-"""Verdicts of an experiment recomputed from its JSONL and TOML files alone, with none of the
-project's code:
+"""Verdicts of an experiment recomputed from its JSONL and TOML files alone, with none
+of the project's code:
 
     python tests/audit_findings.py E13
 """
@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rows_of(lines: list[str]) -> dict:
-    """{(recipe, run config, tuned values as in the folder's name): {seed: result}}; a run that was
-    measured has a row without measures, too, and the row with them counts."""
+    """{(recipe, run config, tuned values as in the folder's name): {seed: result}}; a
+    run that was measured has a row without measures, too, and the row with them
+    counts."""
     found: dict = {}
     for line in lines:
         row = json.loads(line)
@@ -157,8 +158,8 @@ def seeds_in(toml: dict, recipe: str) -> range:
 
 
 def summed(terms: list[tuple]) -> tuple[list[float], float]:
-    """The runs of one config: the sum of its terms for each seed, and the error that the seeds
-    share."""
+    """The runs of one config: the sum of its terms for each seed, and the error that
+    the seeds share."""
     seeds = range(len(terms[0][1]))
     values = [sum(factor * of[seed] for factor, of, _ in terms) for seed in seeds]
     errors = [
@@ -185,7 +186,8 @@ def error_of(result: dict, kind: str) -> float:
 
 
 def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
-    """The sum of the means, and the two-sided p value of it and the margin, by Welch's test."""
+    """The sum of the means, and the two-sided p value of it and the margin, by Welch's
+    test."""
     mean = sum(statistics.mean(values) for values, _ in samples)
     if censored:
         return mean, 1.0
@@ -204,8 +206,9 @@ def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
 
 
 def ranked(samples: list[list[float]], margin: float) -> float:
-    """The exact two-sided p value of Mann and Whitney: in how many of all ways to divide the runs
-    between the two configs is the sum of the first one's ranks as far from its mean?"""
+    """The exact two-sided p value of Mann and Whitney: in how many of all ways to
+    divide the runs between the two configs is the sum of the first one's ranks as far
+    from its mean?"""
     first, second = samples
     pool = [value + margin for value in first] + [-value for value in second]
     if len(set(pool)) < len(pool):
@@ -232,8 +235,9 @@ def ranked(samples: list[list[float]], margin: float) -> float:
 
 
 def counted(sides: list[list[float]], least: float) -> tuple[float, float]:
-    """The difference of the shares of runs with at least this figure, and Fisher's exact
-    two-sided p value: the sum over all tables with these margins that are no likelier."""
+    """The difference of the shares of runs with at least this figure, and Fisher's
+    exact two-sided p value: the sum over all tables with these margins that are no
+    likelier."""
     hits = [sum(value >= least for value in values) for values in sides]
     sizes = [len(values) for values in sides]
 

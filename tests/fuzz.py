@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2]
 
-Every case starts with a fresh copy of the same small folder, in which something is changed. The
-script may refuse with one line (status 2) or do its work, but not
+Every case starts with a fresh copy of the same small folder, in which something is
+changed. The script may refuse with one line (status 2) or do its work, but not
 
     traceback  show one
     crash      die of a signal that nobody sent
@@ -11,9 +11,8 @@ script may refuse with one line (status 2) or do its work, but not
     foreign    change a file that is not its result
     slow       take more than 30 seconds, or memory: more than 2 GB
 
-A script runs in a child of this process, which has imported everything already. Full disks,
-signals and kills are in the tests of training.
-"""
+A script runs in a child of this process, which has imported everything already. Full
+disks, signals and kills are in the tests of training."""
 
 import contextlib
 import hashlib
@@ -224,7 +223,8 @@ def change_file(path, how, rng):
 
 
 def changed_tree(path, text, how, rng):
-    """The text of a TOML, JSON or JSON lines file with one value, key or level changed."""
+    """The text of a TOML, JSON or JSON lines file with one value, key or level
+    changed."""
     lines = text.splitlines() if path.suffix != ".json" else [text]
     if path.suffix == ".toml":
         place = rng.choice([i for i, line in enumerate(lines) if " = " in line])

@@ -55,7 +55,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 def make_data(folder, words=4000, seed=0):
-    """A prepared dataset of bytes: random English words, so that there is something to learn."""
+    """A prepared dataset of bytes: random English words, so that there is something to
+    learn."""
     rng = random.Random(seed)
     vocabulary = "any order model token mask block step learn the of predict".split()
     text = folder / "text.txt"
@@ -63,8 +64,19 @@ def make_data(folder, words=4000, seed=0):
     return prepared("text", folder / "data", text, val_fraction=0.2)
 
 
+def some_slow(cases, is_quick, reason):
+    """Parameters of a test: the cases, those marked as slow for which is_quick(*case)
+    is false."""
+    marked = []
+    for case in cases:
+        marks = [] if is_quick(*case) else [pytest.mark.slow(reason=reason)]
+        marked.append(pytest.param(*case, marks=marks))
+    return marked
+
+
 def prepared(name, out, *source, **options):
-    """prepare.py in this process, with bytes as tokens unless told otherwise; its folder."""
+    """prepare.py in this process, with bytes as tokens unless told otherwise; its
+    folder."""
     options = {"tokenizer": "bytes"} | options
     if name in STUDIES:
         return prepare(PrepareStudy(name, out=out, source=source, **options), STUDIES)
@@ -87,7 +99,8 @@ def write_jsonl(path, texts, field="text"):
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
-    """A run of a second. Dropout is on: its random numbers, too, must survive a resume."""
+    """A run of a second. Dropout is on: its random numbers, too, must survive a
+    resume."""
     sizes = {
         "vocab_size": 320,
         "block_size": LENGTH,
@@ -140,7 +153,8 @@ def write_config(config):
 
 
 def run_script(*arguments, check=True, timeout=600, **environment):
-    """Run a script of the project as a user would; the finished process. check: it succeeds."""
+    """Run a script of the project as a user would; the finished process. check: it
+    succeeds."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
     options = {
@@ -199,7 +213,8 @@ def chromium():
 
 
 def wait_for(condition, process=None):
-    """Poll until the condition holds; fails when the process has ended, or after ten minutes."""
+    """Poll until the condition holds; fails when the process has ended, or after ten
+    minutes."""
     end = time.monotonic() + 600
     while not condition():
         ended = process and process.poll() is not None
@@ -214,7 +229,8 @@ def read_lines(path):
 
 
 def metrics(config, key=None):
-    """The lines of metrics.jsonl without times; with `key`, {step: value} of those with it."""
+    """The lines of metrics.jsonl without times; with `key`, {step: value} of those with
+    it."""
     lines = read_lines(config.run_folder / "metrics.jsonl")
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
@@ -261,7 +277,8 @@ def flip_byte(path, at, mask=0xFF):
 
 @contextlib.contextmanager
 def limited_file_size(size):
-    """Inside the block, writing past `size` bytes of a file fails, as on a full disk."""
+    """Inside the block, writing past `size` bytes of a file fails, as on a full
+    disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -281,7 +298,8 @@ class Hostile:
 
 
 def read_checkpoint(path):
-    """What a checkpoint holds, its tensors under "tensors", without what depends on processes."""
+    """What a checkpoint holds, its tensors under "tensors", without what depends on
+    processes."""
     values = store.read_values(path)
     tensors = store.read_all(path, values)
     return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {
@@ -331,7 +349,8 @@ def data_of(document: str) -> dict:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a device: to read values, or sizes of them."""
+    """Refuses what makes the host wait for a device: to read values, or sizes of
+    them."""
 
     WAITS = (
         "_local_scalar_dense",

@@ -1,5 +1,5 @@
-"""What a user of `transformers` does with exported folders: test_hub.py runs this file in a process
-that cannot import the project, as python -I hub_client.py FOLDER..."""
+"""What a user of `transformers` does with exported folders: test_hub.py runs this file
+in a process that cannot import the project, as python -I hub_client.py FOLDER..."""
 
 import contextlib
 import importlib.util

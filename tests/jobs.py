@@ -1,4 +1,5 @@
-"""Jobs of torchrun that are killed, stopped and started again, for test_elastic.py and soak.py."""
+"""Jobs of torchrun that are killed, stopped and started again, for test_elastic.py and
+soak.py."""
 
 import contextlib
 import os
@@ -98,7 +99,8 @@ class Job:
 
 
 def two_nodes(number, settings="last_call_timeout=30"):
-    """Options of two torchruns that stand for two nodes ("2" or "1:2"), and their store's port."""
+    """Options of two torchruns that stand for two nodes ("2" or "1:2"), and their
+    store's port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -117,7 +119,8 @@ def is_open(port):
 
 
 def random_moments(seed, count):
-    """A seeded generator, and `count` kinds of moments in random order, each as often."""
+    """A seeded generator, and `count` kinds of moments in random order, each as
+    often."""
     rng = random.Random(seed)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
     rng.shuffle(moments)
@@ -131,7 +134,8 @@ def last_step(config):
 
 
 def wait_for_moment(job, start, moment, rng):
-    """Wait for such a moment after start number `start` of the job; the step it went on from."""
+    """Wait for such a moment after start number `start` of the job; the step it went on
+    from."""
     wait_for(lambda: len(job.starts()) > start, job.process)
     config = job.config
     base = job.starts()[start]
@@ -153,7 +157,8 @@ def wait_for_moment(job, start, moment, rng):
 
 
 def kill(job, start, moment, rng):
-    """Kill a random worker at a random moment; the seconds and steps until the job is back."""
+    """Kill a random worker at a random moment; the seconds and steps until the job is
+    back."""
     wait_for_moment(job, start, moment, rng)
     rank = rng.randrange(2)
     wait_for(lambda: rank in job.workers(), job.process)
@@ -165,7 +170,8 @@ def kill(job, start, moment, rng):
 
 
 def assert_same_state(config, reference):
-    """The newest checkpoint and the losses to it are the undisturbed run's, bit for bit."""
+    """The newest checkpoint and the losses to it are the undisturbed run's, bit for
+    bit."""
     newest = store.find(config.run_folder)[-1]
     ours = read_checkpoint(newest) | {"config": None}
     expected = read_checkpoint(reference.run_folder / "checkpoints" / newest.name)

@@ -1,9 +1,9 @@
-"""The sedd packing as the package datasets makes it, written from the protocol without the code
-under test.
+"""The sedd packing as the package datasets makes it, written from the protocol without
+the code under test.
 
-python packing_reference.py JOBS.json: each job is [kind, source, rows or null, block size, out],
-kind "ptb" or "lambada"; the blocks go to the .npy file `out`, int64 (number, block size).
-"""
+python packing_reference.py JOBS.json: each job is [kind, source, rows or null, block
+size, out], kind "ptb" or "lambada"; the blocks go to the .npy file `out`, int64
+(number, block size)."""
 
 import json
 import sys

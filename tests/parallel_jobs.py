@@ -63,7 +63,8 @@ def run(config, procs):
 
 
 def moved(config, procs):
-    """Go on from the first checkpoint of the run before "_to_" in the name; what was restored."""
+    """Go on from the first checkpoint of the run before "_to_" in the name; what was
+    restored."""
     source = configuration.load_toml(
         Path(config.out) / f"{config.name.partition('_to_')[0]}.toml"
     )
@@ -79,7 +80,8 @@ def moved(config, procs):
 
 
 def steps(config, procs):
-    """Losses and gradient norms of all steps, and how often gradients were reduced in each."""
+    """Losses and gradient norms of all steps, and how often gradients were reduced in
+    each."""
     state, data = start(config, procs)
     model = parallel.replicate(state.model, procs)
     rows = []
@@ -109,7 +111,8 @@ SHAPES = [
 
 
 def orthogonal(config, procs):
-    """What Muon makes of 1, 3 and all of some matrices: one process works on each, all get it."""
+    """What Muon makes of 1, 3 and all of some matrices: one process works on each, all
+    get it."""
     generator = torch.Generator().manual_seed(3)
     matrices = [
         torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES
@@ -197,7 +200,8 @@ def compiled(config, procs):
 
 
 def killed(config, procs):
-    """Train, and be killed when the second checkpoint is written and has no name yet."""
+    """Train, and be killed when the second checkpoint is written and has no name
+    yet."""
     renamed = []
     plain = os.rename
 
@@ -212,7 +216,8 @@ def killed(config, procs):
 
 
 def faulty(config, procs):
-    """Checkpoints fail: at step 4 a full disk, at 6 no renaming, at 8 no making of folders."""
+    """Checkpoints fail: at step 4 a full disk, at 6 no renaming, at 8 no making of
+    folders."""
     start = store.start_writing_shards
     rename = os.rename
     mkdir = Path.mkdir

@@ -1,24 +1,29 @@
-"""What the tests compare the project with: the formulas written out, one token at a time, and exact
-enumerations.
+"""What the tests compare the project with: the formulas written out, one token at a
+time, and exact enumerations.
 
-`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target variants,
-`encoder_outputs` the encoders, from their formulas alone: plain loops over sequences, steps, heads
-and the steps seen; they use no layer, no fused kernel and no code of the project, only the named
-parameters. The rest enumerates every sequence, every order and every plan of tiny problems. The
-last part builds the models, plans and samples that are compared with them."""
+`log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target
+variants, `encoder_outputs` the encoders, from their formulas alone: plain loops over
+sequences, steps, heads and the steps seen; they use no layer, no fused kernel and no
+code of the project, only the named parameters. The rest enumerates every sequence,
+every order and every plan of tiny problems. The last part builds the models, plans and
+samples that are compared with them."""
 
+import functools
 import itertools
 import math
+import re
 from collections import Counter
 from fractions import Fraction
 
 import torch
+import tyro
 from scipy.stats import chi2
 
 from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from aogpt.model import ModelConfig
 from aogpt.orders import orders_at
 from aogpt.sampling.engine import generate
+from aogpt.sampling.modes import DecodingOptions, with_mode_defaults
 from aogpt.sampling.plans import (
     adaptive_plan,
     l2r_plan,
@@ -37,9 +42,9 @@ LEVEL = (
 
 
 def log_probs(config, params, tokens, order, group=1):
-    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in `params`
-    (name -> tensor). group: of decoders with queries of their own (two_stream, mask_query), whose
-    step i is predicted from the groups before its own."""
+    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in
+    `params` (name -> tensor). group: of decoders with queries of their own (two_stream,
+    mask_query), whose step i is predicted from the groups before its own."""
     rows = zip(tokens.tolist(), order.tolist(), strict=True)
     return torch.stack(
         [_Formulas(config, params).decoded(x, s, group) for x, s in rows]
@@ -47,15 +52,16 @@ def log_probs(config, params, tokens, order, group=1):
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
-    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in place of
-    the masked tokens. sigma: (B,) noise levels, for SEDD."""
+    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in
+    place of the masked tokens. sigma: (B,) noise levels, for SEDD."""
     sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
     rows = zip(tokens.tolist(), masked.tolist(), sigmas, strict=True)
     return torch.stack([_Formulas(config, params).encoded(*row) for row in rows])
 
 
 class _Formulas:
-    """The formulas for one sequence. A stream is a list of vectors, one for each input."""
+    """The formulas for one sequence. A stream is a list of vectors, one for each
+    input."""
 
     def __init__(self, config, params):
         self.config = config
@@ -86,7 +92,8 @@ class _Formulas:
         first = (
             1 if config.start == "hidden" else 0
         )  # the first input that later steps see
-        # The last input of the group that the token of input i is in, the start before them all.
+        # The last input of the group that the token of input i is in, the start before
+        # them all.
         ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
         seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
         conditions = [None] * len(order)
@@ -113,9 +120,10 @@ class _Formulas:
         return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
 
     def query_stream(self, content, seen, own, order, targets, group, first):
-        """Final states of the query stream: a learned vector plus its position (row 0 of the table
-        is the start's), which reads the contents of the groups before its own, inputs `first` (0 is
-        [None]) to the group's start. Both streams share all weights; queries are never keys."""
+        """Final states of the query stream: a learned vector plus its position (row 0
+        of the table is the start's), which reads the contents of the groups before its
+        own, inputs `first` (0 is [None]) to the group's start. Both streams share all
+        weights; queries are never keys."""
         queries = [self.params["query"]] * len(targets)
         if self.config.position != "rotary":
             queries = [
@@ -142,8 +150,8 @@ class _Formulas:
         return queries
 
     def decoded_by_mask_queries(self, tokens, order, group):
-        """2T inputs, contents and then their [MASK] queries, of which each sees those that an
-        explicit 2T x 2T table allows."""
+        """2T inputs, contents and then their [MASK] queries, of which each sees those
+        that an explicit 2T x 2T table allows."""
         T = len(order)
         vectors = [self.params["wte.weight"][tokens[p]] for p in order]
         vectors += [self.params["query"]] * T
@@ -184,8 +192,8 @@ class _Formulas:
         return torch.stack(self.outputs(stream, conditions))[:, : config.mask_token]
 
     def noise_condition(self, sigma):
-        """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000 ** (-127 /
-        128)."""
+        """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000
+        ** (-127 / 128)."""
         angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
         waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
         x = torch.tensor(waves, dtype=self.params["wte.weight"].dtype)
@@ -236,8 +244,9 @@ class _Formulas:
     def attention(
         self, name, stream, seen, key_positions, query_positions, queries=None
     ):
-        """Output of every step of `queries` (the stream itself by default), which sees the inputs
-        seen[i] and no other. The positions count where keys and queries are rotated."""
+        """Output of every step of `queries` (the stream itself by default), which sees
+        the inputs seen[i] and no other. The positions count where keys and queries are
+        rotated."""
         c = self.config
         size = c.head_width or c.n_embd // c.n_head
         group = c.n_head // (c.n_kv_head or c.n_head)
@@ -299,8 +308,8 @@ class _Formulas:
 
 
 def _rotated(config, x, position):
-    """Coordinates i and i + size / 2 turned by the angle position * base ** (-2 i / size), or by
-    less for slow ones (Llama 3.1)."""
+    """Coordinates i and i + size / 2 turned by the angle position * base ** (-2 i /
+    size), or by less for slow ones (Llama 3.1)."""
     if config.position == "learned":
         return x
     half = len(x) // 2
@@ -338,8 +347,8 @@ def _gelu(config, x):
 
 
 def randomise(model, seed, scale=1.0):
-    """Give every parameter a random value of a size that matters (at first adaLN does nearly
-    nothing)."""
+    """Give every parameter a random value of a size that matters (at first adaLN does
+    nearly nothing)."""
     generator = seeded(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -375,12 +384,14 @@ def order_through(context, target, length):
 
 
 def all_sequences(vocab_size, length):
-    """Every sequence, (vocab_size ** length, length), the last position running fastest."""
+    """Every sequence, (vocab_size ** length, length), the last position running
+    fastest."""
     return torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
 
 
 def listed_contexts(length):
-    """Every (context, target): positions in every order, and a position that is not among them."""
+    """Every (context, target): positions in every order, and a position that is not
+    among them."""
     sizes = range(length)
     contexts = [
         c for size in sizes for c in itertools.permutations(range(length), size)
@@ -391,8 +402,9 @@ def listed_contexts(length):
 
 
 def conditionals(model, vocab_size, length):
-    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that order) for
-    every sequence x. Of two_stream also {(context, sizes, target): ...} (`given_groups`)."""
+    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that
+    order) for every sequence x. Of two_stream also {(context, sizes, target): ...}
+    (`given_groups`)."""
     sequences = all_sequences(vocab_size, length)
     keys = listed_contexts(length)
     orders = torch.tensor(
@@ -434,8 +446,8 @@ def ordered_sums(total):
 
 
 def group_starts(sizes, length):
-    """LongTensor (length,): the first step of every step's group, groups of these sizes, then of
-    one."""
+    """LongTensor (length,): the first step of every step's group, groups of these
+    sizes, then of one."""
     sizes = [*sizes, *[1] * (length - sum(sizes))]
     return torch.tensor(
         [sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)]
@@ -449,7 +461,8 @@ def given_groups(conditional, context, sizes, target):
 
 
 def encoder_conditionals(model, vocab_size, length):
-    """The same dictionary for an encoder: a context listed in another order is the same context."""
+    """The same dictionary for an encoder: a context listed in another order is the same
+    context."""
     sequences = all_sequences(vocab_size, length)
     result = {}
     for masked in mask_sets(length):
@@ -489,9 +502,9 @@ def compositions(total, parts):
 
 
 def exact_plans(free, given, steps, schedule="linear"):
-    """Every (probability, order, group sizes) when each position of `free` unmasks at its own U(0,
-    1) time, observed in `steps` equal steps. With the cosine schedule the share of masked positions
-    at time t is sin(pi t / 2), t falling from 1 to 0."""
+    """Every (probability, order, group sizes) when each position of `free` unmasks at
+    its own U(0, 1) time, observed in `steps` equal steps. With the cosine schedule the
+    share of masked positions at time t is sin(pi t / 2), t falling from 1 to 0."""
     masked = [Fraction(steps - i, steps) for i in range(steps + 1)]
     if schedule == "cosine":
         masked = [math.sin(math.pi / 2 * float(t)) for t in masked]
@@ -509,8 +522,9 @@ def exact_plans(free, given, steps, schedule="linear"):
 
 
 def even_sizes(n, steps, schedule="linear"):
-    """Sizes of the groups of an even plan: differences of the number of positions unmasked, n (1 -
-    t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2)) rounded."""
+    """Sizes of the groups of an even plan: differences of the number of positions
+    unmasked, n (1 - t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2))
+    rounded."""
     steps = min(n, steps)
     if schedule == "linear":
         return tuple(
@@ -524,15 +538,16 @@ def even_sizes(n, steps, schedule="linear"):
 
 
 def fixed_plans(free, given, counts):
-    """Every (probability, order, group sizes) of a uniformly random order in groups of given
-    sizes."""
+    """Every (probability, order, group sizes) of a uniformly random order in groups of
+    given sizes."""
     for perm in itertools.permutations(free):
         yield Fraction(1, math.factorial(len(free))), (*given, *perm), counts
 
 
 def plan_distribution(conditional, plans, n_given=0):
-    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens of a group
-    are independent, each given the groups before it in the order in which they were unmasked."""
+    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens
+    of a group are independent, each given the groups before it in the order in which
+    they were unmasked."""
     total = 0
     for probability, order, counts in plans:
         product = torch.ones_like(next(iter(conditional.values())))
@@ -550,13 +565,13 @@ def plan_distribution(conditional, plans, n_given=0):
 
 
 def one_stage_distribution(conditional, length, steps):
-    """Distribution over all sequences, (V ** T,), of the reverse process in its plain form (the
-    paper, Lemma 4.1).
+    """Distribution over all sequences, (V ** T,), of the reverse process in its plain
+    form (the paper, Lemma 4.1).
 
-    From time t to s < t every masked position stays masked with probability s/t and takes token v
-    with probability (1 - s/t) p(v | context). Positions unmasked together enter the order in
-    uniformly random order. `reached[context][x]`: the probability of these unmasked positions, in
-    order, with the tokens that sequence x has there."""
+    From time t to s < t every masked position stays masked with probability s/t and
+    takes token v with probability (1 - s/t) p(v | context). Positions unmasked together
+    enter the order in uniformly random order. `reached[context][x]`: the probability of
+    these unmasked positions, in order, with the tokens that sequence x has there."""
     reached = {(): torch.ones_like(next(iter(conditional.values())))}
     for k in range(steps):
         t = Fraction(steps - k, steps)
@@ -584,8 +599,9 @@ def one_stage_distribution(conditional, length, steps):
 
 
 def _certainty(conditional, target, vocab_size, length, by):
-    """For the distribution at `target` that each sequence belongs to: its highest probability,
-    minus its entropy, or how far its highest probability is above the second."""
+    """For the distribution at `target` that each sequence belongs to: its highest
+    probability, minus its entropy, or how far its highest probability is above the
+    second."""
     probs = conditional.view((vocab_size,) * length)
     ranked = probs.sort(target, descending=True).values
     certain = {
@@ -597,8 +613,9 @@ def _certainty(conditional, target, vocab_size, length, by):
 
 
 def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
-    """Distribution over all sequences, (V ** T,), of decoding where the model chooses the positions
-    of a step (`paced_choice`). Equals are ranked in uniformly random order."""
+    """Distribution over all sequences, (V ** T,), of decoding where the model chooses
+    the positions of a step (`paced_choice`). Equals are ranked in uniformly random
+    order."""
 
     def probability(x, context, sizes):
         free = [p for p in range(length) if p not in context]
@@ -631,9 +648,9 @@ def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
 def paced_choice(
     scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None
 ):
-    """The positions of the next step, best first, of those left {position: score}, equals (to seven
-    digits: the same number, rounded differently) in their order; certain: minus the entropy of
-    each."""
+    """The positions of the next step, best first, of those left {position: score},
+    equals (to seven digits: the same number, rounded differently) in their order;
+    certain: minus the entropy of each."""
     if block is not None:
         first = min(scores) // block
         scores = {p: score for p, score in scores.items() if p // block == first}
@@ -655,11 +672,10 @@ def paced_choice(
 
 
 def truncated(probs, choice):
-    """What is kept of a list of probabilities: sort (lower id first among equals),
-    keep top_k, and of
-    it what min_p keeps,
-    renormalise, keep the shortest head whose mass reaches top_p, without its last where that is to
-    be dropped for passing top_p, and at least one token; renormalise."""
+    """What is kept of a list of probabilities: sort (lower id first among equals), keep
+    top_k, and of it what min_p keeps, renormalise, keep the shortest head whose mass
+    reaches top_p, without its last where that is to be dropped for passing top_p, and
+    at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
@@ -684,7 +700,8 @@ def tempered(logits, temperature):
 
 
 def with_choice(conditional, choice, vocab_size, length):
-    """The conditionals after temperature, top-k and nucleus, by the definitions above."""
+    """The conditionals after temperature, top-k and nucleus, by the definitions
+    above."""
     result = {}
     known = {}
     for (context, target), p in conditional.items():
@@ -710,9 +727,9 @@ def with_choice(conditional, choice, vocab_size, length):
 
 
 def chi_square_p(observed, expected):
-    """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same total.
-    Cells are merged, smallest first, until each expects 5; what cannot be but was observed is p =
-    0."""
+    """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same
+    total. Cells are merged, smallest first, until each expects 5; what cannot be but
+    was observed is p = 0."""
     observed = observed.double()
     expected = expected.double()
     assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
@@ -736,8 +753,8 @@ def chi_square_p(observed, expected):
 
 
 def accept(counts, distribution):
-    """Whether counts (K,) pass for draws from a distribution (K,); 1e-5: SEDD's is of float32
-    sums."""
+    """Whether counts (K,) pass for draws from a distribution (K,); 1e-5: SEDD's is of
+    float32 sums."""
     total = float(distribution.sum())
     assert abs(total - 1) < 1e-5
     return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
@@ -831,7 +848,8 @@ OTHERS = ROTATED | {
 def make_system(
     system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings
 ):
-    """A small random model of a system. tokens: how many, beside [MASK] of an encoder."""
+    """A small random model of a system. tokens: how many, beside [MASK] of an
+    encoder."""
     settings = TINY | (SYSTEMS | OTHERS)[system] | settings
     if tokens is not None and system in ENCODERS:
         settings |= {"vocab_size": tokens + 1, "mask_token": tokens}
@@ -841,11 +859,17 @@ def make_system(
 
 
 def enumerable_system(system, seed, length=4, tokens=3, **settings):
-    """A float64 model of 4 positions and 3 tokens, 81 sequences, and its conditionals."""
+    """A float64 model of 4 positions and 3 tokens, 81 sequences, and its
+    conditionals."""
     sizes = {"block_size": length, "n_head": 2, "n_embd": 8, "cond_dim": 4}
     model = make_system(system, seed, tokens=tokens, **sizes | settings)
     enumerate_them = encoder_conditionals if system in ENCODERS else conditionals
     return model, enumerate_them(model, tokens, length)
+
+
+def modes(text):
+    """The modes in a list that is separated by commas."""
+    return re.split(r",\s+", text.strip())
 
 
 def seeded(seed):
@@ -860,75 +884,73 @@ def some_given(batch_size, length, seed):
     return given
 
 
-SCORES = ("confidence", "entropy", "margin")
-# Plans of `make_plan` whose steps the model chooses: by which score, and how.
-PACES = {
-    "sure": ("confidence", {"group": None, "threshold": 0.45}),
-    "sure-margin": ("margin", {"group": 2, "threshold": 0.15}),
-    "sure-entropy": ("entropy", {"group": None, "threshold": 0.95}),
-    "bound": ("entropy", {"group": None, "entropy_bound": 0.95}),
-    "bound-confidence": ("confidence", {"group": 3, "entropy_bound": 1.9}),
-    "both": ("confidence", {"group": None, "threshold": 0.4, "entropy_bound": 1.0}),
-    "blocks": ("confidence", {"group": 1, "block": 2}),
-    "blocks-pairs": ("entropy", {"group": 2, "block": 3}),
-    "blocks-sure": ("confidence", {"group": None, "threshold": 0.45, "block": 3}),
-}
+@functools.cache
+def options_of(mode):
+    """The options of decoding that words of the command line mean, such as "mdm --steps
+    3 --schedule cosine"."""
+    options = tyro.cli(DecodingOptions, args=["--mode", *mode.split()])
+    return with_mode_defaults(options)
+
+
+# Modes in which the model chooses how many positions a step unmasks.
+PACED = modes("""
+    confidence --threshold 0.45, margin --threshold 0.15 --group-size 2,
+    entropy --threshold 0.95, entropy --entropy-bound 0.95,
+    confidence --entropy-bound 1.9 --group-size 3,
+    confidence --threshold 0.4 --entropy-bound 1.0, confidence --block 2,
+    entropy --block 3 --group-size 2, confidence --threshold 0.45 --block 3
+""")
+
+
+def limits_of(options):
+    """What bounds a step of an adaptive mode."""
+    return {
+        "group": options.group_size,
+        "threshold": options.threshold,
+        "entropy_bound": options.entropy_bound,
+        "block": options.block,
+    }
 
 
 def make_plan(mode, batch_size, length, given=None, seed=0):
-    """A plan by name: "l2r" or "random" and the positions a step; "exact", "even", "cosine",
-    "even-cosine" and the steps; "confidence", "entropy", "margin" or "any" (adaptive, by that) and
-    the positions a step; "speculative", "speculative-random" and the positions drafted."""
-    kind, number = mode.split() if " " in mode else (mode, 1)
+    """A plan of a mode, words of the command line."""
+    o = options_of(mode)
     rows = (batch_size, length)
-    number = int(number)
-    if kind == "l2r":
-        return l2r_plan(*rows, given, number)
-    if kind == "random":
-        return random_plan(*rows, seeded(seed), given, number)
-    if kind in (*SCORES, "any", *PACES):
-        by, settings = PACES.get(
-            kind, (kind.replace("any", "random"), {"group": number})
-        )
-        return adaptive_plan(*rows, by, seeded(seed), given, **settings)
-    if kind.startswith(("speculative", "pairs")):
-        draft_by = "ngram" if kind.startswith("pairs") else "model"
-        shuffled = seeded(seed) if kind.endswith("random") else None
-        return speculative_plan(*rows, number, shuffled, given, draft_by)
-    settings = {"even": kind.startswith("even"), "schedule": schedule_of(kind)}
-    return mdm_plan(*rows, number, seeded(seed), given, **settings)
-
-
-def schedule_of(kind):
-    return "cosine" if "cosine" in kind else "linear"
+    if o.mode == "l2r":
+        return l2r_plan(*rows, given, o.group_size)
+    if o.mode == "random":
+        return random_plan(*rows, seeded(seed), given, o.group_size)
+    if o.mode == "adaptive":
+        return adaptive_plan(*rows, o.unmask_by, seeded(seed), given, **limits_of(o))
+    if o.mode == "speculative":
+        generator = seeded(seed) if o.order == "random" else None
+        return speculative_plan(*rows, o.draft, generator, given, o.draft_by)
+    return mdm_plan(*rows, o.steps, seeded(seed), given, o.mode == "even", o.schedule)
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
-    """The distribution over all sequences that a plan of `make_plan` must give; prompt: {position:
-    token}."""
-    kind, number = mode.split() if " " in mode else (mode, 1)
+    """The distribution over all sequences that a plan of `make_plan` must give; prompt:
+    {position: token}."""
+    o = options_of(mode)
     free = [p for p in range(length) if p not in prompt]
-    number = int(number)
     context = tuple(sorted(prompt))
-    # speculative: the exact joint of the order, whatever is drafted
-    size = 1 if kind.startswith(("speculative", "pairs")) else number
+    # Speculation has the exact joint of the order, whatever is drafted.
+    size = 1 if o.mode == "speculative" else o.group_size or 1
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
-    if kind in (*SCORES, *PACES):
-        by, settings = PACES.get(kind, (kind, {"group": number}))
+    if o.mode == "adaptive" and o.unmask_by != "random":
         expected = paced_distribution(
-            conditional, vocab_size, length, by, settings, context
+            conditional, vocab_size, length, o.unmask_by, limits_of(o), context
         )
     else:
-        if kind in ("l2r", "speculative", "pairs"):
+        if "l2r" in (o.mode, o.order):
             plans = [(1, (*context, *free), groups)]
-        elif kind in ("random", "any", "speculative-random", "pairs-random"):
-            plans = fixed_plans(free, context, groups)
-        elif kind.startswith("even"):
-            plans = fixed_plans(
-                free, context, even_sizes(len(free), number, schedule_of(kind))
-            )
+        elif o.mode == "even":
+            sizes = even_sizes(len(free), o.steps, o.schedule)
+            plans = fixed_plans(free, context, sizes)
+        elif o.mode == "mdm":
+            plans = exact_plans(free, context, o.steps, o.schedule)
         else:
-            plans = exact_plans(free, context, number, schedule_of(kind))
+            plans = fixed_plans(free, context, groups)
         expected = plan_distribution(conditional, plans, len(context))
     sequences = all_sequences(vocab_size, length)
     for position, token in dict(prompt).items():
@@ -937,7 +959,8 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
 
 
 def prompt_rows(prompt, batch_size, length):
-    """given and tokens, (B, T) both, of a prompt {position: token} that every row has."""
+    """given and tokens, (B, T) both, of a prompt {position: token} that every row
+    has."""
     tokens = torch.tensor([prompt.get(p, 0) for p in range(length)])
     given = torch.tensor([p in prompt for p in range(length)])
     return given.expand(batch_size, length), tokens.expand(batch_size, length)
@@ -958,8 +981,8 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
 
 
 def uncached_log_probs(model, tokens, plan):
-    """Each unmasked position under the order (known before its group, it, the rest), in one
-    uncached pass each; of two_stream, in the groups of the steps."""
+    """Each unmasked position under the order (known before its group, it, the rest), in
+    one uncached pass each; of two_stream, in the groups of the steps."""
     result = torch.zeros(tokens.shape)
     rows = zip(
         plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True
@@ -978,17 +1001,17 @@ def uncached_log_probs(model, tokens, plan):
 
 
 def sizes_of(steps):
-    """How many positions each step unmasked, of a list of steps in order; given ones, step -1, are
-    groups of one."""
+    """How many positions each step unmasked, of a list of steps in order; given ones,
+    step -1, are groups of one."""
     groups = [(step, len(list(equal))) for step, equal in itertools.groupby(steps)]
     return [n for step, size in groups for n in ([1] * size if step < 0 else [size])]
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the mean
-    probability of
-    every token along one order of each sequence, (B, T, S), in sequence order. Step i is scored
-    from the original context and max(sizes) - 1 permutations of it, with a full pass each."""
+    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the
+    mean probability of every token along one order of each sequence, (B, T, S), in
+    sequence order. Step i is scored from the original context and max(sizes) - 1
+    permutations of it, with a full pass each."""
     T = tokens.shape[1]
     members = max(sizes)
     order = orders_at(orders, seed, draw, rows, T)

@@ -1,5 +1,6 @@
-"""Run command lines of scripts, each in a process that forks from one with everything imported:
-python tests/run_commands.py FILE.json, a list of lists of words; prints a JSON object for each."""
+"""Run command lines of scripts, each in a process that forks from one with everything
+imported: python tests/run_commands.py FILE.json, a list of lists of words; prints a
+JSON object for each."""
 
 import json
 import os
@@ -25,7 +26,8 @@ torch.set_num_threads(1)  # other threads do not survive a fork
 
 
 def run(words: list[str]) -> dict:
-    """Exit status of `python WORDS`, with MY.txt on standard input, CPU seconds and output."""
+    """Exit status of `python WORDS`, with MY.txt on standard input, CPU seconds and
+    output."""
     with tempfile.TemporaryFile("w+") as output, open("MY.txt") as text:
         if (child := os.fork()) == 0:
             for number, file in enumerate((text, output, output)):

@@ -1,11 +1,11 @@
-"""make soak: jobs of several processes are disturbed for some minutes, and what became of them is
-written down.
+"""make soak: jobs of several processes are disturbed for some minutes, and what became
+of them is written down.
 
-    PYTHONPATH=. python tests/soak.py [--kills 10] [--seed 0] [--out results/soak.details.md]
+    PYTHONPATH=. python tests/soak.py [--kills 10] [--seed 0] [--out
+    results/soak.details.md]
 
-The long form of test_elastic.py, with the same tiny model. A run that does not end as the
-undisturbed one is written down, too, and makes the exit status 1.
-"""
+The long form of test_elastic.py, with the same tiny model. A run that does not end as
+the undisturbed one is written down, too, and makes the exit status 1."""
 
 import os
 import random
@@ -83,9 +83,10 @@ class Soak:
         return self.jobs[-1]
 
     def write(self, case, config, ended, backs, redone, exact=True):
-        """A row. ended: whether the job ended as it should. backs: seconds until it came back from
-        each disturbance. redone: steps. exact: the end is that of the undisturbed run of two
-        processes, bit for bit; else its losses are close to those of one process."""
+        """A row. ended: whether the job ended as it should. backs: seconds until it
+        came back from each disturbance. redone: steps. exact: the end is that of the
+        undisturbed run of two processes, bit for bit; else its losses are close to
+        those of one process."""
         try:
             assert ended, f"it did not end as it should: {self.jobs[-1].said[-2000:]}"
             if exact:
@@ -122,8 +123,8 @@ def killed(soak, parallel):
 
 
 def hung(soak, parallel, moment):
-    """A process stops (SIGSTOP); the other one ends in an error, torchrun kills the first and
-    starts both again."""
+    """A process stops (SIGSTOP); the other one ends in an error, torchrun kills the
+    first and starts both again."""
     config = soak.config(parallel, "hung", timeout=15.0)
     rng = soak.random()
     job = soak.start(config, "--max-restarts=1")
@@ -199,9 +200,9 @@ def other_numbers(soak):
 
 
 def nodes(soak, parallel, number, settings):
-    """Two nodes. number "2": a worker of one is killed, and both start theirs again, with different
-    counts of restarts. "1:2": a node is lost, and the other goes on alone. settings: of the
-    rendezvous."""
+    """Two nodes. number "2": a worker of one is killed, and both start theirs again,
+    with different counts of restarts. "1:2": a node is lost, and the other goes on
+    alone. settings: of the rendezvous."""
     config = change(soak.config(parallel, f"nodes {number}"), model__dropout=0.0)
     launcher, port = two_nodes(number, settings)
     first = soak.start(config, "--max-restarts=3", launcher=launcher)

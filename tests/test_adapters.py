@@ -1,4 +1,5 @@
-"""Adapters: trained alone on a frozen base, saved alone, resumed, merged when loaded."""
+"""Adapters: trained alone on a frozen base, saved alone, resumed, merged when
+loaded."""
 
 import dataclasses
 import json

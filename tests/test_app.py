@@ -1,5 +1,5 @@
-"""The playground: filling in step by step, exact against the model, and the page in Chromium
-(skipped where gradio or Chromium is missing)."""
+"""The playground: filling in step by step, exact against the model, and the page in
+Chromium (skipped where gradio or Chromium is missing)."""
 
 import dataclasses
 import json

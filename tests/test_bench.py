@@ -35,7 +35,7 @@ def tiny_model(**settings):
     return reference.randomise(model, 0, scale=0.7)
 
 
-@pytest.mark.parametrize("mode", ["exact 4", "exact 40", "even 5"])
+@pytest.mark.parametrize("mode", ["mdm --steps 4", "mdm --steps 40", "even --steps 5"])
 def test_a_part_of_a_plan_has_the_same_calls(mode):
     models = {
         "encoder": tiny_model(attention="full", target="none", mask_token=IDS),
@@ -64,7 +64,8 @@ def test_a_part_of_a_plan_has_the_same_calls(mode):
 
 
 def test_the_floor_counts_bytes_and_operations():
-    """Two rows of three tokens in groups of 2 and 1: 2 and 5 pairs of an input and one it sees."""
+    """Two rows of three tokens in groups of 2 and 1: 2 and 5 pairs of an input and one
+    it sees."""
     c = ModelConfig(vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
     plan = Plan(torch.arange(3).expand(2, 3), torch.tensor([[0, 0, 1], [0, 0, 1]]))
     blocks = 12 * 2 * 16**2
@@ -108,7 +109,7 @@ def test_systems_with_steps_of_their_own_are_timed_once(tmp_path, script):
     assert made.engine("ours", (2, 16)) is made.engine("speculative", (2, 16))
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.slow(reason="two benchmarks, each in full")
 
 
 def every_choice():
@@ -198,7 +199,7 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
     assert " ~" in table[-1] and "only the ratios" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="allocates what it measures")
 def test_memory_is_that_of_buffers_and_working_tensors():
     options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
     options["group"] = 4
@@ -266,7 +267,7 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.slow(reason="every system is trained")
 def test_figures_of_every_system_of_training_agree(capsys):
     options = {"batch_size": 3, "length": 64, "systems": tuple(step_speed.SYSTEMS)}
     made, eager = (

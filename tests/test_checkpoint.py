@@ -1,5 +1,5 @@
-"""Averaged weights, and checkpoints: written whole or not at all, verified, kept; and whatever is
-cut, damaged, foreign or hostile is refused."""
+"""Averaged weights, and checkpoints: written whole or not at all, verified, kept; and
+whatever is cut, damaged, foreign or hostile is refused."""
 
 import contextlib
 import errno
@@ -40,7 +40,8 @@ def tiny_model(seed=0):
 
 
 def tiny_state(step):
-    """A model after one update, its average and its optimizer; every step has other weights."""
+    """A model after one update, its average and its optimizer; every step has other
+    weights."""
     model = tiny_model(step)
     ema = EMA(model, 0.9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -227,7 +228,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json"])
 def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file):
-    """Bytes anywhere: in tensors, in the header, in names, numbers and white space of the JSON."""
+    """Bytes anywhere: in tensors, in the header, in names, numbers and white space of
+    the JSON."""
     path = save(tmp_path, 1)
     expected = read_checkpoint(path)
     original = (path / file).read_bytes()

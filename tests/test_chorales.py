@@ -24,7 +24,8 @@ NOTES = get_tokenizer(str(TOKENIZER))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A file of random chorales whose voices span 13 semitones and are silent once in a while."""
+    """A file of random chorales whose voices span 13 semitones and are silent once in a
+    while."""
     rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("source") / "made.json"
     lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
@@ -65,7 +66,7 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
     assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="reads the published file")
 def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
     real_data, tmp_path
 ):

@@ -1,4 +1,5 @@
-"""How scripts end: one line for a user's mistake, a traceback for a bug, and no result lost."""
+"""How scripts end: one line for a user's mistake, a traceback for a bug, and no result
+lost."""
 
 import contextlib
 import io
@@ -76,21 +77,6 @@ def test_interactive_without_standard_input_is_told(run):
         (INTERRUPT, 130, "", "interrupted"),
         ("print('\\u00e9\\u4e2d\\ud800'); return", 0, "\\xe9\\u4e2d\\ud800", ""),
         ("print('x' * 10**6, 'end'); return", 0, "x" * 10**6 + " end", ""),
-        ("raise UserError('give --x')", 2, "", "error (rank 3): give --x"),
-        (
-            "open('/x')",
-            2,
-            "",
-            "error (rank 3): [Errno 2] No such file or directory: '/x'",
-        ),
-        ("raise MemoryError", 2, "", f"error (rank 3): out of memory; {SMALLER}"),
-        (
-            NO_THREAD,
-            2,
-            "",
-            f"error (rank 3): too many processes; {RAISE}: can't start new thread",
-        ),
-        ("return 5", 5, "", ""),
     ],
 )
 def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
@@ -99,6 +85,32 @@ def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     found = done.returncode, done.stdout.strip(), done.stderr.strip()
     assert found == (status, out, err)
+
+
+@pytest.mark.parametrize(
+    "body, status, err",
+    [
+        ("raise UserError('give --x')", 2, "error (rank 3): give --x"),
+        (
+            "open('/x')",
+            2,
+            "error (rank 3): [Errno 2] No such file or directory: '/x'",
+        ),
+        ("raise MemoryError", 2, f"error (rank 3): out of memory; {SMALLER}"),
+        (
+            NO_THREAD,
+            2,
+            f"error (rank 3): too many processes; {RAISE}: can't start new thread",
+        ),
+        ("return 5", 5, ""),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(body, status, err, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as stop:
+        exec(MAIN.format(body), {})
+    told = capsys.readouterr()
+    assert (stop.value.code, told.out, told.err.strip()) == (status, "", err)
 
 
 BUG = """

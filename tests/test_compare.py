@@ -115,7 +115,8 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder):
 def test_models_of_other_blocks_and_kinds(
     compare, run, longer, encoder, plain, tmp_path
 ):
-    """In blocks of the shorter model; what both have in common; also shorter than a block."""
+    """In blocks of the shorter model; what both have in common; also shorter than a
+    block."""
     text = tmp_path / "my.txt"
     text.write_text(SENTENCE)
     report = compare(longer, run, "--orders l2r", datasets=[text])

@@ -1,4 +1,5 @@
-"""Findings 4 and 5 of the paper (arXiv 2506.19935): how many conditionals an architecture models.
+"""Findings 4 and 5 of the paper (arXiv 2506.19935): how many conditionals an
+architecture models.
 
 An encoder's conditional depends on the set of unmasked positions, a decoder's also on
 their order."""
@@ -11,8 +12,9 @@ from reference import enumerable_system
 
 
 def distinct(conditionals, decimals=10):
-    """The number of different distributions among {(context, target): p(x_target | x_context)}.
-    Two of different targets differ, since they are compared as functions of the whole sequence."""
+    """The number of different distributions among {(context, target): p(x_target |
+    x_context)}. Two of different targets differ, since they are compared as functions
+    of the whole sequence."""
     values = {
         (target, *torch.round(values, decimals=decimals).tolist())
         for (*_, target), values in conditionals.items()

@@ -195,7 +195,8 @@ def write_dataset(folder: Path, tokens, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory) -> TokenDataset:
-    """23 blocks of 4 tokens, and 3 tokens that fill no block; block i holds 4 i .. 4 i + 3."""
+    """23 blocks of 4 tokens, and 3 tokens that fill no block; block i holds 4 i .. 4 i
+    + 3."""
     folder = write_dataset(tmp_path_factory.mktemp("numbered"), np.arange(23 * 4 + 3))
     return TokenDataset(folder, "train", 4)
 
@@ -426,7 +427,8 @@ def test_a_damaged_vocabulary_is_refused_in_a_line(tmp_path, change, says):
 
 
 def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
-    """Not by its name or the order of its lines; that of GPT-2 is the one that tiktoken checks."""
+    """Not by its name or the order of its lines; that of GPT-2 is the one that tiktoken
+    checks."""
     one = write_vocabulary(tmp_path / "one.tiktoken")
     same = write_vocabulary(tmp_path / "same.tiktoken", lambda lines: lines[::-1])
     swapped = [*range(256), 257, 256]

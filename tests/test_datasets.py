@@ -1,5 +1,5 @@
-"""Preparing datasets: detokenisers, the packing of the SEDD protocol, sources, and prepare.py as
-users run it."""
+"""Preparing datasets: detokenisers, the packing of the SEDD protocol, sources, and
+prepare.py as users run it."""
 
 import contextlib
 import functools
@@ -78,8 +78,8 @@ CASES = {
         ("= = = Less = = = of = = Career = =", "=== Less === of == Career =="),
         (" = Title = \n", " = Title =\n"),
         ("45 ° north\n of N N N the film 's end", "45°north\nof 1 N 1 the film's end"),
-        # in order: the comma leaves its space before the pair is closed, the full stop ends at the
-        # line's end only
+        # in order: the comma leaves its space before the pair is closed, the full stop
+        # ends at the line's end only
         ("x , ( y , z ) . \n", "x, (y, z).\n"),
         # an apostrophe counts as the opening of a pair too
         ("the dogs ' bark 's end", "the dogs'bark's end"),
@@ -172,10 +172,10 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
 
 
 @needs_gpt2
-@pytest.mark.slow
+@pytest.mark.slow(reason="tokenizes whole test sets")
 def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
-    """Token for token, on the whole of PTB's and LAMBADA's test sets, on fewer rows than shards,
-    and on shards of more than one group (11,283 rows)."""
+    """Token for token, on the whole of PTB's and LAMBADA's test sets, on fewer rows
+    than shards, and on shards of more than one group (11,283 rows)."""
     pytest.importorskip("datasets")
     ptb = real_data / "ptb" / "ptb.test.txt"
     lambada = real_data / "lambada" / "lambada_test.jsonl"
@@ -333,8 +333,8 @@ def rows_of(name: str, split: str, rows: tuple, options: dict, **changes) -> lis
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):
-    """The loading code on a repository of the hub's layout, in a folder: the configuration and
-    split are picked."""
+    """The loading code on a repository of the hub's layout, in a folder: the
+    configuration and split are picked."""
     datasets = pytest.importorskip("datasets")
     wiki = tmp_path / "wiki"
     listed = ""
@@ -354,7 +354,8 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     rows = ["", " wikitext-103-raw-v1 validation \n"]
     assert rows_of("wikitext103", "val", two, catalogue.WIKITEXT_103, **here) == rows
 
-    # a repository that still holds a script: the converted copy, of which parts can be partial
+    # a repository that still holds a script: the converted copy, of which parts can be
+    # partial
     real = datasets.load_dataset
 
     def load(repository, config=None, **keywords):
@@ -738,7 +739,8 @@ def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
 
 @contextlib.contextmanager
 def under_way(source: Path, out: Path, *options, **environment):
-    """prepare.py in a process group of its own, once it has written some of its output."""
+    """prepare.py in a process group of its own, once it has written some of its
+    output."""
     script = [sys.executable, ROOT / "data" / "prepare.py", "text", "--source", source]
     process = subprocess.Popen(
         [*script, *BYTES, out, *options],
@@ -800,7 +802,8 @@ def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, number
 
 
 def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
-    """A folder has the form of a repository: its files, or README.md, say what the splits are."""
+    """A folder has the form of a repository: its files, or README.md, say what the
+    splits are."""
     pytest.importorskip("datasets")
     folder = tmp_path / "owner" / "tales"
     (folder / "fine").mkdir(parents=True)

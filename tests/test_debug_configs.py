@@ -1,11 +1,12 @@
-"""Every system, through the scripts: its debug config trains, resumes, is evaluated and sampled."""
+"""Every system, through the scripts: its debug config trains, resumes, is evaluated and
+sampled."""
 
 import json
 import math
 
 import pytest
 import torch
-from helpers import ROOT, read_lines
+from helpers import ROOT, read_lines, some_slow
 
 import eval_ppl
 import sample
@@ -23,7 +24,15 @@ def short(steps):
     return [*options.split(), "--checkpoint.interval", "4", "--train.log-interval", "1"]
 
 
-@pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    some_slow(
+        [(path,) for path in SYSTEMS],
+        lambda path: path.stem in ("aogpt", "a3", "encoder"),
+        "four scripts, three seconds, for each",
+    ),
+    ids=lambda path: path.stem,
+)
 def test_a_debug_config_trains_resumes_evaluates_and_samples(
     script, data, tmp_path, path
 ):

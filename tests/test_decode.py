@@ -1,5 +1,5 @@
-"""Decoding draws from the distribution it claims, in every mode, through a cache that changes
-nothing."""
+"""Decoding draws from the distribution it claims, in every mode, through a cache that
+changes nothing."""
 
 import copy
 import dataclasses
@@ -12,18 +12,20 @@ from unittest import mock
 import pytest
 import reference
 import torch
-from helpers import NoHostReads
+from helpers import NoHostReads, some_slow
 from reference import (
     DECODERS,
     ENCODERS,
     ONE_BY_ONE,
-    PACES,
+    PACED,
     ROTARY_GPT,
     accept,
     all_sequences,
     enumerable_system,
     make_plan,
     make_system,
+    modes,
+    options_of,
     random_tokens,
     sampled_counts,
     seeded,
@@ -59,16 +61,23 @@ V = 3
 SAMPLES = 7000
 
 
-def modes(text):
-    return text.split(", ")
-
-
-FIXED = modes(
-    "l2r, l2r 3, random 1, random 2, exact 1, exact 3, even 2, cosine 3, even-cosine 3"
+FIXED = modes("""
+    l2r, l2r --group-size 3, random, random --group-size 2, mdm --steps 1,
+    mdm --steps 3, even --steps 2, mdm --steps 3 --schedule cosine,
+    even --steps 3 --schedule cosine
+""")
+BLOCKS = ["confidence --threshold 0.45 --block 3"]
+ADAPTIVE = (
+    modes("""
+    confidence, confidence --group-size 2, entropy, entropy --group-size 3,
+    margin --group-size 2
+""")
+    + BLOCKS
 )
-PACED = ["blocks-sure"]
-ADAPTIVE = modes("confidence 1, confidence 2, entropy 1, entropy 3, margin 2") + PACED
-SPECULATIVE = modes("speculative 3, speculative-random 2, pairs-random 3")
+SPECULATIVE = modes("""
+    speculative --order l2r --draft 3, speculative --draft 2,
+    speculative --draft-by ngram --draft 3
+""")
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 
 RELATIVE = ["target rotary", "two_stream, rotary", "mask_query, rotary"]
@@ -85,64 +94,145 @@ def expected_distribution(mode, system, seed, choice=None, prompt=()):
     return reference.distribution_of(mode, conditional, V, N, dict(prompt))
 
 
-AOGPT_MODES = modes(
-    "l2r, l2r 2, l2r 3, random 2, random 3, any 1, exact 1, exact 2, exact 5, even 2, even 3, "
-    "cosine 2, cosine 4, even-cosine 2, even-cosine 3, confidence 1, confidence 2, entropy 1, "
-    "entropy 2, entropy 3, speculative 2, speculative 3, speculative 4, speculative-random 2, "
-    "speculative-random 3, margin 1, margin 3, pairs 2, pairs 4, pairs-random 3"
-)
-DECODER_MODES = modes(
-    "random 1, cosine 3, even-cosine 3, confidence 2, entropy 1, speculative-random 4, pairs 2"
-)
+AOGPT_MODES = modes("""
+    l2r, l2r --group-size 2, l2r --group-size 3, random --group-size 2,
+    random --group-size 3, adaptive --unmask-by random, mdm --steps 1,
+    mdm --steps 2, mdm --steps 5, even --steps 2, even --steps 3,
+    mdm --steps 2 --schedule cosine, mdm --steps 4 --schedule cosine,
+    even --steps 2 --schedule cosine, even --steps 3 --schedule cosine, confidence,
+    confidence --group-size 2, entropy, entropy --group-size 2,
+    entropy --group-size 3, speculative --order l2r --draft 2,
+    speculative --order l2r --draft 3, speculative --order l2r --draft 4,
+    speculative --draft 2, speculative --draft 3, margin, margin --group-size 3,
+    speculative --order l2r --draft-by ngram --draft 2,
+    speculative --order l2r --draft-by ngram --draft 4,
+    speculative --draft-by ngram --draft 3
+""")
+DECODER_MODES = modes("""
+    random, mdm --steps 3 --schedule cosine, even --steps 3 --schedule cosine,
+    confidence --group-size 2, entropy, speculative --draft 4,
+    speculative --order l2r --draft-by ngram --draft 2
+""")
 ENUMERATED = [  # systems, seed, modes
-    (["AO-GPT"], 1, [*AOGPT_MODES, *PACES]),
+    (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
     (["AO-GPT"], 0, AOGPT_MODES[::3]),
     (
-        modes("two_stream, sigma-GPT, shared, per_block") + ["AO-GPT, rotary"],
+        ["two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary"],
         3,
         DECODER_MODES,
     ),
-    (["two_stream"], 4, modes("random 2, random 3, l2r 2, even 2, exact 2")),
-    (["mask_query"], 3, [*DECODER_MODES, *PACES, *AOGPT_MODES]),
+    (
+        ["two_stream"],
+        4,
+        modes("""
+    random --group-size 2, random --group-size 3, l2r --group-size 2,
+    even --steps 2, mdm --steps 2
+"""),
+    ),
+    (["mask_query"], 3, [*DECODER_MODES, *PACED, *AOGPT_MODES]),
     (
         ["mask_query, rotary"],
         3,
-        [*DECODER_MODES, *modes("random 2, l2r 2, exact 2, pairs 4")],
+        [
+            *DECODER_MODES,
+            *modes("""
+    random --group-size 2, l2r --group-size 2, mdm --steps 2,
+    speculative --order l2r --draft-by ngram --draft 4
+"""),
+        ],
     ),
-    (modes("two_stream, encoder AO-GPT, sigma-GPT"), 4, PACED),
-    ([ONE_BY_ONE], 3, modes("random 2, exact 3, confidence 2, blocks-sure")),
-    # Before the first token all positions are alike to it; `PACES` are enumerated without equals.
-    (["target rotary"], 1, [*DECODER_MODES, "exact 3", *AOGPT_MODES]),
-    (["two_stream, rotary"], 3, [*DECODER_MODES, *modes("random 2, l2r 2, exact 2")]),
+    (["two_stream", "encoder AO-GPT", "sigma-GPT"], 4, BLOCKS),
+    (
+        [ONE_BY_ONE],
+        3,
+        modes("""
+    random --group-size 2, mdm --steps 3, confidence --group-size 2,
+    confidence --threshold 0.45 --block 3
+"""),
+    ),
+    # Before the first token all positions are alike to it; `PACED` are enumerated
+    # without equals.
+    (["target rotary"], 1, [*DECODER_MODES, "mdm --steps 3", *AOGPT_MODES]),
+    (
+        ["two_stream, rotary"],
+        3,
+        [
+            *DECODER_MODES,
+            *modes("""
+    random --group-size 2, l2r --group-size 2, mdm --steps 2
+"""),
+        ],
+    ),
     (
         [f"{system}, rotary" for system in ("sigma-GPT", "shared", "per_block")],
         4,
-        modes("exact 3, confidence 2, speculative-random 4"),
+        modes("""
+    mdm --steps 3, confidence --group-size 2, speculative --draft 4
+"""),
     ),
     (
         ENCODERS,
         2,
-        modes("l2r, exact 3, even 2, random 3, confidence 1, confidence 2, entropy 2"),
+        modes("""
+    l2r, mdm --steps 3, even --steps 2, random --group-size 3, confidence,
+    confidence --group-size 2, entropy --group-size 2
+"""),
     ),
 ]
 
 
-# Modes whose distributions the chi-square test tells apart, so that acceptance means something.
+# Modes whose distributions the chi-square test tells apart, so that acceptance means
+# something.
 OTHERS = {
-    "exact 1": "exact 2, exact 5, even 2, l2r",
-    "cosine 2": "exact 2, even-cosine 2",
-    "even-cosine 3": "even 3, cosine 4",
-    "confidence 1": "entropy 1, confidence 2, any 1",
-    "entropy 2": "confidence 2, entropy 1, random 2",
-    "speculative 4": "l2r 2, any 1",
-    "speculative-random 3": "random 3, l2r",
+    "mdm --steps 1": "mdm --steps 2, mdm --steps 5, even --steps 2, l2r",
+    "mdm --steps 2 --schedule cosine": "mdm --steps 2, even --steps 2 --schedule cosine",
+    "even --steps 3 --schedule cosine": "even --steps 3, mdm --steps 4 --schedule cosine",
+    "confidence": "entropy, confidence --group-size 2, adaptive --unmask-by random",
+    "entropy --group-size 2": "confidence --group-size 2, entropy, random --group-size 2",
+    "speculative --order l2r --draft 4": "l2r --group-size 2, adaptive --unmask-by random",
+    "speculative --draft 3": "random --group-size 3, l2r",
 }
+
+
+# Every mode in one system; in the others those in which they take a way of their own.
+QUICK_MODES = {
+    "AO-GPT": [*AOGPT_MODES, *PACED],
+    "two_stream": modes("""
+    random --group-size 2, mdm --steps 3 --schedule cosine, speculative --draft 4,
+    confidence --threshold 0.45 --block 3
+"""),
+    "mask_query": modes("""
+    random --group-size 2, entropy, speculative --draft 4,
+    confidence --threshold 0.45 --block 3
+"""),
+    "target rotary": modes("""
+    random, confidence --group-size 2, mdm --steps 3,
+    speculative --order l2r --draft-by ngram --draft 2
+"""),
+    "RADD": modes("l2r, mdm --steps 3, confidence --group-size 2"),
+    "SEDD": modes("""
+    even --steps 2, random --group-size 3, entropy --group-size 2
+"""),
+    "encoder AO-GPT": modes("""
+    mdm --steps 3, confidence, confidence --threshold 0.45 --block 3
+"""),
+}
+SAME_WAY = "other systems decode in these modes by the same code"
 
 
 @pytest.mark.parametrize(
     "system, seed, mode",
-    dict.fromkeys(
-        (s, seed, m) for systems, seed, ms in ENUMERATED for s in systems for m in ms
+    some_slow(
+        dict.fromkeys(
+            (system, seed, mode)
+            for systems, seed, some_modes in ENUMERATED
+            for system in systems
+            for mode in some_modes
+        ),
+        lambda system, seed, mode: (
+            seed != 0 and mode in QUICK_MODES.get(system, ["confidence --group-size 2"])
+        ),
+        SAME_WAY,
     ),
 )
 def test_samples_match_enumeration(system, seed, mode):
@@ -160,33 +250,63 @@ def test_samples_match_enumeration(system, seed, mode):
         assert reference.chi_square_p(counts, expected) < 1e-6, other
 
 
-PROMPTED_MODES = modes(
-    "l2r, random 2, exact 3, cosine 2, even-cosine 2, confidence 1, entropy 2"
+PROMPTED_MODES = modes("""
+    l2r, random --group-size 2, mdm --steps 3, mdm --steps 2 --schedule cosine,
+    even --steps 2 --schedule cosine, confidence, entropy --group-size 2
+""")
+PROMPTED_MODES += (
+    modes("""
+    confidence --threshold 0.45, entropy --entropy-bound 0.95, confidence --block 2
+""")
+    + SPECULATIVE
 )
-PROMPTED_MODES += modes("sure, bound, blocks") + SPECULATIVE
 ENDS = ({0: 1, 3: 0},)
 INFILLED = [  # systems, seed, prompts, modes
     (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
-    ([*ENCODERS, "two_stream"], 2, ENDS, modes("exact 3, even 2, entropy 1")),
+    (
+        [*ENCODERS, "two_stream"],
+        2,
+        ENDS,
+        modes("mdm --steps 3, even --steps 2, entropy"),
+    ),
     (["mask_query"], 3, ({1: 2}, *ENDS), PROMPTED_MODES),
     (
         RELATIVE,
         1,
         ENDS,
-        [*modes("l2r, random 2, exact 3, confidence 1, speculative 3"), *PACES],
+        [
+            *modes("""
+    l2r, random --group-size 2, mdm --steps 3, confidence,
+    speculative --order l2r --draft 3
+"""),
+            *PACED,
+        ],
     ),
 ]
 
 
 @pytest.mark.parametrize(
     "system, seed, prompt, mode",
-    [
-        (s, i, p, m)
-        for ss, i, prompts, ms in INFILLED
-        for s in ss
-        for p in prompts
-        for m in ms
-    ],
+    some_slow(
+        [
+            (system, seed, prompt, mode)
+            for systems, seed, prompts, some_modes in INFILLED
+            for system in systems
+            for prompt in prompts
+            for mode in some_modes
+        ],
+        lambda system, seed, prompt, mode: (
+            mode
+            in (
+                "mdm --steps 3",
+                "confidence",
+                "speculative --order l2r --draft 3",
+                "entropy",
+            )
+            or (system == "AO-GPT" and prompt == ENDS[0])
+        ),
+        SAME_WAY,
+    ),
 )
 def test_infilling_matches_enumeration(system, seed, prompt, mode):
     """Over the sequences that hold the prompt."""
@@ -208,7 +328,10 @@ def test_infilling_matches_enumeration(system, seed, prompt, mode):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("mode", ["exact 3", "speculative 3", "speculative-random 3"])
+@pytest.mark.parametrize(
+    "mode",
+    ["mdm --steps 3", "speculative --order l2r --draft 3", "speculative --draft 3"],
+)
 def test_truncated_sampling_matches_enumeration(mode, choice):
     """Greedy left to right has one possible sequence, which every sample is."""
     plan = make_plan(mode, SAMPLES, N, seed=11)
@@ -222,7 +345,8 @@ def test_truncated_sampling_matches_enumeration(mode, choice):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_two_stages_and_one_stage_are_the_same_distribution(steps):
-    """Lemma 4.1: token-or-mask drawn at every step, or the whole plan before; both enumerated."""
+    """Lemma 4.1: token-or-mask drawn at every step, or the whole plan before; both
+    enumerated."""
     conditional = enumerated("AO-GPT", 1)[1]
     one = reference.one_stage_distribution(conditional, N, steps)
     two = reference.plan_distribution(
@@ -235,15 +359,44 @@ def test_two_stages_and_one_stage_are_the_same_distribution(steps):
 RAGGED = [  # systems, modes
     (
         ["AO-GPT", "two_stream", "mask_query"],
-        ["l2r", "random 2", "entropy 2", *SPECULATIVE],
+        ["l2r", "random --group-size 2", "entropy --group-size 2", *SPECULATIVE],
     ),
-    (["RADD", "SEDD"], modes("exact 2, even-cosine 2, confidence 1")),
-    (RELATIVE, modes("random 2, confidence 1, speculative-random 2")),
+    (
+        ["RADD", "SEDD"],
+        modes("""
+    mdm --steps 2, even --steps 2 --schedule cosine, confidence
+"""),
+    ),
+    (
+        RELATIVE,
+        modes("""
+    random --group-size 2, confidence, speculative --draft 2
+"""),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "system, mode", [(s, m) for ss, ms in RAGGED for s in ss for m in ms]
+    "system, mode",
+    some_slow(
+        [
+            (system, mode)
+            for systems, some_modes in RAGGED
+            for system in systems
+            for mode in some_modes
+        ],
+        lambda system, mode: (
+            system == "AO-GPT"
+            or mode
+            == (
+                "speculative --draft 2"
+                if system in RELATIVE
+                else "random --group-size 2"
+            )
+            or mode == "mdm --steps 2"
+        ),
+        SAME_WAY,
+    ),
 )
 def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
     system, mode
@@ -270,9 +423,13 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
         )
 
 
-RULES = modes(
-    "confidence 1, entropy 1, margin 1, confidence 2, l2r 1, random 3"
-) + list(PACES)
+RULES = (
+    modes("""
+    confidence, entropy, margin, confidence --group-size 2, l2r,
+    random --group-size 3
+""")
+    + PACED
+)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +438,9 @@ RULES = modes(
     + [
         (s, 2, mode)
         for s in ("two_stream", "mask_query", *ENCODERS)
-        for mode in ("margin 1", "blocks-sure")
+        for mode in ("margin", "confidence --threshold 0.45 --block 3")
     ]
-    + [("target rotary", 2, mode) for mode in ("l2r 1", "random 3")],
+    + [("target rotary", 2, mode) for mode in ("l2r", "random --group-size 3")],
 )
 def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
     system, seed, mode
@@ -402,7 +559,8 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 
 
 def fits(system, mode):
-    """Whether a system decodes in a mode: without targets all positions have one prediction."""
+    """Whether a system decodes in a mode: without targets all positions have one
+    prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
     return (
         conditioned
@@ -412,18 +570,26 @@ def fits(system, mode):
 
 
 def every_mode_of(*systems):
-    """All modes of the first system; the others share them, each mode with half of the systems."""
+    """All modes of all systems. Those of the first one are quick; the others share the
+    modes, each mode with a sixth of the systems, and the rest is slow."""
+
+    def is_quick(system, mode):
+        number = systems.index(system)
+        return number == 0 or (number + EVERY_MODE.index(mode)) % 6 == 0
+
     pairs = [
         (system, mode)
-        for i, system in enumerate(systems)
-        for j, mode in enumerate(EVERY_MODE)
-        if fits(system, mode) and (i == 0 or (i + j) % 2 == 0)
+        for system in systems
+        for mode in EVERY_MODE
+        if fits(system, mode)
     ]
-    return pytest.mark.parametrize("system, mode", pairs)
+    marked = some_slow(pairs, is_quick, "more than two hundred cases")
+    return pytest.mark.parametrize("system, mode", marked)
 
 
 def logits_given(model, tokens, context, target, sizes=()):
-    """(V,) of one position given the row's tokens at `context`, in groups of these sizes."""
+    """(V,) of one position given the row's tokens at `context`, in groups of these
+    sizes."""
     length = len(tokens)
     if model.config.is_encoder:
         masked = torch.tensor([[p not in context for p in range(length)]])
@@ -448,8 +614,10 @@ def logits_given(model, tokens, context, target, sizes=()):
 
 @torch.no_grad()
 def adaptive_reference(model, tokens, context, mode):
-    """Step and log-probability of every position of one finished row (T,), without a cache."""
-    by, limits = PACES.get(mode) or (mode.split()[0], {"group": int(mode[-1])})
+    """Step and log-probability of every position of one finished row (T,), without a
+    cache."""
+    options = options_of(mode)
+    by = options.unmask_by
     steps = [-1] * len(tokens)
     log_probs = torch.zeros(len(tokens))
     step = 0
@@ -465,7 +633,9 @@ def adaptive_reference(model, tokens, context, mode):
         margin = {p: first - second for p, (first, second) in best.items()}
         confidence = {p: first for p, (first, _) in best.items()}
         score = {"entropy": entropy, "margin": margin, "confidence": confidence}[by]
-        chosen = reference.paced_choice(score, entropy, by, **limits)
+        chosen = reference.paced_choice(
+            score, entropy, by, **reference.limits_of(options)
+        )
         for p in chosen:
             steps[p] = step
             log_probs[p] = said[p][tokens[p]]
@@ -485,8 +655,8 @@ def adaptive_reference(model, tokens, context, mode):
     "mask_query, rotary",
 )
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
-    """Before temperature and truncation. Adaptive modes: the positions of every step are those that
-    the uncached model prefers."""
+    """Before temperature and truncation. Adaptive modes: the positions of every step
+    are those that the uncached model prefers."""
     model = text_model(system)
     given = some_given(7, LENGTH, seed=7)
     given[2:4] = False
@@ -530,7 +700,12 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
 
 
 @pytest.mark.parametrize("system", [*DECODERS, ONE_BY_ONE])
-@pytest.mark.parametrize("mode", ["l2r", "l2r 3", "random 2", "exact 4"])
+@pytest.mark.parametrize(
+    "mode",
+    modes("""
+    l2r, l2r --group-size 3, random --group-size 2, mdm --steps 4
+"""),
+)
 def test_the_simple_sampler_is_the_engine(system, mode):
     """Tokens and log-probabilities, some tokens given; float64."""
     model = text_model(system, torch.float64)
@@ -548,8 +723,9 @@ def test_the_simple_sampler_is_the_engine(system, mode):
 
 @every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
-    """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone, cut. What
-    stands at free positions is ignored; tokens that may not be drawn may be given."""
+    """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
+    cut. What stands at free positions is ignored; tokens that may not be drawn may be
+    given."""
     model = text_model(system, torch.float64)
     given = some_given(7, LENGTH, seed=3)
     given[2] = False
@@ -602,9 +778,10 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     ]
 
 
-@pytest.mark.parametrize("mode", ["l2r", "even 8", "exact 16"])
+@pytest.mark.parametrize("mode", ["l2r", "even --steps 8", "mdm --steps 16"])
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
-    """At this width batches of 1 and 8 take other kernels, and some tokens are drawn again."""
+    """At this width batches of 1 and 8 take other kernels, and some tokens are drawn
+    again."""
     sizes = {"vocab_size": 8192, "n_embd": 256, "n_head": 4, "block_size": 64}
     model = make_system("AO-GPT", 1, torch.float32, **sizes)
     plan = make_plan(mode, 8, 64)
@@ -616,7 +793,8 @@ def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of a device without float64, named "meta", with the values of one of the CPU."""
+    """A tensor of a device without float64, named "meta", with the values of one of the
+    CPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -654,7 +832,14 @@ class FactoryFunctions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "mode", ["exact 3", "entropy 2", "bound", "speculative 3", "pairs 2"]
+    "mode",
+    [
+        "mdm --steps 3",
+        "entropy --group-size 2",
+        "entropy --entropy-bound 0.95",
+        "speculative --order l2r --draft 3",
+        "speculative --order l2r --draft-by ngram --draft 2",
+    ],
 )
 @pytest.mark.parametrize(
     "system", ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"]
@@ -662,7 +847,10 @@ class FactoryFunctions(TorchDispatchMode):
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
 ):
-    if system == "SEDD" and mode in ("speculative 3", "pairs 2"):
+    if system == "SEDD" and mode in (
+        "speculative --order l2r --draft 3",
+        "speculative --order l2r --draft-by ngram --draft 2",
+    ):
         return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
@@ -695,7 +883,8 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
 
 @pytest.fixture
 def work(monkeypatch):
-    """What the model is asked for: inputs per cached pass, and rows that reach the head."""
+    """What the model is asked for: inputs per cached pass, and rows that reach the
+    head."""
     seen = {"inputs": [], "heads": 0}
     hidden = cached.cached_hidden
     logits = cached.float32_logits
@@ -717,20 +906,32 @@ def work(monkeypatch):
     return seen
 
 
-BY_HAND = {"l2r": 12, "exact 1": 12, "random 1": 12, "even 4": 12 + 3 * 2}
+BY_HAND = {"l2r": 12, "mdm --steps 1": 12, "random": 12, "even --steps 4": 12 + 3 * 2}
 
 
-@pytest.mark.parametrize("lengths", [LENGTH, LENGTHS], ids=["equal lengths", "ragged"])
-@pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
-@pytest.mark.parametrize("mode", [*EVERY_MODE, "exact 100", "even 4"])
-def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, work):
-    """Counted where the model is called; of fixed plans, calls are the steps of the longest row and
-    work is below 2n + steps inputs a row. By hand: groups of one, and a single group, compute every
-    step once; 4 groups of 3 have 12 copies of a last known token, and after every group but the
-    last the 2 of its tokens that no copy has left in the cache."""
-    plan = make_plan(
-        mode, 7, lengths, some_given(7, LENGTH, seed=2) if prompted else None
-    )
+@pytest.mark.parametrize(
+    "mode, prompted, ragged",
+    some_slow(
+        itertools.product(
+            [*EVERY_MODE, "mdm --steps 100", "even --steps 4"],
+            [False, True],
+            [False, True],
+        ),
+        lambda mode, prompted, ragged: (
+            prompted and ragged or not prompted and not ragged and mode in BY_HAND
+        ),
+        "rows with a prompt and of different lengths are the general case",
+    ),
+)
+def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, work):
+    """Counted where the model is called; of fixed plans, calls are the steps of the
+    longest row and work is below 2n + steps inputs a row. By hand: groups of one, and a
+    single group, compute every step once; 4 groups of 3 have 12 copies of a last known
+    token, and after every group but the last the 2 of its tokens that no copy has left
+    in the cache."""
+    lengths = LENGTHS if ragged else LENGTH
+    given = some_given(7, LENGTH, seed=2) if prompted else None
+    plan = make_plan(mode, 7, lengths, given)
     tokens = torch.zeros(7, LENGTH).long()
     uniforms = uniforms_for(7)
     progress = []
@@ -742,7 +943,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, 
         sum(work["inputs"]),
     )
     assert sum(progress) == int(plan.generated().sum())
-    fixed = mode in (*FIXED, "exact 100", "even 4")
+    fixed = mode in (*FIXED, "mdm --steps 100", "even --steps 4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
         assert (
@@ -769,7 +970,8 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, lengths, 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("draft", [2, 3, 5, 100])
 def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed):
-    """Two calls settle at least two positions: the first draft, and one that is verified."""
+    """Two calls settle at least two positions: the first draft, and one that is
+    verified."""
     plan = speculative_plan(7, LENGTHS, draft, seeded(seed))
     got = generate(text_model(), plan, generator=seeded(seed + 5))
     assert got.model_calls <= LENGTH
@@ -780,7 +982,8 @@ def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed
 
 @pytest.mark.parametrize("draft", [2, 3, 5])
 def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
-    """A model that does not look at its inputs: a round settles all drafts and one more."""
+    """A model that does not look at its inputs: a round settles all drafts and one
+    more."""
     model = make_system("AO-GPT", 0, tokens=TOKENS, block_size=LENGTH)
     with torch.no_grad():
         for p in (model.wte.weight, model.wpe.weight, model.start):
@@ -823,7 +1026,8 @@ def test_where_there_is_nothing_to_generate_no_call_is_made():
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Memory runs out in the second step of batches of more samples; returns the sizes tried."""
+    """Memory runs out in the second step of batches of more samples; returns the sizes
+    tried."""
 
     def set_most(most):
         sizes = []
@@ -847,7 +1051,7 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
 ):
     """Progress ends at what is generated."""
     model = text_model(dtype=torch.float64)
-    plan = make_plan("exact 5", 8, LENGTH)
+    plan = make_plan("mdm --steps 5", 8, LENGTH)
     progress = []
     whole = generate(model, plan, generator=seeded(0))
     sizes = narrow(2)
@@ -866,7 +1070,8 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
 
 @pytest.fixture
 def counted_graphs(monkeypatch):
-    """torch.compile without its slow code generator; counts what that would be handed."""
+    """torch.compile without its slow code generator; counts what that would be
+    handed."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -882,8 +1087,9 @@ def counted_graphs(monkeypatch):
 
 
 def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache():
-    """Writing into a part of a tensor, compiled code would copy the whole: no buffer that it
-    allocates may be as large as the cache of a layer, or as what a step reads of it."""
+    """Writing into a part of a tensor, compiled code would copy the whole: no buffer
+    that it allocates may be as large as the cache of a layer, or as what a step reads
+    of it."""
     torch._dynamo.reset()
     model = make_system(
         "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
@@ -909,23 +1115,24 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
 @pytest.mark.parametrize(
     "system, mode, top_p",
     [
-        ("AO-GPT", "even 2", 0.9),
-        ("AO-GPT", "entropy 5", 1.0),
-        ("AO-GPT", "blocks-sure", 1.0),
+        ("AO-GPT", "even --steps 2", 0.9),
+        ("AO-GPT", "entropy --group-size 5", 1.0),
+        ("AO-GPT", "confidence --threshold 0.45 --block 3", 1.0),
     ]
     + [
-        ("AO-GPT", "pairs 4", 0.9),
-        ("two_stream", "speculative 4", 0.9),
-        ("mask_query", "speculative 4", 0.9),
-        ("mask_query", "even 2", 1.0),
-        ("SEDD", "even 2", 0.9),
+        ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4", 0.9),
+        ("two_stream", "speculative --order l2r --draft 4", 0.9),
+        ("mask_query", "speculative --order l2r --draft 4", 0.9),
+        ("mask_query", "even --steps 2", 1.0),
+        ("SEDD", "even --steps 2", 0.9),
     ]
-    + [("encoder AO-GPT", "confidence 6", 1.0)],
+    + [("encoder AO-GPT", "confidence --group-size 6", 1.0)],
 )
 def test_compiled_generation_is_eager_generation_and_compiles_once(
     system, mode, top_p, counted_graphs
 ):
-    """No graph is broken (no more graphs than calls); the same plan again compiles nothing."""
+    """No graph is broken (no more graphs than calls); the same plan again compiles
+    nothing."""
     model = text_model(system, torch.float64)
     plan = make_plan(mode, 7, LENGTHS, some_given(7, LENGTH, seed=1))
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=2)
@@ -961,7 +1168,14 @@ def steps_of(plan):
 
 
 @pytest.mark.parametrize(
-    "mode", ["exact 64", "even 64", "cosine 64", "exact 1024", "entropy 16"]
+    "mode",
+    [
+        "mdm --steps 64",
+        "even --steps 64",
+        "mdm --steps 64 --schedule cosine",
+        "mdm --steps 1024",
+        "entropy --group-size 16",
+    ],
 )
 @pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
@@ -984,7 +1198,15 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
         assert len(shapes) <= (24 if seed == 0 else before + 4)
 
 
-@pytest.mark.parametrize("mode", ["l2r", "exact 4", "cosine 4", "entropy 2"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "l2r",
+        "mdm --steps 4",
+        "mdm --steps 4 --schedule cosine",
+        "entropy --group-size 2",
+    ],
+)
 @pytest.mark.parametrize(
     "system", ["AO-GPT", "two_stream", "mask_query", "SEDD", "target rotary"]
 )
@@ -1066,7 +1288,15 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
     "choice",
     [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)],
 )
-@pytest.mark.parametrize("mode", ["l2r", "even 3", "entropy 2", "speculative 3"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "l2r",
+        "even --steps 3",
+        "entropy --group-size 2",
+        "speculative --order l2r --draft 3",
+    ],
+)
 def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
     mode, choice, bad
 ):
@@ -1095,12 +1325,19 @@ def test_generation_under_autocast_runs_with_packed_layers():
     assert got.tokens.shape == (3, 8) and got.log_probs.isfinite().all()
 
 
-@pytest.mark.parametrize("mode", modes("l2r, l2r 3, random 2, exact 9, confidence 2"))
+@pytest.mark.parametrize(
+    "mode",
+    modes("""
+    l2r, l2r --group-size 3, random --group-size 2, mdm --steps 9,
+    confidence --group-size 2
+"""),
+)
 @pytest.mark.parametrize(
     "system", ["AO-GPT", "two_stream", "mask_query", "encoder AO-GPT"]
 )
 def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
-    """It is the same up to its end, and costs a pass for each step up to the next look."""
+    """It is the same up to its end, and costs a pass for each step up to the next
+    look."""
     model = text_model(system)
     given = some_given(7, LENGTH, seed=7)
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)

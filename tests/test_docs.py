@@ -1,5 +1,5 @@
-"""The pages of the manual: commands parse and name files that exist, many of them run, links lead
-somewhere, and the example of docs/method.md prints what the page says."""
+"""The pages of the manual: commands parse and name files that exist, many of them run,
+links lead somewhere, and the example of docs/method.md prints what the page says."""
 
 import functools
 import gzip
@@ -94,7 +94,8 @@ MADE = (
 
 
 def commands_of(text):
-    """The command lines in the code of a page, without what is around them in a shell."""
+    """The command lines in the code of a page, without what is around them in a
+    shell."""
     found = re.findall(r"`([^`\n]+)`", text)
     for line in text.replace("\\\n", " ").splitlines():
         found += re.findall(r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line)
@@ -125,7 +126,8 @@ CASES = [
 
 
 def script_of(words):
-    """The words after python or torchrun and its options: the script or module, its arguments."""
+    """The words after python or torchrun and its options: the script or module, its
+    arguments."""
     rest = [word for word in words[1:] if word != "-m"]
     first = next((i for i, word in enumerate(rest) if not word.startswith("--")), 0)
     if rest[first] == "aogpt":  # a command of the package, as `python -m aogpt score`
@@ -336,9 +338,10 @@ def small_commands():
     return list(found.values())
 
 
-@pytest.mark.slow  # .ci/run calls it
+@pytest.mark.slow(reason="every command of the documentation")
 def test_commands_run(tmp_path):
-    """In a folder in which their files exist, each in a process of its own (run_commands.py)."""
+    """In a folder in which their files exist, each in a process of its own
+    (run_commands.py)."""
     commands = small_commands()
     used = {script_of(["python", *words])[0] for words in commands}
     assert used == SMALL.keys() and len(commands) >= 30
@@ -426,7 +429,7 @@ def test_the_papers_page_has_a_command_for_every_script_and_few_words():
     assert len(re.sub(r"`[^`]*`", "", text).split()) <= 600
 
 
-TRAINS = pytest.mark.slow  # 20 seconds each; .ci/run calls them
+TRAINS = pytest.mark.slow(reason="trains for twenty seconds")
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,13 @@ def disturbed(reference, out, **changes):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="kills processes of torchrun and waits for them")
 @needs_proc
 def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     undisturbed_ddp, tmp_path, start
 ):
-    # Short, because the test waits it out: the hanging rank is noticed only when the time is over.
+    # Short, because the test waits it out: the hanging rank is noticed only when the
+    # time is over.
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=15.0)
     job, (rng, (moment,)) = start(config, "--max-restarts=1"), jobs.random_moments(0, 1)
     jobs.kill(job, 0, moment, rng)
@@ -86,7 +87,13 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
 
 @needs_proc
 @pytest.mark.parametrize(
-    "receiver", ["rank 1", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "receiver",
+    [
+        "rank 1",
+        pytest.param(
+            "torchrun", marks=pytest.mark.slow(reason="the same for torchrun")
+        ),
+    ],
 )
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(
     data, tmp_path, start, receiver
@@ -109,7 +116,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.slow(reason="kills processes of torchrun and waits for them")
 def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_time(
     data, tmp_path, start
 ):
@@ -127,7 +134,7 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.slow(reason="kills processes of torchrun and waits for them")
 def test_two_nodes_train_as_one_process_does(undisturbed_ddp, tmp_path, start):
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=300.0)
     alone = change(config, name="alone")
@@ -139,7 +146,7 @@ def test_two_nodes_train_as_one_process_does(undisturbed_ddp, tmp_path, start):
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.slow(reason="kills processes of torchrun and waits for them")
 def test_when_torchrun_is_killed_its_processes_end_and_another_number_goes_on(
     undisturbed_ddp, tmp_path, start
 ):

@@ -14,8 +14,8 @@ LETTERS = "abcdefghijklmnop"
 
 
 def test_from_a_text_file_to_samples_with_bytes(tmp_path):
-    """Bytes of long runs of one letter: by itself a letter is one of 16 (2.8 nats), beside any
-    other nearly certain."""
+    """Bytes of long runs of one letter: by itself a letter is one of 16 (2.8 nats),
+    beside any other nearly certain."""
     rng = random.Random(0)
     text = tmp_path / "text.txt"
     text.write_text(

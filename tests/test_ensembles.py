@@ -15,8 +15,8 @@ SIZES = (2, 3)
 
 
 def exact_loss(conditional, size, orders, given=0):
-    """Nats per token of every sequence, (V ** N,), over all contexts, orders and other members; the
-    first `given` steps of every order are the prompt."""
+    """Nats per token of every sequence, (V ** N,), over all contexts, orders and other
+    members; the first `given` steps of every order are the prompt."""
     total = 0
     for order in orders:
         for step, target in enumerate(order[given:], given):
@@ -33,7 +33,8 @@ def exact_loss(conditional, size, orders, given=0):
 
 @pytest.fixture(scope="module", params=["AO-GPT", "two_stream"])
 def system(request):
-    """A random decoder, its conditionals, and {size: its exact loss under uniform orders}."""
+    """A random decoder, its conditionals, and {size: its exact loss under uniform
+    orders}."""
     model, conditional = enumerable_system(request.param, seed=1, scale=2.0)
     every = list(itertools.permutations(range(N)))
     exact = {size: exact_loss(conditional, size, every) for size in (1, *SIZES)}
@@ -41,7 +42,8 @@ def system(request):
 
 
 def z_score(draws, exact):
-    """Distance of the mean of independent draws from the exact value in standard errors."""
+    """Distance of the mean of independent draws from the exact value in standard
+    errors."""
     return float((draws.mean() - exact) / (draws.std() / len(draws) ** 0.5))
 
 
@@ -62,7 +64,8 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
 
 
 def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
-    """The order is 2, then 0 1 3 in any order; and what comes after the text does not count."""
+    """The order is 2, then 0 1 3 in any order; and what comes after the text does not
+    count."""
     model, conditional, _ = system
     orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]
     exact = {size: exact_loss(conditional, size, orders, given=1) for size in (1, 3)}

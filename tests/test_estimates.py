@@ -1,4 +1,5 @@
-"""Errors and intervals of estimates: by hand, and by how often they cover what is known exactly."""
+"""Errors and intervals of estimates: by hand, and by how often they cover what is known
+exactly."""
 
 import itertools
 import math
@@ -17,7 +18,8 @@ V = 3
 
 
 def test_estimate_is_mean_standard_error_and_spread_of_the_draws_of_each_sequence():
-    """Means 2, 1, 3; variances 2, 2, 8 within three sequences of two draws: of all, 4 / 6."""
+    """Means 2, 1, 3; variances 2, 2, 8 within three sequences of two draws: of all, 4 /
+    6."""
     got = estimate(torch.tensor([[1.0, 3.0], [0.0, 2.0], [1.0, 5.0]]))
     assert got.sequences == 3 and got.nll == pytest.approx(2, abs=1e-14)
     assert got.perplexity == pytest.approx(math.exp(2), rel=1e-14)
@@ -52,7 +54,8 @@ def test_parts_add_up():
 
 
 def test_documents_are_clusters():
-    """Means 1, 1, 4, 4, 5 around 3 in two documents: sums -4 and 4, whose mean varies by 16."""
+    """Means 1, 1, 4, 4, 5 around 3 in two documents: sums -4 and 4, whose mean varies
+    by 16."""
     values = torch.tensor([1.0, 1, 4, 4, 5])
     documents = torch.tensor([7, 7, 9, 9, 9])
     got = estimate(values, documents=documents)
@@ -71,7 +74,8 @@ def test_documents_are_clusters():
 
 
 def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
-    """Of 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the time."""
+    """Of 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the
+    time."""
     g = torch.Generator().manual_seed(0)
     sizes = torch.tensor([3, 5, 10, 20, 30, 40])
     documents = torch.arange(6).repeat_interleave(sizes)
@@ -106,7 +110,8 @@ TEXTS = 12
 
 
 def exact_losses(conditional):
-    """The any-order loss of every sequence over all N! orders, nats per token, (V**N,)."""
+    """The any-order loss of every sequence over all N! orders, nats per token,
+    (V**N,)."""
     orders = list(itertools.permutations(range(N)))
     total = sum(
         -conditional[order[:i], order[i]].log() for order in orders for i in range(N)
@@ -115,7 +120,8 @@ def exact_losses(conditional):
 
 
 def coverage(estimates, exact, degrees=None):
-    """The share of 95% intervals that cover a value: over texts, or given degrees of freedom."""
+    """The share of 95% intervals that cover a value: over texts, or given degrees of
+    freedom."""
     covered = 0
     for e in estimates:
         low, high = e.interval()
@@ -132,7 +138,8 @@ def coverage(estimates, exact, degrees=None):
 def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
     draws, given_data
 ):
-    """200 intervals that cover with 95% do so 180 to 198 times but once in a thousand."""
+    """200 intervals that cover with 95% do so 180 to 198 times but once in a
+    thousand."""
     model, conditional = enumerable_system("AO-GPT", seed=0)
     exact = exact_losses(conditional)
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +169,8 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
 def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss(
     system,
 ):
-    """Its masks are stratified over the texts, so that only whole draws are independent."""
+    """Its masks are stratified over the texts, so that only whole draws are
+    independent."""
     model, conditional = enumerable_system(system, seed=0)
     index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
     tokens = all_sequences(V, N)[index]

@@ -1,4 +1,5 @@
-"""eval_gen.py, judges and sets of samples: known judges; the same numbers however they are had."""
+"""eval_gen.py, judges and sets of samples: known judges; the same numbers however they
+are had."""
 
 import dataclasses
 import json
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LENGTH, MODES, read_lines, torchrun
+from helpers import LENGTH, MODES, read_lines, some_slow, torchrun
 
 import eval_gen
 import sample
@@ -58,7 +59,8 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
 
 
 def save_bigram(folder, context=64, start=False):
-    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's distribution."""
+    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's
+    distribution."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     log_probs = torch.tensor(BIGRAM, dtype=torch.float64).log()
@@ -152,7 +154,8 @@ def scores_of(result, row=0):
 
 
 def assert_same(a, b):
-    """The same names and numbers; float32 sums in another order differ by about 1e-7."""
+    """The same names and numbers; float32 sums in another order differ by about
+    1e-7."""
     for one, other in [
         (a, b),
         *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True),
@@ -217,7 +220,8 @@ def test_copies_of_one_sample_do_not_look_fine(script, report, write, bigram):
 def test_samples_are_compared_to_the_n_grams_of_a_reference(
     report, write, byte_judge, tmp_path
 ):
-    """Pieces of the text itself are as near to it as other text is; repetition is not."""
+    """Pieces of the text itself are as near to it as other text is; repetition is
+    not."""
     source = tmp_path / "text.txt"
     folder = tmp_path / "text"
     source.write_text(" ".join(np.random.default_rng(0).choice(list("aaabbc"), 40_000)))
@@ -341,7 +345,8 @@ def test_only_the_same_ids_are_scored_directly(report, write, byte_judge, bigram
 def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_scored(
     bigram,
 ):
-    """The judge's tokenizer knows a, b and c only. Such a row of a file is an error instead."""
+    """The judge's tokenizer knows a, b and c only. Such a row of a file is an error
+    instead."""
     tokens = [list(text.encode()) for text in ("xyz", TEXT)]
     rows = [
         {"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)}
@@ -362,7 +367,8 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
 
 
 def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
-    """Against token_log_probs in float64; the run has a start token, so all tokens are scored."""
+    """Against token_log_probs in float64; the run has a start token, so all tokens are
+    scored."""
     tokens = [list(b"the order of any"), list(b"mask")]
     path = write(*({"text": bytes(ids).decode(), "tokens": ids} for ids in tokens))
     for name in (run, plain):
@@ -400,7 +406,14 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    some_slow(
+        [(mode,) for mode in MODES],
+        lambda mode: mode in ("mdm", "confidence", "speculative"),
+        "every mode",
+    ),
+)
 def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     script, report, run, tmp_path, mode
 ):
@@ -444,7 +457,7 @@ def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
     assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts two processes")
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
     """Also with fewer samples than processes, and for samples of a file."""
@@ -574,7 +587,8 @@ def test_bad_arguments_are_refused(
 def test_what_is_no_judge_is_refused(
     fails, write, run, encoder, bigram, tmp_path, monkeypatch
 ):
-    """A name that is no path is looked for on Hugging Face; pickled weights are not read."""
+    """A name that is no path is looked for on Hugging Face; pickled weights are not
+    read."""
     from transformers import GPT2LMHeadModel
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -35,7 +35,8 @@ from convert import convert
 
 @pytest.fixture
 def evaluate(script, run, data, tmp_path):
-    """Evaluate a run with these options; the JSON report, and what the terminal shows."""
+    """Evaluate a run with these options; the JSON report, and what the terminal
+    shows."""
 
     def call(options="", *more, path=run, other=(), datasets=(data,)):
         report = tmp_path / "ppl.json"
@@ -159,7 +160,7 @@ def test_orders_of_any_distribution(evaluate):
     assert results["fixed_random:seed=4", 1]["monte_carlo_error"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts two processes, several times")
 def test_the_answer_does_not_depend_on_processes_or_batches(
     evaluate, run, data, encoder, tmp_path
 ):
@@ -283,7 +284,8 @@ def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
 def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
     evaluate, run, data
 ):
-    """Against a loop without a cache: all that is left, the most certain first; float32."""
+    """Against a loop without a cache: all that is left, the most certain first;
+    float32."""
     paced = "confidence:threshold=1.0", "entropy:most=2,block=8"
     report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
     model = load_model(run)
@@ -315,7 +317,8 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])
 def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
-    """As decoding in such groups predicts: from the groups before, all its targets at once."""
+    """As decoding in such groups predicts: from the groups before, all its targets at
+    once."""
     path = run if kind == "run" else encoder
     options = f"--orders l2r random --group {size} --max-sequences 4 --num-orders 1"
     report = evaluate(options, path=path)

@@ -1,5 +1,5 @@
-"""Changes that users make, written into a copy of the project as they would write them: each works
-at once in training, evaluation and sampling."""
+"""Changes that users make, written into a copy of the project as they would write them:
+each works at once in training, evaluation and sampling."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, documents
 
 SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "eval_infill.py", "sample.py")
 SIZES = (
@@ -28,6 +28,8 @@ class Copy:
         self.data = data
         shutil.copytree(ROOT / "aogpt", folder / "aogpt")
         shutil.copytree(ROOT / "configs", folder / "configs")
+        (folder / "data").mkdir()
+        shutil.copy(ROOT / "data" / "prepare.py", folder / "data")
         for script in SCRIPTS:
             shutil.copy(ROOT / script, folder)
 
@@ -76,7 +78,7 @@ def project(tmp_path, data):
     return Copy(tmp_path, data)
 
 
-@pytest.mark.slow  # six processes; .ci/run calls it
+@pytest.mark.slow(reason="six processes")
 def test_an_order_is_a_line_and_a_case(project):
     """Even positions first, then odd ones."""
     project.edit(
@@ -98,10 +100,10 @@ def test_an_order_is_a_line_and_a_case(project):
     project.train("aogpt_small", *mixture, "--name", "mixed")
 
 
-@pytest.mark.slow  # six processes; .ci/run calls it
+@pytest.mark.slow(reason="six processes")
 def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(project):
-    """A table that is added to the queries of every block. Muon, which takes matrices of
-    attention, leaves it to AdamW."""
+    """A table that is added to the queries of every block. Muon, which takes matrices
+    of attention, leaves it to AdamW."""
     project.edit("aogpt/model.py", '    "rotary",\n', '    "rotary",\n    "queries",\n')
     project.edit(
         "aogpt/model.py",
@@ -150,7 +152,7 @@ for line in open("kept.jsonl"):
     project.run("check.py")
 
 
-@pytest.mark.slow  # eight processes; .ci/run calls it
+@pytest.mark.slow(reason="eight processes")
 def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     """Tokens that are more probable than 1.25 times the mean of the vocabulary."""
     file = "aogpt/sampling/token_choice.py"
@@ -193,7 +195,7 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     project.run("-m", "aogpt", "fill", *filled)
 
 
-@pytest.mark.slow  # three processes; .ci/run calls it
+@pytest.mark.slow(reason="three processes")
 def test_a_metric_is_a_function_and_a_row(project):
     """The longest run of one token in a sample."""
     file = "aogpt/evaluation/text_measures.py"
@@ -223,3 +225,45 @@ def test_a_metric_is_a_function_and_a_row(project):
     (row,) = json.loads((project.folder / "gen.json").read_text())["rows"]
     runs = [sample["longest_run"] for sample in row["per_sample"]]
     assert row["longest_run"] == sum(runs) / len(runs) >= 1
+
+
+@pytest.mark.slow(reason="four processes")
+def test_a_format_of_files_is_a_reader_and_a_line(project):
+    """Subtitles: a document for each file, without the numbers and the times."""
+    project.edit(
+        "aogpt/data/sources.py",
+        "ROW_FILES: dict[str, Reader] = {\n",
+        "def read_subtitles(stream, name, reading):\n"
+        '    """Yield the spoken lines of a file of subtitles as one document."""\n'
+        "    for text in read_whole(stream, name, reading):\n"
+        '        blocks = text.strip().split("\\n\\n")\n'
+        '        yield "\\n".join(block.split("\\n", 2)[2] for block in blocks)\n'
+        "\n\n"
+        "ROW_FILES: dict[str, Reader] = {\n",
+    )
+    project.edit(
+        "aogpt/data/sources.py",
+        'TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ',
+        "TEXT_FILES: dict[str, Reader] = {\n"
+        '    ".srt": read_subtitles,\n'
+        '    ".txt": read_whole,\n    ',
+    )
+    lines = [f"Line {number} of the film." for number in range(40)]
+    blocks = [
+        f"{number}\n00:00:{number:02},000 --> 00:00:{number + 1:02},000\n{line}\n"
+        for number, line in enumerate(lines)
+    ]
+    (project.folder / "film.srt").write_text("\n".join(blocks))
+    (project.folder / "short.srt").write_text("\n".join(blocks[:10]))
+    project.run(
+        "data/prepare.py",
+        "text",
+        *("film.srt", "--val", "short.srt"),
+        *("--tokenizer", "bytes", "--out", "data/film"),
+    )
+    project.data = project.folder / "data" / "film"
+    assert documents(project.data, "train") == ["\n".join(lines)]
+    assert documents(project.data, "val") == ["\n".join(lines[:10])]
+    project.train("aogpt_small")
+    assert len(project.losses()) == 2
+    assert len(project.samples("--num-samples", 2)) == 2

@@ -1,4 +1,5 @@
-"""Experiments: run configs tuned alike, trained and resumed; verdicts and pages made of them."""
+"""Experiments: run configs tuned alike, trained and resumed; verdicts and pages made of
+them."""
 
 import dataclasses
 import functools
@@ -153,7 +154,8 @@ def by_seed(*losses, **measured):
 
 
 def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
-    """Against scipy. The Monte Carlo error of a loss is in the spread over seeds already."""
+    """Against scipy. The Monte Carlo error of a loss is in the spread over seeds
+    already."""
     low = [2.0, 2.1, 1.9, 2.05]
     high = [2.5, 2.7, 2.2, 2.9, 2.6]
     entries = {"a": by_seed(*low), "b": by_seed(*high[:4])}
@@ -416,7 +418,8 @@ def test_a_seed_far_from_the_others_is_inside_of_its_figure():
 
 
 def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
-    """Three claims against one baseline of 8 seeds, with spreads that differ fourfold."""
+    """Three claims against one baseline of 8 seeds, with spreads that differ
+    fourfold."""
     rng = np.random.default_rng(0)
     spoken = 0
     experiments = 800
@@ -430,8 +433,8 @@ def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
 
 
 def test_a_run_config_on_both_sides_of_a_claim_is_one_sample():
-    """Without an effect at most 5% of 4,000 p values are below 0.05. Were the runs of `fixed` two
-    samples, it would be 10.7%."""
+    """Without an effect at most 5% of 4,000 p values are below 0.05. Were the runs of
+    `fixed` two samples, it would be 10.7%."""
     rng = np.random.default_rng(0)
     claim = Claim("", "random - fixed", "fixed - l2r")
     low = 0
@@ -463,7 +466,8 @@ def test_equal_sides_of_a_claim_are_merged_and_those_that_cancel_are_left_out():
 
 
 def test_ranks_of_two_run_configs_are_compared_exactly():
-    """Against all ways to divide the runs between two configs, and scipy's signed ranks."""
+    """Against all ways to divide the runs between two configs, and scipy's signed
+    ranks."""
     first = [0.3, 0.9, 0.35, 0.4]
     second = [0.5, 0.55, 0.6, 0.45, 0.7]
     entries = {"a": by_seed(*first), "b": by_seed(*second[:4])}
@@ -515,7 +519,8 @@ def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
 
 
 def test_reports_of_losses_and_answers_are_read():
-    """The seed of a fixed order is not a part of a figure's name: it differs from run to run."""
+    """The seed of a fixed order is not a part of a figure's name: it differs from run
+    to run."""
     row = {
         "dataset": "books",
         "ensemble": 1,
@@ -592,7 +597,8 @@ def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
 
 
 def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypatch):
-    """tune_on: the mean over them; tuned_as: another run config's; by the figure of tune_by."""
+    """tune_on: the mean over them; tuned_as: another run config's; by the figure of
+    tune_by."""
     grid = {"optim.lr": [1.0, 2.0, 3.0, 4.0, 5.0]}
     changes = {"a": {}, "b": {"optim.beta1": 0.5}, "c": {"optim.beta1": 0.6}}
     configs = {n: RunConfig(n, change, grid) for n, change in changes.items()}
@@ -623,7 +629,8 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
 
 
 def test_results_at_hand_count_when_tuning():
-    """A rate that the search would not reach, whose runs are on file, is chosen if it is best."""
+    """A rate that the search would not reach, whose runs are on file, is chosen if it
+    is best."""
     losses = {1.0: 3.0, 2.0: 2.0, 3.0: 1.0, 4.0: 2.0, 5.0: 0.5}
     grid = {"optim.lr": list(losses)}
     one = RunConfig("a", {}, grid)
@@ -955,7 +962,7 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(
     assert not list((tiny / "runs").rglob("*_s1"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="runs experiments")
 def test_experiments_run_quickly_from_the_text_of_the_repository():
     done = run_script(
         "-m", "studies.findings", name := "E13", "--seeds", 1, "--quick", "--jobs", 2
@@ -965,8 +972,8 @@ def test_experiments_run_quickly_from_the_text_of_the_repository():
 
 
 def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):
-    """The first of four run configs is interrupted: the two that may have started since go on until
-    the others are cancelled."""
+    """The first of four run configs is interrupted: the two that may have started since
+    go on until the others are cancelled."""
     started = []
     cancelled = threading.Event()
 

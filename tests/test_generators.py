@@ -17,7 +17,8 @@ from studies.generators import latin5, polya, reduced_squares
 
 
 def urn_probability(sequence, letters, weight):
-    """Draw by draw: (how often it has been drawn + weight) / (draws so far + all weights)."""
+    """Draw by draw: (how often it has been drawn + weight) / (draws so far + all
+    weights)."""
     counts = collections.Counter()
     p = Fraction(1)
     for i, letter in enumerate(sequence):
@@ -57,8 +58,8 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
 
 
 def test_latin_squares_are_uniform_over_all_of_them():
-    """161,280 of size 5 and 56 reduced ones; counted by one row and column: 12,000 squares fall
-    evenly on the 120 first rows, and on the 56 reduced squares."""
+    """161,280 of size 5 and 56 reduced ones; counted by one row and column: 12,000
+    squares fall evenly on the 120 first rows, and on the 56 reduced squares."""
     assert len(reduced_squares(3)) == 1 and len(reduced_squares(4)) == 4
     assert len(reduced_squares()) == 56
     entropy = generators.NATS_OF_TEXT["latin5"]("abcde" * 5)

@@ -1,8 +1,8 @@
 """`make gpu` runs this on a GPU; elsewhere what a CPU can show runs.
 
-Models are small and have random weights: what is compared is arithmetic. float32 has 24 bits, so a
-loss of a few hundred products differs from float64 by some 1e-6 of itself; bfloat16 has 8 bits.
-"""
+Models are small and have random weights: what is compared is arithmetic. float32 has 24
+bits, so a loss of a few hundred products differs from float64 by some 1e-6 of itself;
+bfloat16 has 8 bits."""
 
 import contextlib
 import copy
@@ -71,7 +71,8 @@ CONFIGS = small_configs()
 
 @torch.no_grad()
 def random_model(config):
-    """In float64 on the CPU, with weights that float32 holds exactly and that all matter."""
+    """In float64 on the CPU, with weights that float32 holds exactly and that all
+    matter."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(config.model).eval()
     for p in model.parameters():
@@ -133,7 +134,7 @@ def test_losses_and_gradients_are_those_of_float64(device, name):
         assert loss < limits[0] and gradients < limits[1], (dtype, loss, gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles")
 def test_compiled_training_is_eager_training_without_a_graph_break(device):
     config = CONFIGS["aogpt_small_fast"]
     model = random_model(config).float().to(device)
@@ -170,7 +171,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains in several processes")
 def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(
     device, tmp_path
 ):
@@ -220,7 +221,8 @@ def engine_of(model, plan, **options):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_decoding_is_the_uncached_model(device, name):
-    """In bfloat16, too, where it may be a third further from float64 than the uncached one."""
+    """In bfloat16, too, where it may be a third further from float64 than the uncached
+    one."""
     config = CONFIGS[name]
     exact = random_model(config)
     B = 5
@@ -252,7 +254,7 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     assert of_cached < 4 / 3 * of_uncached
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles")
 @pytest.mark.parametrize("name", ["aogpt_small", "aogpt_small_fast", "gpt_small"])
 def test_compiled_decoding_is_eager_decoding_and_compiles_nothing_twice(device, name):
     config = CONFIGS[name]

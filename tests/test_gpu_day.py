@@ -1,4 +1,5 @@
-"""The script of a day with a GPU: jobs have time limits, and go on where they stopped."""
+"""The script of a day with a GPU: jobs have time limits, and go on where they
+stopped."""
 
 import json
 
@@ -76,7 +77,8 @@ def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
 
 
 def test_every_part_lists_jobs_that_exist(tmp_path):
-    """Full size and small; the limits of a part fit into its minutes where jobs take them."""
+    """Full size and small; the limits of a part fit into its minutes where jobs take
+    them."""
     folder = tmp_path / "model"
     for part in gpu_day.MINUTES:
         made = getattr(gpu_day, part)
@@ -94,7 +96,7 @@ def test_every_part_lists_jobs_that_exist(tmp_path):
         gpu_day.pretrained(Options(part="pretrained"), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="rehearses a day of experiments")
 @pytest.mark.parametrize("part", ["decoding", "training"])
 def test_the_rehearsal_of_a_part_ends_well(part, tmp_path):
     assert run_part(Options(part=part, small=True, out=tmp_path, minutes=9)) == 0

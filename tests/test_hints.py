@@ -1,4 +1,5 @@
-"""Commands that the programs print, in messages and in --help, can be run: they parse."""
+"""Commands that the programs print, in messages and in --help, can be run: they
+parse."""
 
 import ast
 import re

@@ -1,5 +1,6 @@
-"""Folders for `transformers`: they are used in a process that cannot import the project, and what
-it found is compared with the project's own model, tokenizer and sampler."""
+"""Folders for `transformers`: they are used in a process that cannot import the
+project, and what it found is compared with the project's own model, tokenizer and
+sampler."""
 
 import ast
 import base64
@@ -77,7 +78,8 @@ def write_export(folder, model, **changes):
 
 
 def tiny(system):
-    """float32, of a table with more rows than the vocabulary has ids, except of an encoder."""
+    """float32, of a table with more rows than the vocabulary has ids, except of an
+    encoder."""
     tokens = VOCABULARY if system in ENCODERS else 300
     return make_system(system, dtype=torch.float32, tokens=tokens, block_size=LENGTH)
 
@@ -140,7 +142,8 @@ def inputs_of(system):
 
 
 def library_file(folder):
-    """A pretrained model's tokenizer.json: bytes, and a begin-of-text that it writes itself."""
+    """A pretrained model's tokenizer.json: bytes, and a begin-of-text that it writes
+    itself."""
     from tokenizers import Tokenizer, processors
 
     values = json.loads(hub.library_tokenizer(get_tokenizer("bytes")).to_str())
@@ -229,7 +232,8 @@ def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
 @pytest.mark.parametrize("system", NAMES)
 def test_generate_draws_what_the_model_gives(found, system):
     """The tokens are those of aogpt/sampling/simple.py (which other tests compare with
-    enumeration), of encoders those of the plain loop, given the same order and uniforms."""
+    enumeration), of encoders those of the plain loop, given the same order and
+    uniforms."""
     model = load_model(found["folder"] / system)
     of = of_case(found, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]

@@ -74,7 +74,8 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
 @pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])
 @pytest.mark.parametrize("system", [*DECODERS, *ENCODERS])
 def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system, both):
-    """Each token given what is known and the tokens of the middle before it (SEDD in float32)."""
+    """Each token given what is known and the tokens of the middle before it (SEDD in
+    float32)."""
     both = both and system != "GPT-2"  # which can only continue
     model = make_system(system, 2)
     tokens = random_tokens(TOKENS, 4, T, seed=1)

@@ -2,6 +2,7 @@
 Triton's interpreter (conftest.py); and assembled for two GPUs."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, some_slow
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 
 from aogpt.model import attention
@@ -65,16 +66,27 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CHOICES)
+SHAPES = {2: (4, 0, 64), 97: (6, 7, 64), 5000: (3, 1, 1024)}  # V: N, banned, tile
+INTERPRETED = "Triton's interpreter takes one or two seconds for each"
+BROAD = ("all", "nucleus", "dropped of fifty", "near the likeliest", "three", "greedy")
+
+
 @pytest.mark.parametrize(
-    "V, N, banned, tile", [(2, 4, 0, 64), (97, 6, 7, 64), (5000, 3, 1, 1024)]
+    "V, name, dtype",
+    some_slow(
+        itertools.product(SHAPES, CHOICES, [torch.float32, torch.bfloat16]),
+        lambda V, name, dtype: (
+            (V == 2 and dtype == torch.float32)
+            or (V == 97 and dtype == torch.bfloat16 and name in BROAD)
+            or (V == 5000 and dtype == torch.float32 and name in BROAD[1:3])
+        ),
+        INTERPRETED,
+    ),
 )
-def test_the_kernel_draws_what_the_reference_draws(
-    V, N, banned, tile, name, dtype, monkeypatch
-):
+def test_the_kernel_draws_what_the_reference_draws(V, name, dtype, monkeypatch):
     """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are
     cut, and whether the likeliest tokens fit into the copy that bisection reads."""
+    N, banned, tile = SHAPES[V]
     logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
     logits[:, V - banned :] = -torch.inf
     uniforms = torch.rand(N, generator=seeded(N), dtype=torch.float64)
@@ -90,7 +102,10 @@ def test_the_kernel_draws_what_the_reference_draws(
         assert (log_probs.cpu() - expected).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("exponent", range(1, 24, 3))
+@pytest.mark.parametrize(
+    "exponent",
+    some_slow([(n,) for n in range(1, 24, 3)], lambda n: n in (1, 13), INTERPRETED),
+)
 def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
     """Probabilities 1, 2^-1, 2^-2, ...: its last token lies between any two of the
     cuts."""
@@ -198,8 +213,14 @@ CASES = {  # B, T, heads, key heads, width, hidden start, splits, inputs of a ro
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, dtype",
+    some_slow(
+        itertools.product(CASES, LIMITS),
+        lambda case, dtype: dtype == torch.float32 or case == "plain",
+        INTERPRETED,
+    ),
+)
 def test_ragged_attention_is_masked_attention(
     case, dtype, monkeypatch, bfloat16_products
 ):
@@ -288,29 +309,36 @@ def small_system(system):
 
 @pytest.mark.parametrize(
     "system, mode",
-    [
-        ("AO-GPT", "exact 3"),
-        ("target rotary", "confidence 2"),
-        ("GPT-2", "l2r"),
-        ("AO-GPT, rotary", "speculative 3"),
-        ("two_stream", "even 3"),
-        ("Llama", "random 3"),
-        ("Llama, plain", "l2r"),
-        ("sigma-GPT", "speculative-random 4"),
-        ("shared", "blocks-sure"),
-        ("per_block", "cosine 3"),
-        ("AO-GPT", "bound"),
-        ("AO-GPT", "pairs 4"),
-        ("AO-GPT", "entropy 3"),
-        ("SEDD", "even 3"),
-    ],
+    some_slow(
+        [
+            ("AO-GPT", "mdm --steps 3"),
+            ("target rotary", "confidence --group-size 2"),
+            ("GPT-2", "l2r"),
+            ("AO-GPT, rotary", "speculative --order l2r --draft 3"),
+            ("two_stream", "even --steps 3"),
+            ("Llama", "random --group-size 3"),
+            ("Llama, plain", "l2r"),
+            ("sigma-GPT", "speculative --draft 4"),
+            ("shared", "confidence --threshold 0.45 --block 3"),
+            ("per_block", "mdm --steps 3 --schedule cosine"),
+            ("AO-GPT", "entropy --entropy-bound 0.95"),
+            ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4"),
+            ("AO-GPT", "entropy --group-size 3"),
+            ("SEDD", "even --steps 3"),
+        ],
+        lambda system, mode: (
+            mode
+            in ("mdm --steps 3", "speculative --order l2r --draft 3", "even --steps 3")
+        ),
+        INTERPRETED,
+    ),
 )
 def test_the_engine_generates_with_kernels_what_it_does_without(
     system, mode, kernels_run
 ):
     """Rows of different lengths, some tokens given. Kernels are opt in."""
     model = small_system(system)
-    given = None if "l2r" in mode else some_given(5, 12, seed=1)
+    given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(11, 5, 12, seed=2)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
@@ -319,16 +347,18 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     assert kernel_check.load_kernels(model, 11) is not None
     kernels_run.choice = kernels_run.attention = 0
     got = generate(model, plan, tokens, generator=seeded(1), kernels=True, **settings)
-    assert bool(kernels_run.choice) != mode.startswith(("speculative", "pairs"))
+    assert bool(kernels_run.choice) != mode.startswith("speculative")
     assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
-@pytest.mark.parametrize("by", ["drawn", "others"])
+@pytest.mark.parametrize(
+    "by", some_slow([("drawn",), ("others",)], lambda by: by == "drawn", INTERPRETED)
+)
 def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
     model = small_system("AO-GPT")
-    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
     uniforms = torch.rand(3, 12, generator=seeded(1), dtype=torch.float64)
     settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
     samples = generate(model, plan, uniforms=uniforms, **settings)
@@ -345,7 +375,7 @@ def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
 def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
     """Log-probabilities are still those of the model."""
     model = small_system("AO-GPT")
-    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
     settings = {"choice": TokenChoice(0.9, **choice), "vocab_size": 11}
     expected = generate(model, plan, generator=seeded(1), **settings)
     got = generate(model, plan, generator=seeded(1), **settings, kernels=True)
@@ -378,7 +408,7 @@ def test_what_does_not_agree_is_said_and_left_out(
     wrong, kernels_run, monkeypatch, capsys
 ):
     model = small_system("AO-GPT")
-    plan = make_plan("exact 3", 3, torch.tensor([12, 5, 9]))
+    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
     expected = generate(model, plan, generator=seeded(1))
     monkeypatch.setattr(
         engine, "decoding_copy", lambda model, compile, many_sizes: model
@@ -453,21 +483,25 @@ def test_sizes_of_graphs_grow_by_a_quarter_at_most():
 @ON_CPU
 @pytest.mark.parametrize(
     "system, mode",
-    [
-        ("AO-GPT", "exact 6"),
-        ("GPT-2", "l2r"),
-        ("AO-GPT", "confidence 3"),
-        ("target rotary", "speculative 3"),
-        ("AO-GPT", "blocks-sure"),
-        ("two_stream", "even 4"),
-        ("SEDD", "even 4"),
-    ],
+    some_slow(
+        [
+            ("AO-GPT", "mdm --steps 6"),
+            ("GPT-2", "l2r"),
+            ("AO-GPT", "confidence --group-size 3"),
+            ("target rotary", "speculative --order l2r --draft 3"),
+            ("AO-GPT", "confidence --threshold 0.45 --block 3"),
+            ("two_stream", "even --steps 4"),
+            ("SEDD", "even --steps 4"),
+        ],
+        lambda system, mode: mode == "even --steps 4",
+        INTERPRETED,
+    ),
 )
 def test_replayed_steps_are_eager_steps(system, mode, graphs):
     """Batches of rows of different lengths; nothing is recorded once a plan has
     begun."""
     model = small_system(system)
-    given = None if "l2r" in mode else some_given(5, 12, seed=1)
+    given = None if mode == "l2r" else some_given(5, 12, seed=1)
     made = Engine(model, 3, 12, TokenChoice(0.9, 0.9), 11, compile=True)
     lengths = torch.tensor([12, 5, 0, 12, 9])
     for seed in (0, 1):
@@ -482,7 +516,9 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
         ).abs().max() < 1e-5  # batches of 5 and of 3
         stages = {key[0] for key in made.graphs.graphs}
         assert ("predict" in stages) == (system != "two_stream")
-        assert ("unmask" in stages) == (not mode.startswith(("speculative", "blocks")))
+        assert ("unmask" in stages) == (
+            not (mode.startswith("speculative") or "--threshold" in mode)
+        )
     before = len(made.graphs.graphs)
     made.generate(plan, tokens, generator=seeded(3))
     assert len(made.graphs.graphs) == before
@@ -517,7 +553,7 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
 
     monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
     for seed in range(3):
-        plan = make_plan("exact 256", 8, 1024, seed=seed)
+        plan = make_plan("mdm --steps 256", 8, 1024, seed=seed)
         begun = len(used)
         made.generate(plan, generator=seeded(seed))
         assert len(used) - begun > 500  # two stages a step
@@ -535,7 +571,7 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     compiled.ladder.cache_clear()
     model = small_system("AO-GPT")
     given = torch.arange(12).expand(3, -1) < 8
-    plan = make_plan("even 3", 3, torch.tensor([12, 12, 9]), given)
+    plan = make_plan("even --steps 3", 3, torch.tensor([12, 12, 9]), given)
     tokens = random_tokens(11, 3, 12, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(2))
     made = Engine(model, 3, 12, compile=True)
@@ -548,23 +584,24 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
 
 
 @ON_CPU
+@pytest.mark.slow(reason=INTERPRETED)
 def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
     made = Engine(small_system("AO-GPT"), 3, 12, compile=True)
     assert made.graphs.seconds == 0
-    made.generate(make_plan("exact 6", 3, 12), generator=seeded(0))
+    made.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
     said = capsys.readouterr().err
     count = len(made.graphs.graphs)
     assert f"recorded {count} CUDA graphs in " in said
     seconds = made.graphs.seconds
     assert seconds > 0
-    made.generate(make_plan("exact 6", 3, 12), generator=seeded(0))
+    made.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
     assert made.graphs.seconds == seconds and not capsys.readouterr().err
 
 
 # ---- assembled -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="assembles nineteen kernels")
 @pytest.mark.parametrize("gpu", [90, 80])
 def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     """Without a GPU; the registers of each are printed. 90: an H100, 80: an A100."""

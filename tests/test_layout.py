@@ -1,12 +1,11 @@
-"""The layout: sizes, what the paper's files import, and the names that other programs build on.
-That imports between packages run one way is for import-linter (make lint)."""
+"""The layout: sizes, what the paper's files import, and the names that other programs
+build on. That imports between packages run one way is for import-linter (make lint)."""
 
 import ast
 import subprocess
 import sys
 
 import pytest
-from conftest import THINNED
 from helpers import ROOT
 
 SOURCES = [
@@ -34,7 +33,8 @@ PACKAGES = {
 
 
 def imports(path):
-    """The first words of what a file imports; of the package's own modules, without "aogpt"."""
+    """The first words of what a file imports; of the package's own modules, without
+    "aogpt"."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -76,9 +76,3 @@ def test_names_that_other_programs_import():
         assert callable(getattr(sampling, f"{kind}_plan"))
     for name in ("build_model", "check_config"):
         assert callable(getattr(systems, name))
-
-
-def test_tests_of_which_cases_are_left_out_are_tests():
-    """One that was renamed would be run in full again, and nobody would notice."""
-    source = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    assert all(f"def {name}(" in source for name in THINNED)

@@ -39,7 +39,8 @@ TOKENS = st.lists(
 
 
 def screen(written: str, width: int) -> list[str]:
-    """The lines of a terminal of this width on which this was written; none may be longer."""
+    """The lines of a terminal of this width on which this was written; none may be
+    longer."""
     rows = [[]]
     row = 0
     column = 0

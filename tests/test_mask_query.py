@@ -141,7 +141,8 @@ def test_masked_tokens_are_scored_as_each_target_alone(variant):
 
 
 def test_dropout_acts_in_training_only_on_attention_too():
-    """With dropout, attention takes the path with a mask: at a rate near 0 it is the same."""
+    """With dropout, attention takes the path with a mask: at a rate near 0 it is the
+    same."""
     tokens, order = random_tokens(TOKENS, 2, LENGTH, 0), random_orders(2, LENGTH, 0)
     exact = token_log_probs(make_variant("rotary"), tokens, order)
     model = make_variant("rotary", dropout=0.5)

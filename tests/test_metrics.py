@@ -1,5 +1,5 @@
-"""aogpt/training/metrics.py and aogpt/training/plot.py: rows of metrics.jsonl, progress,
-curves by step of the order, and runs drawn against each other."""
+"""aogpt/training/metrics.py and aogpt/training/plot.py: rows of metrics.jsonl,
+progress, curves by step of the order, and runs drawn against each other."""
 
 import json
 import re
@@ -190,8 +190,9 @@ def mean(losses, first, last):
 
 @pytest.mark.parametrize("kind", ["ao_ar", "lambda_dce"])
 def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
-    """A split whose first quarter is another text than the rest, under a model that tells them
-    apart; a draw is exact to 1% of what the first blocks would be wrong by."""
+    """A split whose first quarter is another text than the rest, under a model that
+    tells them apart; a draw is exact to 1% of what the first blocks would be wrong
+    by."""
     text = tmp_path / "text.txt"
     text.write_text("a" * 1600 + "b" * 4800)
     folder = prepared("text", tmp_path / "data", text, split="val")
@@ -216,7 +217,8 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
 def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(
     system, run, encoder, data
 ):
-    """The error is that of what a draw gives, over draws; one draw has none. 1e-5: float32."""
+    """The error is that of what a draw gives, over draws; one draw has none. 1e-5:
+    float32."""
     config = tiny_config(data, "")
     config = encoder_config(config) if system == "encoder" else config
     model = load_model(encoder if system == "encoder" else run, "ema")

@@ -51,7 +51,8 @@ def in_float64(x, weight, table, targets):
 def test_values_and_gradients_are_those_of_float64(
     B, T, D, positions, x_dtype, table_dtype, limit
 ):
-    """Also with sequences that are shorter than the table; shift and scale are columns of it."""
+    """Also with sequences that are shorter than the table; shift and scale are columns
+    of it."""
     generator = seeded(D)
     x = torch.randn(B, T, D, generator=generator).to(x_dtype)
     weight = torch.randn(D, generator=generator)
@@ -104,7 +105,7 @@ def test_a_model_with_the_fused_norm_has_the_gradients_of_float64(with_triton):
     assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles")
 def test_the_fused_norm_compiles_into_one_graph(with_triton):
     torch._dynamo.reset()
     model = small_model().float().to(DEVICE)

@@ -1,5 +1,5 @@
-"""The any-order loss is the masked-diffusion objective, exactly, on models small enough to
-enumerate."""
+"""The any-order loss is the masked-diffusion objective, exactly, on models small enough
+to enumerate."""
 
 import itertools
 
@@ -25,7 +25,8 @@ V = 3
 
 
 def ao_ar_by_enumeration(model, sequences):
-    """ao_ar_loss of each sequence over all N! orders, as a sum over positions: (rows,)."""
+    """ao_ar_loss of each sequence over all N! orders, as a sum over positions:
+    (rows,)."""
     orders = torch.tensor(list(itertools.permutations(range(N))))
     with torch.no_grad():
         losses = [
@@ -37,9 +38,9 @@ def ao_ar_by_enumeration(model, sequences):
 @pytest.mark.parametrize("target", ["adaln", "input"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_order_loss_is_the_mdm_integral(seed, target):
-    """int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt of each of the 81 sequences;
-    given a set, -log p is its mean over the orders of that set. 1e-12: a thousand terms of size
-    1."""
+    """int_0^1 (1/t) E_mask[sum over masked positions of -log p] dt of each of the 81
+    sequences; given a set, -log p is its mean over the orders of that set. 1e-12: a
+    thousand terms of size 1."""
     model, conditional = enumerable_system("AO-GPT", seed, target=target)
     sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
@@ -56,8 +57,8 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
-    """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over 1..n, exactly,
-    all n-l+1 targets in one pass of the parallel mask."""
+    """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over
+    1..n, exactly, all n-l+1 targets in one pass of the parallel mask."""
     model = enumerable_system("AO-GPT", seed)[0]
     orders = torch.tensor(list(itertools.permutations(range(N))))
     sequences = all_sequences(V, N)[::8]
@@ -73,7 +74,8 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
 
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
-    """A distributed or compiled wrapper forwards, and has no other method of the model."""
+    """A distributed or compiled wrapper forwards, and has no other method of the
+    model."""
     model = enumerable_system("AO-GPT", 0)[0]
     tokens = random_tokens(V, 5, N, 0)
     order = random_orders(5, N, 1)
@@ -103,8 +105,8 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
-    """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in any share of
-    the rows."""
+    """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in
+    any share of the rows."""
     whole, other = (evaluation_masks(seed, draw, range(24), 24, 6) for draw in (3, 4))
     counts = whole.masked.sum(dim=1)
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]

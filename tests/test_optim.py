@@ -1,4 +1,5 @@
-"""optimizers.py: the schedule, weight decay, which weights Muon moves and how, and its state."""
+"""optimizers.py: the schedule, weight decay, which weights Muon moves and how, and its
+state."""
 
 import copy
 import math
@@ -148,7 +149,8 @@ def test_a_step_of_muon_reads_no_value_of_the_device(found):
 
 
 def newton_schulz(gradient):
-    """Five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64 (Jordan et al.)."""
+    """Five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64 (Jordan et
+    al.)."""
     x = (
         gradient.double()
         if gradient.shape[0] <= gradient.shape[1]

@@ -1,4 +1,5 @@
-"""Orders are permutations from the stated distributions, pure functions of (seed, step, row)."""
+"""Orders are permutations from the stated distributions, pure functions of (seed, step,
+row)."""
 
 import collections
 import itertools

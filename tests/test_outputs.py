@@ -1,4 +1,5 @@
-"""Results of scripts: nothing is overwritten unasked, no device is replaced, nothing is lost."""
+"""Results of scripts: nothing is overwritten unasked, no device is replaced, nothing is
+lost."""
 
 import os
 import stat
@@ -211,5 +212,6 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     ],
 )
 def test_no_name_reaches_markdown_as_html(text, expected):
-    """An odd number of backslashes before it makes "<" text; escaped twice is escaped."""
+    """An odd number of backslashes before it makes "<" text; escaped twice is
+    escaped."""
     assert escaped(text) == escaped(escaped(text)) == expected

@@ -1,4 +1,5 @@
-"""The page of generation order: as text, and in a real Chromium (skipped where there is none)."""
+"""The page of generation order: as text, and in a real Chromium (skipped where there is
+none)."""
 
 import math
 import re
@@ -18,7 +19,8 @@ HOSTILE = [
     "__DATA__",
     "]]>",
 ]
-# 0 and 1 are given; steps 1 and 3 unmask nothing; position 4 is the first half of a character
+# 0 and 1 are given; steps 1 and 3 unmask nothing; position 4 is the first half of a
+# character
 MIXED = PageSample(
     ["Once", " upon", "\n\n", " a", "", "é", " time"],
     [-1, -1, 5, 0, 4, 2, 4],
@@ -56,7 +58,8 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens a document as a file; nothing else may be asked for and nothing complained of."""
+    """Opens a document as a file; nothing else may be asked for and nothing complained
+    of."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
     context.set_default_timeout(600_000)  # as helpers.wait_for
     requests = []

@@ -1,5 +1,6 @@
-"""The page of model.py is what runs: of the paper recipe and of the fast one, `train.py` and
-`eval_ppl.py` run its lines, and none of them does without one of its methods."""
+"""The page of model.py is what runs: of the paper recipe and of the fast one,
+`train.py` and `eval_ppl.py` run its lines, and none of them does without one of its
+methods."""
 
 import ast
 import inspect
@@ -116,7 +117,8 @@ def statements_of_methods(path):
 
 
 def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tmp_path):
-    """Lines of other systems, which are named above, are left out. Chunks of the head are small."""
+    """Lines of other systems, which are named above, are left out. Chunks of the head
+    are small."""
     path = ROOT / "aogpt" / "model.py"
     monkeypatch.setitem(page.CHUNK_ELEMENTS, "cpu", 1)
     recorder = coverage.Coverage(include=[str(path)], data_file=None)

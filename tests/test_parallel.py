@@ -1,4 +1,5 @@
-"""Runs of several processes give the numbers of one, whatever the processes and the shards."""
+"""Runs of several processes give the numbers of one, whatever the processes and the
+shards."""
 
 import itertools
 import math
@@ -30,8 +31,8 @@ from aogpt.training.batches import micro_batches
 
 
 def do(*parts):
-    """Let several processes do jobs of parallel_jobs.py, part by part: (number of processes,
-    [(function, configuration)])."""
+    """Let several processes do jobs of parallel_jobs.py, part by part: (number of
+    processes, [(function, configuration)])."""
     words = []
     for world, jobs in parts:
         words += [world, *(f"{name}={write_config(config)}" for name, config in jobs)]
@@ -56,9 +57,10 @@ MOVED = 5
 
 @pytest.fixture(scope="module")
 def everywhere(data, tmp_path_factory, pairs, halved):
-    """Undisturbed runs, {place: configuration}, and what became of them after a move, {(from, to):
-    configuration}. Launching takes seconds, so the same processes also do the other jobs of this
-    file. Seven validation sequences are no multiple of the processes."""
+    """Undisturbed runs, {place: configuration}, and what became of them after a move,
+    {(from, to): configuration}. Launching takes seconds, so the same processes also do
+    the other jobs of this file. Seven validation sequences are no multiple of the
+    processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
     base = change(base, train__micro_batch_size=2, eval__interval=4)
@@ -97,7 +99,8 @@ def everywhere(data, tmp_path_factory, pairs, halved):
 
 @pytest.fixture(scope="module")
 def halved(data, tmp_path_factory):
-    """Its micro-batches of a whole batch become smaller on two processes, as in the quickstart."""
+    """Its micro-batches of a whole batch become smaller on two processes, as in the
+    quickstart."""
     sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
     return tiny_config(
         data, tmp_path_factory.mktemp("halved"), steps=6, eval__interval=0, **sizes
@@ -124,8 +127,8 @@ def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(
 def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
     everywhere, source, to
 ):
-    """The first loss differs by the order of a few sums in float32, 6e-8 of a loss of about 5.6;
-    AdamW then amplifies that."""
+    """The first loss differs by the order of a few sums in float32, 6e-8 of a loss of
+    about 5.6; AdamW then amplifies that."""
     undisturbed = everywhere[0][source]
     config = everywhere[1][source, to]
     path = undisturbed.run_folder / "checkpoints" / f"step_{MOVED:08d}"
@@ -180,7 +183,8 @@ def short(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pairs(short, run):
-    """{name: (a configuration for one process, one for two)} of runs that should agree."""
+    """{name: (a configuration for one process, one for two)} of runs that should
+    agree."""
     alone = {name: system(short, name) for name in SYSTEMS}
     alone["muon"] = change(short, name="muon", optim__kind="muon")
     alone["random lengths"] = change(
@@ -226,8 +230,8 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
 def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
     short, everywhere, kind, world
 ):
-    """Shapes that leave some processes without rows. 1e-4: float32 through five iterations of
-    products of numbers up to 5."""
+    """Shapes that leave some processes without rows. 1e-4: float32 through five
+    iterations of products of numbers up to 5."""
     runs, _ = everywhere
     ours = result(
         "orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}")
@@ -242,7 +246,8 @@ def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
 def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(
     pairs, everywhere, kind, groups
 ):
-    """ddp has one bucket, fsdp a group of weights for each of two blocks and for the rest."""
+    """ddp has one bucket, fsdp a group of weights for each of two blocks and for the
+    rest."""
     once, every = (
         torch.tensor(result("steps", pairs[f"{kind} {often}"][1]))
         for often in (False, True)
@@ -255,7 +260,7 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
         torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles in two processes")
 @needs_compiler
 def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(
     short,
@@ -270,7 +275,8 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     assert frames[0] > 0 and frames == [frames[0]] * 4
     ours = metrics(compiled, "loss")
     expected = metrics(eager, "loss")
-    # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify it.
+    # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify
+    # it.
     assert (
         max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
         and len(ours) == 4

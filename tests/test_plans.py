@@ -1,11 +1,21 @@
-"""Plans have the distribution they claim, for rows that differ in length and in what is given."""
+"""Plans have the distribution they claim, for rows that differ in length and in what is
+given."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from reference import accept, even_sizes, exact_plans, make_plan, seeded, some_given
+from reference import (
+    accept,
+    even_sizes,
+    exact_plans,
+    make_plan,
+    modes,
+    options_of,
+    seeded,
+    some_given,
+)
 
 from aogpt.sampling import (
     Plan,
@@ -17,10 +27,13 @@ from aogpt.sampling import (
     stack_plans,
 )
 
-MODES = (
-    "l2r, l2r 3, random 1, random 4, exact 5, even 5, cosine 4, even-cosine 4, confidence 2, "
-    "entropy 1, any 2, speculative 3, speculative-random 2"
-).split(", ")
+MODES = modes("""
+    l2r, l2r --group-size 3, random, random --group-size 4, mdm --steps 5,
+    even --steps 5, mdm --steps 4 --schedule cosine,
+    even --steps 4 --schedule cosine, confidence --group-size 2, entropy,
+    adaptive --unmask-by random --group-size 2, speculative --order l2r --draft 3,
+    speculative --draft 2
+""")
 LENGTHS = torch.tensor([9, 0, 4, 1, 7, 9, 9, 3, 5, 8])
 
 
@@ -37,9 +50,7 @@ def sizes_of(step):
     return [step.count(s) for s in range(max(step, default=-1) + 1)]
 
 
-RANDOM = [m for m in MODES if not m.startswith(("l2r", "speculative "))]
-UNMASK_BY = {"confidence 2": "confidence", "entropy 1": "entropy"}
-DRAFTS = {"speculative 3": 3, "speculative-random 2": 2}
+RANDOM = [mode for mode in MODES if "l2r" not in mode]
 
 
 @pytest.mark.parametrize("lengths", [9, LENGTHS], ids=["equal lengths", "ragged"])
@@ -72,8 +83,10 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     assert len(plan) == 10 and len(part) == 2
     for name in ("order", "step", "length"):
         assert torch.equal(getattr(part, name), getattr(plan, name)[1:3])
-    rule = UNMASK_BY.get(mode, "order"), DRAFTS.get(mode, 0)
-    assert (part.unmask_by, part.draft) == (plan.unmask_by, plan.draft) == rule
+    options = options_of(mode)
+    score = options.unmask_by or "order"
+    assert part.unmask_by == plan.unmask_by == score.replace("random", "order")
+    assert part.draft == plan.draft == (options.draft or 0)
     a, b, c = (make_plan(mode, 4, 16, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(a.order, b.order) and torch.equal(a.step, b.step)
     assert torch.equal(a.order, c.order) == (mode not in RANDOM)
@@ -94,7 +107,9 @@ def test_group_sizes_leave_out_steps_that_unmask_nothing():
 
 def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     lengths = [4, 0, 6, 1]
-    apart = [make_plan("entropy 2", 1, n, seed=i) for i, n in enumerate(lengths)]
+    apart = [
+        make_plan("entropy --group-size 2", 1, n, seed=i) for i, n in enumerate(lengths)
+    ]
     plan = stack_plans(apart)
     assert plan.length.tolist() == lengths and plan.unmask_by == "entropy"
     assert plan.order.shape == (4, 6)
@@ -105,10 +120,18 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    "mode", ["random 2", "even 2", "even-cosine 2", "any 3", "speculative-random 2"]
+    "mode",
+    [
+        "random --group-size 2",
+        "even --steps 2",
+        "even --steps 2 --schedule cosine",
+        "adaptive --unmask-by random --group-size 3",
+        "speculative --draft 2",
+    ],
 )
 def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
-    """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6 orders."""
+    """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6
+    orders."""
     length = torch.tensor([4, 5]).repeat(6000)
     given = torch.zeros(12_000, 5, dtype=torch.bool)
     given[1::2, 1] = given[1::2, 4] = True
@@ -128,7 +151,8 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("steps", [1, 2, 4, 7, 16, 64])
 def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
-    """Left out: odd multiples of 3, where a cosine lies exactly between two integers."""
+    """Left out: odd multiples of 3, where a cosine lies exactly between two
+    integers."""
     lengths = torch.tensor([*LENGTHS.tolist(), 16, 64, 97])
     given = some_given(13, 97, seed=3)
     given[10:] = False
@@ -155,7 +179,8 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
-    """The joint distribution of order and steps for 3 positions, all 6 * compositions outcomes."""
+    """The joint distribution of order and steps for 3 positions, all 6 * compositions
+    outcomes."""
     made = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
     plans = list(exact_plans(range(3), (), steps, schedule))
     groups = [

@@ -1,4 +1,5 @@
-"""Decoders of transformers: logits, greedy text, tokenizers, and training that starts from them."""
+"""Decoders of transformers: logits, greedy text, tokenizers, and training that starts
+from them."""
 
 import dataclasses
 import json
@@ -124,7 +125,8 @@ def of_words():
 def write_model(
     folder: Path, kind: str, dtype=torch.float32, **more
 ) -> torch.nn.Module:
-    """A random tiny model of transformers and its tokenizer, in a folder as on the hub."""
+    """A random tiny model of transformers and its tokenizer, in a folder as on the
+    hub."""
     name = kind.split()[0]
     made = (
         of_words()
@@ -153,7 +155,8 @@ def llama(tmp_path_factory):
 
 
 def in_float64(model, config):
-    """The norms and rotary angles of transformers are float32 in a float64 model, too."""
+    """The norms and rotary angles of transformers are float32 in a float64 model,
+    too."""
 
     def norm(self, x):
         return (
@@ -630,8 +633,8 @@ def test_the_harness_reads_an_empty_context_as_the_model_was_trained(tmp_path, k
 
 @torch.no_grad()
 def test_rolling_windows_after_begin_of_text_fill_a_block(llama):
-    """A text of one block is one window, as in the harness's own models; of a longer one
-    every token is predicted once."""
+    """A text of one block is one window, as in the harness's own models; of a longer
+    one every token is predicted once."""
     pytest.importorskip("lm_eval")
     model, folder = llama
     lm = HarnessModel(str(folder), device="cpu")
@@ -680,8 +683,8 @@ def test_hints_carry_the_pretrained_folder(llama, tmp_path):
 
 
 def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
-    """From a folder of transformers to an any-order model, with a rate of 0: the left-to-right loss
-    stays that of the folder."""
+    """From a folder of transformers to an any-order model, with a rate of 0: the
+    left-to-right loss stays that of the folder."""
     folder = llama[1]
     text = tmp_path / "text.txt"
     data = tmp_path / "data"

@@ -1,4 +1,5 @@
-"""Processes of a job: variables that another job left behind, and waiting for the others."""
+"""Processes of a job: variables that another job left behind, and waiting for the
+others."""
 
 import os
 import signal

@@ -50,7 +50,8 @@ LENGTHS = [6, 4, 3, 6]
 
 
 def rows_of(tokens, order):
-    """Each record alone, without what is absent, and the part of its order that it has."""
+    """Each record alone, without what is absent, and the part of its order that it
+    has."""
     for row, length in enumerate(LENGTHS):
         yield row, tokens[row : row + 1, :length], order[row : row + 1, :length]
 
@@ -231,8 +232,9 @@ SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(system):
-    """Whatever stands at absent positions, and however the batch is cut into micro-batches. 1e-12:
-    float64 sums of ten terms; 1e-6 where the weights of the loss are float32."""
+    """Whatever stands at absent positions, and however the batch is cut into
+    micro-batches. 1e-12: float64 sums of ten terms; 1e-6 where the weights of the loss
+    are float32."""
     model = make_system(system)
     config = config_of(system)
     tokens = random_tokens(TOKENS, 4, 6, 0)
@@ -294,7 +296,8 @@ def test_groups_begin_after_what_is_given(system, group):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed):
-    """k_dce: the number is uniform on 1 to n, and of a number all sets are as frequent."""
+    """k_dce: the number is uniform on 1 to n, and of a number all sets are as
+    frequent."""
     roles = Roles.of(torch.tensor([[0, 1, 0, 0, 2]]).expand(6000, 5))
     for masks in (
         masks_at(ObjectiveConfig("k_dce"), seed, 0, range(6000), 6000, 5, roles),
@@ -317,7 +320,8 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
 
 @pytest.mark.parametrize("kind", ["k_dce", "lambda_dce", "t_dce", "score_entropy"])
 def test_masks_where_all_is_predicted_are_those_of_text(kind):
-    """SEDD's weights are another formula for the same number: 1e-9, relative, float64."""
+    """SEDD's weights are another formula for the same number: 1e-9, relative,
+    float64."""
     config = ObjectiveConfig(kind)
     rows = range(8)
     plain = masks_at(config, 0, 3, rows, 8, 6)
@@ -392,15 +396,16 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
         roles = dataset.roles(dataset.indices(7, step, range(8), 8))
         assert tokens[step + 1] - tokens.get(step, 0) == (roles == 0).sum()
     losses = metrics(config, "val_loss_l2r" if kind == "gpt" else "val_loss_random")
-    # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that counts, and 0 for
-    # the others would show.
+    # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that
+    # counts, and 0 for the others would show.
     assert losses.keys() == {5, 6} and all(4 < loss < 7 for loss in losses.values())
 
 
 def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
     questions, data, tmp_path
 ):
-    """Fine-tuning: the weights of a run on text, records of 16 tokens under blocks of 24."""
+    """Fine-tuning: the weights of a run on text, records of 16 tokens under blocks of
+    24."""
     sizes = {"steps": 5, "model__block_size": 24}
     text = tiny_config(data, tmp_path, "text", **sizes)
     assert train.train(text, ALONE) == 0

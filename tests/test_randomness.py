@@ -25,7 +25,8 @@ RANDOM = OrderConfig("random")
 TOKENS = random_tokens(11, len(ROWS), LENGTH, 0)
 OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
 
-# Every use of one seed by scripts that may run on the same model; draw, step and prompt 3.
+# Every use of one seed by scripts that may run on the same model; draw, step and prompt
+# 3.
 USES = {
     "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
     "likelihoods": lambda: token_nll(
@@ -53,8 +54,8 @@ USES = {
 
 
 def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
-    """All 64-bit numbers that each use takes are different from all others; so are those of the
-    order and of the tokens of the same sample."""
+    """All 64-bit numbers that each use takes are different from all others; so are
+    those of the order and of the tokens of the same sample."""
     taken = {}
     real = np.random.Philox
     for name, use in USES.items():
@@ -111,9 +112,10 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
     # sample.py draws.
     again = dict.fromkeys(("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"), 2)
     assert used == dict.fromkeys(streams, 1) | again
-    # The seed of dropout has a stream, those of the initial weights are hashed from their names;
-    # the last takes no numbers. hub_model.py is code for transformers, without our streams.
-    # kernel_check.py compares two computations with a constant seed, in no result.
+    # The seed of dropout has a stream, those of the initial weights are hashed from
+    # their names; the last takes no numbers. hub_model.py is code for transformers,
+    # without our streams. kernel_check.py compares two computations with a constant
+    # seed, in no result.
     assert generators == [
         "aogpt/sampling/hub_model.py",
         "aogpt/sampling/kernel_check.py",
@@ -126,7 +128,8 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
 
 @pytest.mark.parametrize("mode", ["random", "mdm"])
 def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
-    """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order and id."""
+    """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order
+    and id."""
     made = {}
     real = modes.generate_distributed
 

@@ -1,9 +1,8 @@
-"""Released weights: every layout gives the probabilities of its formulas; whatever else is there is
-refused; convert.
+"""Released weights: every layout gives the probabilities of its formulas; whatever else
+is there is refused; convert.
 
-The formulas are those of reference.py, in float64; the names of the releases are written out here.
-GPT-2 is compared with `transformers` itself.
-"""
+The formulas are those of reference.py, in float64; the names of the releases are
+written out here. GPT-2 is compared with `transformers` itself."""
 
 import dataclasses
 import json
@@ -62,7 +61,8 @@ DIFFUSION_REST += "output_layer.norm_final:norm_f output_layer.adaLN_modulation:
 
 
 def named(model, modules, theirs="", ours=""):
-    """The weights and biases that a model has of these modules, by the names of a release."""
+    """The weights and biases that a model has of these modules, by the names of a
+    release."""
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, our in (pair.split(":") for pair in modules.split()):
         for kind in ("weight", "bias"):
@@ -71,7 +71,8 @@ def named(model, modules, theirs="", ours=""):
 
 
 def gpt(layout, seed):
-    """(a random AO-GPT or sigma-GPT, its state dict in the order of the release's parameters())."""
+    """(a random AO-GPT or sigma-GPT, its state dict in the order of the release's
+    parameters())."""
     settings = {"vocab_size": VOCAB, "cond_dim": 128} | SIZES
     if "no bias" in layout:
         settings |= {"attn_bias": False, "mlp_bias": False, "norm_bias": False}
@@ -88,7 +89,8 @@ def gpt(layout, seed):
 
 
 def container(layout="AO-GPT", prefix="", **changes):
-    """(contents of the .pt file, the model of its last weights, of the averaged ones)."""
+    """(contents of the .pt file, the model of its last weights, of the averaged
+    ones)."""
     (raw, state), (average, shadow) = gpt(layout, 1), gpt(layout, 2)
     if layout != "AO-GPT":
         state["lm_head.weight"] = state["transformer.wte.weight"]
@@ -284,12 +286,13 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
         t.gather(2, tokens[..., None]).squeeze(2)
         for t in (outputs, log_score.log_softmax(-1))
     )
-    # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an angle of up
-    # to 7
+    # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an
+    # angle of up to 7
     assert (got - of_chosen * masked).abs().max() < 1e-5
     assert (output - chosen)[masked].abs().max() < 1e-5
     assert (normaliser - outputs.logsumexp(-1))[masked].abs().max() < 1e-5
-    # the comparison would not show that the noise embedding is right, if nothing depended on it
+    # the comparison would not show that the noise embedding is right, if nothing
+    # depended on it
     other = encoder_outputs(
         reference.config, plain(reference), tokens, masked, sigma / 3
     )
@@ -430,7 +433,8 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
 def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_nothing(
     tmp_path, kind
 ):
-    """A .pt of others has the checksums of its zip file, which leave out what fills its gaps."""
+    """A .pt of others has the checksums of its zip file, which leave out what fills its
+    gaps."""
     path = tmp_path / "released.pt"
     torch.save(container()[0], path)
     if kind == "export":
@@ -745,8 +749,8 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
 
 @torch.no_grad()
 def test_the_weights_in_this_repository_know_english_in_every_order():
-    """A sentence that nobody trained on: 3.2 to 3.5 nats a token. Frequencies of single tokens
-    would give 6.3 (results/books.md), and shuffled words give more."""
+    """A sentence that nobody trained on: 3.2 to 3.5 nats a token. Frequencies of single
+    tokens would give 6.3 (results/books.md), and shuffled words give more."""
     loaded = load(ROOT / "results" / "books_model")
     assert loaded.tokenizer_sha256 == get_tokenizer("english").sha256
     text = "The old man opened the door, and looked at the child who was sitting by the fire."

@@ -1,5 +1,5 @@
-"""make reproduce: on stand-ins of the released files, in the layouts and from the places of the
-real ones, in GPT-2's own vocabulary."""
+"""make reproduce: on stand-ins of the released files, in the layouts and from the
+places of the real ones, in GPT-2's own vocabulary."""
 
 import json
 
@@ -53,7 +53,7 @@ def stand_ins(tmp_path, monkeypatch):
     return downloads
 
 
-@pytest.mark.slow  # six processes of eval_ppl.py, a minute
+@pytest.mark.slow(reason="six processes of eval_ppl.py, a minute")
 @needs_gpt2
 def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path):
     words = [

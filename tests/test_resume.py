@@ -1,4 +1,5 @@
-"""What a changed setting means, to a run that resumes and to one that starts from weights."""
+"""What a changed setting means, to a run that resumes and to one that starts from
+weights."""
 
 import copy
 import dataclasses
@@ -372,7 +373,8 @@ def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not
 
 
 def test_data_without_a_checksum_that_has_another_time_is_told(tmp_path, capsys):
-    """nanoGPT's folders have none. Their ids are GPT-2's: not only the 512 first ones."""
+    """nanoGPT's folders have none. Their ids are GPT-2's: not only the 512 first
+    ones."""
     folder = tmp_path / "plain"
     folder.mkdir()
     tokens = np.arange(4000) % 600

@@ -1,5 +1,5 @@
-"""sample.py: every mode, prompts and infilling; the same samples for any batches and processes; bad
-arguments."""
+"""sample.py: every mode, prompts and infilling; the same samples for any batches and
+processes; bad arguments."""
 # ruff: noqa: F811  (fixtures are imported by their names)
 
 import dataclasses
@@ -22,6 +22,7 @@ from helpers import (
     column,
     data_of,
     read_lines,
+    some_slow,
     torchrun,
     wait_for,
 )
@@ -283,7 +284,8 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
     with torch.no_grad():
         logits = model.logits(tokens, torch.arange(LENGTH)[None])[0, :, :257]
     assert logits.argmax(-1).tolist() == line["tokens"]
-    # the cached steps round differently from one causal pass: float32, values of about 3
+    # the cached steps round differently from one causal pass: float32, values of about
+    # 3
     expected = logits.log_softmax(-1).max(-1).values
     np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
 
@@ -311,8 +313,18 @@ def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     assert compiled == [False, True]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompt", ["é🎉", "<|endoftext|>", "[MASKED] 2"])
+PROMPTS = ["é🎉", "<|endoftext|>", "[MASKED] 2"]
+EVERY_TEXT = "every text in every mode"
+
+
+@pytest.mark.parametrize(
+    "mode, prompt",
+    some_slow(
+        itertools.product(MODES, PROMPTS),
+        lambda mode, prompt: mode == "mdm" or prompt == PROMPTS[0],
+        EVERY_TEXT,
+    ),
+)
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
@@ -323,19 +335,26 @@ def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
+INFILLS = {
+    "[MASK:2]é[MASK:03] 🎉[MASK:1]": [2, "é", 3, " 🎉", 1],
+    "It was [MASK:4] a.": ["It was ", 4, " a."],
+    "[MASK:2][MASK:3]\n": [5, "\n"],
+    "[MASKED][MASK:1][mask]": ["[MASKED]", 1, "[mask]"],
+}
+
+
 @pytest.mark.parametrize(
-    "infill, expected",
-    [
-        ("It was [MASK:4] a.", ["It was ", 4, " a."]),
-        ("[MASK:2]é[MASK:03] 🎉[MASK:1]", [2, "é", 3, " 🎉", 1]),
-        ("[MASK:2][MASK:3]\n", [5, "\n"]),
-        ("[MASKED][MASK:1][mask]", ["[MASKED]", 1, "[mask]"]),
-    ],
+    "mode, infill",
+    some_slow(
+        itertools.product(MODES, INFILLS),
+        lambda mode, infill: mode == "mdm" or infill == next(iter(INFILLS)),
+        EVERY_TEXT,
+    ),
 )
 def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
-    draw, mode, infill, expected
+    draw, mode, infill
 ):
+    expected = INFILLS[infill]
     for line in draw(*MODES[mode], "--infill", infill, "--num-samples", 2):
         check_given(line, *expected)
         assert line["infill"] == infill and "prompt" not in line
@@ -375,7 +394,8 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
 
 
 def test_a_sample_may_end_where_its_text_does(draw):
-    """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an end-of-text."""
+    """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an
+    end-of-text."""
     options = "--mode", "random", "--num-samples", 64, "--temperature", 4.0
     whole = draw(*options)
     ended = draw(*options, "--until-end")
@@ -634,8 +654,8 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
 
 
 def test_log_probabilities_follow_from_what_is_written(draw, run):
-    """The order in which positions became known is part of it: a step after the other, 1e-5: six
-    digits of float32."""
+    """The order in which positions became known is part of it: a step after the other,
+    1e-5: six digits of float32."""
     model = checkpoint.load_model(run)
     for line in draw(
         "--mode", "random", "--group-size", 4, "--infill", "[MASK:5]the [MASK:6]"
@@ -708,7 +728,8 @@ def test_no_sample_holds_a_banned_word(draw):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sample_holds_the_required_words(draw, mode):
-    """As given tokens, elsewhere in each sample; the same ones for any number of samples."""
+    """As given tokens, elsewhere in each sample; the same ones for any number of
+    samples."""
     settings = [*MODES[mode], "--seed", 2, "--require", "zq", "\u00e9"]
     records = draw(*settings, "--num-samples", 6, "--prompt", "a ")
     for record in records:

@@ -1,4 +1,5 @@
-"""Checkpoints that several processes write together in the background: whole or not there."""
+"""Checkpoints that several processes write together in the background: whole or not
+there."""
 
 import math
 import os
@@ -47,8 +48,8 @@ def base(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(base):
-    """Two runs of two processes: an undisturbed one, and what one with faults said. And a run of
-    one process that was killed."""
+    """Two runs of two processes: an undisturbed one, and what one with faults said. And
+    a run of one process that was killed."""
     config, faulty, killed = (
         change(base, name=name) for name in ("two", "faulty", "killed")
     )
@@ -61,7 +62,8 @@ def pair(base):
 
 @pytest.fixture
 def copy(pair, tmp_path):
-    """The undisturbed run of two processes, to damage; its checkpoints of steps 8 and 10."""
+    """The undisturbed run of two processes, to damage; its checkpoints of steps 8 and
+    10."""
     config = change(pair[0], out=str(tmp_path))
     shutil.copytree(pair[0].run_folder, config.run_folder)
     return config, *store.find(config.run_folder)
@@ -107,8 +109,9 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
     pair,
 ):
-    """A write of the second process, the last move of the first, a folder: each is lost on both,
-    and training goes on to the same losses and the same last checkpoint as without a fault."""
+    """A write of the second process, the last move of the first, a folder: each is lost
+    on both, and training goes on to the same losses and the same last checkpoint as
+    without a fault."""
     undisturbed, config, done = pair
     steps = {step: store.path_of(config.run_folder, step) for step in (2, 4, 6, 8)}
     for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):

@@ -1,5 +1,6 @@
-"""The way of a training step, a sample and a score through the code is short: how many functions
-of the project run, and in how many files. `pytest -rP tests/test_short_way.py` lists them."""
+"""The way of a training step, a sample and a score through the code is short: how many
+functions of the project run, and in how many files. `pytest -rP
+tests/test_short_way.py` lists them."""
 
 import sys
 from dataclasses import replace
@@ -28,11 +29,11 @@ SMALL = {
 
 
 class Functions:
-    """The functions of the project that this thread calls between `start` and `stop`, or inside a
-    `with` block.
+    """The functions of the project that this thread calls between `start` and `stop`,
+    or inside a `with` block.
 
-    calls: {(file, name): number of calls}. Comprehensions and generator expressions belong to the
-    function that they stand in; tests do not count."""
+    calls: {(file, name): number of calls}. Comprehensions and generator expressions
+    belong to the function that they stand in; tests do not count."""
 
     def __init__(self):
         self.calls = {}

@@ -1,4 +1,5 @@
-"""Benchmarks: run configs are tuned alike, trained over seeds and resumed, and shown."""
+"""Benchmarks: run configs are tuned alike, trained over seeds and resumed, and
+shown."""
 
 import functools
 import json
@@ -128,7 +129,7 @@ def row_of(table, name):
     return row
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="tunes and trains")
 def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, capsys):
     assert "Not run yet: still, moving, faster" in run(monkeypatch, capsys, "tiny")
     run(monkeypatch, capsys, "tiny", "still", "--seeds", 1, "--processes", 2)
@@ -172,7 +173,8 @@ runs = "lr0.01"
 
 
 def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, capsys):
-    """100 tokens at 10, 20 and 25 a second take 10, 5 and 4 seconds; 300 at 60, 60 and 25 more."""
+    """100 tokens at 10, 20 and 25 a second take 10, 5 and 4 seconds; 300 at 60, 60 and
+    25 more."""
     moving = made_up([2.0, 2.2], tuned=1e-4)
     for row in moving["runs"]:  # the goal, 5, is passed at 60 of 300 tokens
         row |= {"tokens": [60, 300]}

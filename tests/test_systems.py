@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import some_slow
 from reference import (
     DECODERS,
     ENCODERS,
@@ -69,7 +70,8 @@ def parameters(model):
 
 
 def some_masked(batch_size, length, seed):
-    """Masks of several rates; the first row masks everything, the second nothing, the third one."""
+    """Masks of several rates; the first row masks everything, the second nothing, the
+    third one."""
     rates = torch.linspace(0.1, 0.9, batch_size)[:, None]
     masked = torch.rand(batch_size, length, generator=seeded(seed)) < rates
     masked[0] = True
@@ -144,7 +146,8 @@ def test_score_entropy_of_sedd_is_its_formula(seed):
 
 
 def listed_conditionals(model, length, seed):
-    """{(context, target): log p(token 0 at the target | context)} by `generate`, for all."""
+    """{(context, target): log p(token 0 at the target | context)} by `generate`, for
+    all."""
     keys = listed_contexts(length)
     order = torch.tensor(
         [order_through(context, target, length) for context, target in keys]
@@ -173,7 +176,8 @@ def count_distinct(values, tolerance=4e-6):
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "GPT-2"])
 def test_there_is_one_conditional_per_set_or_order_of_context(system, length, seed):
-    """Finding 5. Where rotation alone tells positions, those without any context are one."""
+    """Finding 5. Where rotation alone tells positions, those without any context are
+    one."""
     values = listed_conditionals(
         make_system(system, seed, block_size=length), length, seed
     )
@@ -260,7 +264,8 @@ def expected_estimate(kind, model, tokens):
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce"])
 @torch.no_grad()
 def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
-    """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in fractions."""
+    """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in
+    fractions."""
     model = enumerable_system("encoder AO-GPT", seed)[0]
     tokens = all_sequences(V, N)[::3]
     expected = ao_ar_of_encoder(model, tokens)
@@ -285,12 +290,14 @@ def drawn_masks(kind, seed, step, rows, total, length=N):
 
 
 def cell_of(rates, masked):
-    """Which quarter of the rates (0, 1) and which of the 16 masks, as one number below 64."""
+    """Which quarter of the rates (0, 1) and which of the 16 masks, as one number below
+    64."""
     return (rates * 4).long().clamp(0, 3) * 16 + pattern_index(masked)
 
 
 def cell_probabilities(end):
-    """Probabilities of `cell_of`: the rate is uniform over (0, end), its quarters those of end."""
+    """Probabilities of `cell_of`: the rate is uniform over (0, end), its quarters those
+    of end."""
     quarters = [(end * q / 4, end * (q + 1) / 4) for q in range(4)]
     sizes = PATTERNS.sum(dim=1).tolist()
     values = [
@@ -300,7 +307,8 @@ def cell_probabilities(end):
 
 
 def rate_of(masks, kind):
-    """The rate at which the positions of each row were masked, from the weight of the row."""
+    """The rate at which the positions of each row were masked, from the weight of the
+    row."""
     if kind == "score_entropy":  # weight sigma'(t) = (1 - eps) / (1 - rate)
         return 1 - (1 - EPS) / masks.weight
     return (1 - EPS if kind == "t_dce" else 1) / masks.weight
@@ -350,8 +358,14 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
     )
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "seed, total",
+    some_slow(
+        itertools.product([0, 1], [1, 2, 3, 4, 7]),
+        lambda seed, total: seed == 0 and total in (1, 3, 7),
+        "4,000 batches of each",
+    ),
+)
 def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
     batches = [
         drawn_masks("lambda_dce", seed, s, range(total), total) for s in range(4000)
@@ -408,7 +422,8 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
 
 @pytest.mark.parametrize("system", list(ENCODERS))
 def test_an_encoder_has_a_likelihood_along_every_order(system):
-    """The product of its conditionals, each with what is left masked; 1e-5 for SEDD's float32."""
+    """The product of its conditionals, each with what is left masked; 1e-5 for SEDD's
+    float32."""
     model, conditional = enumerable_system(system, 3)
     sequences = all_sequences(V, N)
     for order in random_orders(4, N, 5):
@@ -422,7 +437,8 @@ def test_an_encoder_has_a_likelihood_along_every_order(system):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
-    """By quadrature over time, all masks enumerated: within 4.5 standard errors of 400 draws."""
+    """By quadrature over time, all masks enumerated: within 4.5 standard errors of 400
+    draws."""
     model = make_system("SEDD", seed, tokens=V, block_size=N, n_head=2, n_embd=8)
     tokens = random_tokens(V, 1, N, seed).expand(16, N)
     points, weights = np.polynomial.legendre.leggauss(200)
@@ -491,7 +507,14 @@ def training_inputs(system, model, batch, seed):
     )
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    some_slow(
+        [(system,) for system in SYSTEMS],
+        lambda system: system in ("AO-GPT", "two_stream", "mask_query", "SEDD"),
+        "each is compiled",
+    ),
+)
 def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system):
     """fullgraph=True raises on a graph break; the counter sees every graph."""
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""Systems on tasks: tuned alike, decoded in every way that they can, and reported as they are."""
+"""Systems on tasks: tuned alike, decoded in every way that they can, and reported as
+they are."""
 
 import json
 
@@ -90,7 +91,8 @@ def made_up(shares):
 
 
 def test_the_tables_and_the_pages_say_what_the_results_are():
-    """Of few seeds the values; of four a mean: 3.18 (Student's t) times 0.0115 / sqrt(4)."""
+    """Of few seeds the values; of four a mean: 3.18 (Student's t) times 0.0115 /
+    sqrt(4)."""
     entries = {
         "aogpt": made_up(
             [{"l2r": 0.2, "confidence": 0.96}, {"l2r": 0.3, "confidence": 0.98}]

@@ -1,5 +1,5 @@
-"""aogpt/evaluation/text_measures.py: measures of samples by hand; errors and intervals of corpus
-perplexity."""
+"""aogpt/evaluation/text_measures.py: measures of samples by hand; errors and intervals
+of corpus perplexity."""
 
 import math
 
@@ -36,7 +36,8 @@ def test_distinct_counts_types_among_the_n_grams():
 
 
 def test_self_bleu_of_a_worked_example():
-    """abcde and abcdf: 4 of 5 tokens, 3 of 4 pairs, 2 of 3 triples and 1 of 2 quadruples."""
+    """abcde and abcdf: 4 of 5 tokens, 3 of 4 pairs, 2 of 3 triples and 1 of 2
+    quadruples."""
     expected = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
     assert self_bleu(["abcde", "abcdf"]) == pytest.approx([expected] * 2, rel=1e-12)
     # aaaab has one a more than aaab and no quadruple of it: 4/5, 3/4, 2/3 and 0.1 / 2
@@ -79,8 +80,8 @@ def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(
         math.exp(11 / 4), rel=1e-14
     )
-    # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under the root,
-    # over 4 tokens
+    # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under
+    # the root, over 4 tokens
     error = math.sqrt(2 * 9 / 16 * 2) / 4
     assert got["standard_error"] == pytest.approx(error, rel=1e-14)
     # Student's t with one degree of freedom is Cauchy's distribution
@@ -91,7 +92,8 @@ def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
 
 @pytest.mark.parametrize("samples", [3, 10, 60])
 def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
-    """2 nats a token in all; 1,000 repetitions, and samples whose lengths and means go together."""
+    """2 nats a token in all; 1,000 repetitions, and samples whose lengths and means go
+    together."""
     generator = np.random.default_rng(samples)
     covered = 0
     for _ in range(1000):
@@ -103,7 +105,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
         totals = length * 2 + generator.normal(size=samples) * length**0.7
         got = corpus_perplexity(totals.tolist(), length.tolist())
         covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]
-    # 95%, give or take 2.9 standard deviations of 0.69%; 1.96 standard errors give 81% for 3
+    # 95%, give or take 2.9 standard deviations of 0.69%; 1.96 standard errors give 81%
+    # for 3
     assert 930 <= covered <= 970
 
 

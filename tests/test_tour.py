@@ -95,7 +95,8 @@ def test_every_step_shows_what_it_says(fresh):
     rows = re.findall(r"' +([\d.]+) +([\d.]+) +[\d.]+$", texts[2], re.M)
     total = float(re.search(r"all: ([\d.]+) nats", texts[2])[1])
     assert abs(sum(float(nats) for _, nats in rows) - total) < 0.2
-    # 5 and 6: an infill keeps both sides; the steps fill in each position of the gap once.
+    # 5 and 6: an infill keeps both sides; the steps fill in each position of the gap
+    # once.
     for line in texts[4].splitlines():
         assert line.startswith("- She opened the door,") and line.endswith(
             " and he took off his hat."
@@ -106,7 +107,8 @@ def test_every_step_shows_what_it_says(fresh):
     filled = [int(position) for step in steps for position in step[1].split()]
     assert sorted(filled) == list(range(5, 17))
     assert [step[2].count("_") for step in steps] == list(range(12, -1, -2))
-    # 7: candidates of one length share at most a probability of 1, and the right side helps.
+    # 7: candidates of one length share at most a probability of 1, and the right side
+    # helps.
     columns = re.findall(r"^ ?(\w+) +([\d.]+)% +([\d.]+)%$", texts[6], re.M)
     *candidates, (name, left, both) = columns
     assert name == "sum" and len(candidates) == 6 and candidates[0][0] == "mother"

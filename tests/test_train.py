@@ -1,5 +1,5 @@
-"""train.py: one step, exact resume after any kind of end, processes, skipped steps, and what the
-run folder holds."""
+"""train.py: one step, exact resume after any kind of end, processes, skipped steps, and
+what the run folder holds."""
 
 import contextlib
 import itertools
@@ -58,8 +58,8 @@ from aogpt.training.validation import Loss
 
 
 def assert_same_run(config, reference):
-    """Same weights, average, optimizer, counters (bit for bit), losses and files; names and paths
-    may differ."""
+    """Same weights, average, optimizer, counters (bit for bit), losses and files; names
+    and paths may differ."""
     assert_same(newest(config) | {"config": None}, newest(reference) | {"config": None})
     assert metrics(config) == metrics(reference)
     assert files(config.run_folder).keys() == files(reference.run_folder).keys()
@@ -135,8 +135,8 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         loss, reported = train.train_step(
             step, model, optimizer, batches, config, ALONE
         )
-    # Two micro-batches are summed in another order than one batch: float32 rounding, relative 1e-7
-    # an operation.
+    # Two micro-batches are summed in another order than one batch: float32 rounding,
+    # relative 1e-7 an operation.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert reported.item() == pytest.approx(norm, rel=1e-5)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -169,7 +169,8 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
 def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(
     data, tmp_path
 ):
-    """Half of the steps have a random length, and there is a second average of the weights."""
+    """Half of the steps have a random length, and there is a second average of the
+    weights."""
     changes = {
         "data__random_length_prob": 0.5,
         "optim__kind": "muon",
@@ -332,13 +333,15 @@ while line := sys.stdin.readline():
 
 
 def has_reached(config, step):
-    """Whether metrics.jsonl has the line of a step (the last line may be half written)."""
+    """Whether metrics.jsonl has the line of a step (the last line may be half
+    written)."""
     path = config.run_folder / "metrics.jsonl"
     return path.exists() and f'{{"step": {step}, "loss"' in path.read_text()
 
 
 class Driver:
-    """Starts runs of train.py, one at a time, as children of a process with all imports done."""
+    """Starts runs of train.py, one at a time, as children of a process with all imports
+    done."""
 
     def __init__(self, process):
         self.process = process
@@ -350,13 +353,15 @@ class Driver:
     def start(
         self, path, operation=None, file_size=None, output=os.devnull, **environment
     ):
-        """The process id of a run that is to die before that operation or past that file size."""
+        """The process id of a run that is to die before that operation or past that
+        file size."""
         order = {"path": str(path), "operation": operation, "file_size": file_size}
         files = {"output": str(output), "errors": str(self.errors_of(path))}
         return self.ask(json.dumps(order | files | {"environment": environment}))
 
     def status(self):
-        """Wait for the run; its exit status, or minus the number of the signal that ended it."""
+        """Wait for the run; its exit status, or minus the number of the signal that
+        ended it."""
         return self.ask()
 
     def run(self, path, **how):
@@ -386,7 +391,9 @@ def driver():
         os.killpg(process.pid, signal.SIGKILL)  # and a run that a failed test has left
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow(reason="another seed"))]
+)
 def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
     reference, tmp_path, driver, seed
 ):
@@ -415,11 +422,12 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
     assert_same_run(config, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a process for every file operation")
 def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(
     data, tmp_path, driver
 ):
-    """With the weights, the losses, the best checkpoint and the files of an undisturbed one."""
+    """With the weights, the losses, the best checkpoint and the files of an undisturbed
+    one."""
     schedule = {"checkpoint__interval": 3, "checkpoint__keep": 1, "eval__interval": 4}
     reference = tiny_config(data, tmp_path, "reference", steps=8, **schedule)
     assert driver.run(write_config(reference)) == 0
@@ -440,12 +448,17 @@ def test_killed_before_any_file_operation_a_run_ends_the_same_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="the other signal")),
+    ],
 )
 def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     data, tmp_path, number, driver
 ):
-    # Only the signal saves; at a constant rate a run of fewer steps is the beginning of a long one.
+    # Only the signal saves; at a constant rate a run of fewer steps is the beginning of
+    # a long one.
     config = tiny_config(
         data, tmp_path, steps=100_000, eval__interval=0, optim__min_lr_ratio=1.0
     )
@@ -471,8 +484,8 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
 
 
 def spoil(monkeypatch, bad_steps, what):
-    """Make the loss, or only its gradient, non-finite at some steps (of two micro-batches), as a
-    bad batch would."""
+    """Make the loss, or only its gradient, non-finite at some steps (of two
+    micro-batches), as a bad batch would."""
     calls = [0]
     plain = train.ao_ar_loss
 
@@ -546,7 +559,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
 def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
     data, tmp_path, monkeypatch, script, interval, keep, good
 ):
-    """The update of step 5 ruins the weights: its loss was finite, and none after it is."""
+    """The update of step 5 ruins the weights: its loss was finite, and none after it
+    is."""
     config = tiny_config(
         data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4
     )
@@ -947,7 +961,7 @@ def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driv
     assert_user_error(done, "the output cannot be written: [Errno 28]")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts wandb")
 def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
     config = tiny_config(
         data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0
@@ -981,7 +995,7 @@ def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, driver):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles")
 def test_compiled_training_gives_the_losses_of_eager_without_recompiling(
     data, tmp_path
 ):
@@ -996,8 +1010,8 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(
     )
     ours = metrics(compiled, "loss")
     expected = metrics(eager, "loss")
-    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do not depend
-    # on the gradient's size, amplify it
+    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do
+    # not depend on the gradient's size, amplify it
     assert (
         max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
         and len(ours) == 6
