@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 from annotated_types import Interval
 
@@ -103,25 +104,35 @@ class Sweep(DecodingOptions):
     """Pairs of temperature and top-p, as in 0.9,0.95."""
 
     def rows(self) -> list[DecodingOptions]:
+        """Return the options of each row, with the defaults of their mode."""
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
         if self.settings and (self.temperature, self.top_p) != (1, 1):
             raise UserError(
                 "--settings holds temperature and top-p: leave out the options"
             )
+        pairs = self.settings or (f"{self.temperature},{self.top_p}",)
         # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
-        sizes = itertools.product(*(shared[key] or [None] for key in SIZES))
-        pairs = self.settings or [f"{self.temperature},{self.top_p}"]
-        found = []
-        for pair, size in itertools.product(pairs, list(sizes)):
-            swept = dict(zip(SIZES, size, strict=True))
+        sizes = itertools.product(
+            self.steps or (None,),
+            self.group_size or (None,),
+            self.draft or (None,),
+        )
+        rows = []
+        for pair, (steps, group_size, draft) in itertools.product(pairs, list(sizes)):
+            shared["steps"] = steps
+            shared["group_size"] = group_size
+            shared["draft"] = draft
             try:
-                swept["temperature"], swept["top_p"] = map(float, pair.split(","))
-                one = DecodingOptions(**shared | swept)
+                temperature, top_p = pair.split(",")
+                shared["temperature"] = float(temperature)
+                shared["top_p"] = float(top_p)
+                options = DecodingOptions(**shared)
             except ValueError as error:
-                advice = "give temperature,top-p as in 0.9,0.95"
-                raise UserError(f"--settings {pair}: {error}; {advice}") from None
-            found.append(modes.with_mode_defaults(one))
-        return found
+                raise UserError(
+                    f"--settings {pair}: {error}; give temperature,top-p as in 0.9,0.95"
+                ) from None
+            rows.append(modes.with_mode_defaults(options))
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,17 +181,17 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             raise UserError("--mauve compares samples with text: give --reference, too")
     outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
-    read = [samples for path in a.samples for samples in read_sample_sets(path)]
-    reference = a.reference and Reference(a.reference)
+    read = []
+    for path in a.samples:
+        read += read_sample_sets(path)
+    reference = Reference(a.reference) if a.reference else None
     judge = load_judge(a.judge, procs.device)
-    models = {
-        run: load(run, a.weights, "cpu", a.block_size, a.checkpoint) for run in a.runs
-    }
-    samplers = [
-        (run, fitted(run, models[run], options, a))
-        for run in a.runs
-        for options in sweep
-    ]
+    models = {}
+    samplers = []
+    for run in a.runs:
+        models[run] = load(run, a.weights, "cpu", a.block_size, a.checkpoint)
+        for options in sweep:
+            samplers.append((run, fitted(run, models[run], options, a)))
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(
         a,
@@ -191,28 +202,18 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         rows=[],
     )
     result["versions"] |= judge.libraries
-    rows = result["rows"]
-    for samples in itertools.chain(
-        make_samples(samplers, models, a, dtype, procs), read
-    ):
-        batch_size = a.decoding.batch_size or BATCH_SIZE
+    batch_size = a.decoding.batch_size or BATCH_SIZE
+    made = make_samples(samplers, models, a, dtype, procs)
+    for samples in itertools.chain(made, read):
         row = score_samples(samples, judge, batch_size, procs, reference, a.mauve)
-        rows.append(row)
+        result["rows"].append(row)
         if not procs.main:
             continue
-        show(
-            f"{row['run']} {name_of(row['sampler'])}: {row['perplexity']:.2f}",
-            flush=True,
-        )
+        name = name_of(row["sampler"])
+        show(f"{row['run']} {name}: {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
-        lines = [
-            "# Generation quality",
-            "",
-            f"    {result['command']}",
-            "",
-            *lines_of(result),
-        ]
-        outputs.write_report(a.json, result, lines)
+        head = ["# Generation quality", "", f"    {result['command']}", ""]
+        outputs.write_report(a.json, result, [*head, *lines_of(result)])
     with outputs:
         procs.print0("", *lines_of(result), sep="\n")
 
@@ -223,41 +224,46 @@ def fitted(
     options: DecodingOptions,
     a: Arguments,
 ) -> DecodingOptions:
-    """The options with defaults of the model. Raises UserError if it cannot generate
-    with them."""
+    """Return the options with defaults of the model. Raises UserError if it cannot
+    generate with them."""
     if loaded.scored_from:
-        advice = "make samples with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
-        raise UserError(f"{run} has no start token (GPT-2): {advice}")
+        raise UserError(
+            f"{run} has no start token (GPT-2): make samples with sample.py --prompt TEXT "
+            "--jsonl FILE, then give --samples FILE"
+        )
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:
         raise UserError(
             f"{run}: --length is {a.length}; give at most its block size, {limit}"
         )
-    options = modes.with_words(options, loaded.get_tokenizer())
-    return modes.with_default_steps(options, [[None] * (a.length or limit)])
+    if options.ban or options.require:
+        options = modes.with_words(options, loaded.get_tokenizer())
+    context = [None] * (a.length or limit)
+    return modes.with_default_steps(options, [context])
 
 
 def make_samples(
     rows: list[tuple[str, DecodingOptions]],
     models: dict[str, Loaded],
     a: Arguments,
-    dtype,
-    procs,
+    dtype: torch.dtype,
+    procs: Processes,
 ) -> Iterator[SampleSet]:
-    """The samples of every row, all of them on every process."""
+    """Yield the samples of every row, all of them on every process."""
     for run, options in rows:
         loaded = models[run]
         loaded.model.to(procs.device, dtype)
         length = a.length or loaded.model.config.block_size
-        settings = vars(options) | {
-            "run": run,
-            "length": length,
-            "num_samples": a.num_samples,
-        }
-        settings |= {"seed": a.seed, "dtype": str(dtype).removeprefix("torch.")}
-        settings |= {"weights": loaded.weights, "checkpoint": loaded.describe()}
-        settings |= {"versions": versions()}
+        settings = dict(vars(options))
+        settings["run"] = run
+        settings["length"] = length
+        settings["num_samples"] = a.num_samples
+        settings["seed"] = a.seed
+        settings["dtype"] = str(dtype).removeprefix("torch.")
+        settings["weights"] = loaded.weights
+        settings["checkpoint"] = loaded.describe()
+        settings["versions"] = versions()
         label = f"{name_of(settings)} samples"
         records = []
         started = time.perf_counter()
@@ -266,11 +272,16 @@ def make_samples(
                 options,
                 [[None] * length],
                 a.seed,
-                len(part.samples),
+                num_samples=len(part.samples),
                 first=part.samples.start,
             )
             samples = modes.generate_distributed(
-                loaded.model, planned, options, loaded.vocab_size, procs, label=label
+                loaded.model,
+                planned,
+                options,
+                loaded.vocab_size,
+                procs,
+                label=label,
             )
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})
@@ -278,58 +289,70 @@ def make_samples(
         yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 
-def number(value, form: str) -> str:
-    known = isinstance(value, int | float) and not math.isnan(value)
-    return format(value, form) if known else "-"
+def number(value: float | None, form: str) -> str:
+    """Return a number as a cell of the table."""
+    if not isinstance(value, int | float) or math.isnan(value):
+        return "-"
+    return format(value, form)
 
 
 def name_of(settings: dict) -> str:
-    """The mode and the size of its steps, which a sweep varies."""
-    sizes = map(settings.get, (*SIZES, "threshold", "entropy_bound"))
-    refined = f", refined {settings['refine']}" if settings.get("refine") else ""
-    name = f"{settings.get('mode')} {next(filter(None, sizes), '')}{refined}"
-    return name if "mode" in settings else "text"
+    """Return the mode and the size of its steps, which a sweep varies."""
+    if "mode" not in settings:
+        return "text"
+    size = ""
+    for key in (*SIZES, "threshold", "entropy_bound"):
+        size = size or settings.get(key) or ""
+    name = f"{settings['mode']} {size}"
+    if settings.get("refine"):
+        name += f", refined {settings['refine']}"
+    return name
 
 
 def lines_of(result: dict) -> list[str]:
-    """The report: judge, table, legend and notes."""
+    """Return the report: judge, table, legend and notes."""
     judge = result["judge"]
-    rows = result["rows"]
-    cells = []
     columns = list(COLUMNS)
-    columns += REFERENCE if result["settings"]["reference"] else []
-    columns += [("MAUVE", "mauve", ".3f")] if result["settings"]["mauve"] else []
-    for row in rows:
+    if result["settings"]["reference"]:
+        columns += REFERENCE
+    if result["settings"]["mauve"]:
+        columns.append(("MAUVE", "mauve", ".3f"))
+    cells = []
+    for row in result["rows"]:
         values = row["sampler"] | row
         numbers = [number(values.get(key), form) for _, key, form in columns]
         cells.append([row["run"], name_of(row["sampler"]), *numbers])
-    return [
-        f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; it "
-        f"scores {judge['scored']}; samples longer than its context, {judge['context']}, are cut.",
+    head = ["run", "sampler"]
+    head += [title for title, _, _ in columns]
+    lines = [
+        f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; "
+        f"it scores {judge['scored']}; samples longer than its context, "
+        f"{judge['context']}, are cut.",
         "",
-        *markdown_table(
-            ["run", "sampler", *(title for title, *_ in columns)], cells, left=2
-        ),
+        *markdown_table(head, cells, left=2),
         "",
         LEGEND,
-        *(f"- {note}" for note in notes(rows)),
     ]
+    for note in notes(result["rows"]):
+        lines.append(f"- {note}")
+    return lines
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What a reader must know beside the table: how the samples were made and
+    """Return what a reader must know beside the table: how the samples were made and
     judged."""
     lines = []
     for row in rows:
-        s = row["sampler"]
+        sampler = row["sampler"]
         parts = [f"{row['samples']} samples a row"]
         for key in ("checkpoint", "dtype", "seed"):
-            if s.get(key) is not None:
-                parts.append(f"{key} {s[key]}")
-        parts += modes.changed_settings(s, shown=IN_TABLE)
+            if sampler.get(key) is not None:
+                parts.append(f"{key} {sampler[key]}")
+        parts += modes.changed_settings(sampler, shown=IN_TABLE)
         if row["unscored_samples"]:
-            parts += [f"{row['unscored_samples']} of them too short to be scored"]
-        lines += [f"{row['run']}: {', '.join(parts)}{JUDGED[row['tokens_judged']]}."]
+            parts.append(f"{row['unscored_samples']} of them too short to be scored")
+        judged = JUDGED[row["tokens_judged"]]
+        lines.append(f"{row['run']}: {', '.join(parts)}{judged}.")
         if "js_1" in row:
             near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
             lines.append(
@@ -341,7 +364,8 @@ def notes(rows: list[dict]) -> list[str]:
                 f"{number(row['mauve_text'], '.3f')}; features of the judge."
             )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
-    if given := sum(row["given_tokens"] for row in rows):
+    given = sum(row["given_tokens"] for row in rows)
+    if given:
         lines.append(
             f"{given} tokens were given, not generated; they are scored like the rest."
         )

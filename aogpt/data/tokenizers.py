@@ -58,6 +58,9 @@ class Tokenizer:
     plain text, to_bytes(ids) with that text for end-of-text, and, except HubTokenizer,
     ranks (ids by a token's bytes)."""
 
+    name: str
+    vocab_size: int
+    eot: int
     adds_space = False  # before a text
     starts: list[int] = []  # ids that a pretrained model reads before a text
     # Whether the text of each id begins with a space, bool (vocab_size,); with

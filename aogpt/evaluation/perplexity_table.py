@@ -17,8 +17,19 @@ LABELS = {
     "margin": "the model's, by margin",
     "oracle": "oracle (no likelihood)",
 }
-HEAD = ["text", "orders", "M", "nats/token", "std. error", "by document", "Monte Carlo"]
-HEAD += ["bits/token", "bits/byte", "perplexity", "95% interval"]
+HEAD = [
+    "text",
+    "orders",
+    "M",
+    "nats/token",
+    "std. error",
+    "by document",
+    "Monte Carlo",
+    "bits/token",
+    "bits/byte",
+    "perplexity",
+    "95% interval",
+]
 NOTES = {
     "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
     "outputs normalised to probabilities",
@@ -50,7 +61,7 @@ def result_rows(
     scores: Scores,
     draws: int,
 ) -> list[dict]:
-    """The results of a task for the JSON report, one per ensemble size."""
+    """Return the results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set
     bytes_per_token = task.bytes_per_token()
@@ -80,88 +91,122 @@ def result_rows(
 
 
 def difference_row(rows: list[dict], gap: Estimate) -> dict:
-    """Two models on one text, along one order, for the JSON report: from their
-    `result_rows`, and the estimate of the difference of their losses."""
+    """Return the comparison of two models on one text, along one order, for the JSON
+    report: from their `result_rows`, and the estimate of the difference of their
+    losses."""
     a, b = rows
-    row = {key: a[key] for key in ("dataset", "data", "orders", "group", "bound")}
-    for key, unit in (
-        ("nll", 1.0),
-        ("bits_per_byte", math.log(2) * a["bytes_per_token"]),
-    ):
-        row[key] = {"a": a[key], "b": b[key], "difference": gap.nll / unit}
-        row[key]["half_width_95"] = gap.half_width / unit
-    row |= {"p": gap.p_value, "p_by": "document" if gap.documents > 1 else "sequence"}
-    errors = (
-        "standard_error",
-        "document_error",
-        "monte_carlo_error",
-        "sequences",
-        "documents",
-    )
-    row |= {key: getattr(gap, key) for key in errors}
-    return row | {key: a[key] for key in ("blocks", "tokens", "draws")}
+    # nats of a bit per byte
+    unit = math.log(2) * a["bytes_per_token"]
+    return {
+        "dataset": a["dataset"],
+        "data": a["data"],
+        "orders": a["orders"],
+        "group": a["group"],
+        "bound": a["bound"],
+        "nll": {
+            "a": a["nll"],
+            "b": b["nll"],
+            "difference": gap.nll,
+            "half_width_95": gap.half_width,
+        },
+        "bits_per_byte": {
+            "a": a["bits_per_byte"],
+            "b": b["bits_per_byte"],
+            "difference": gap.nll / unit,
+            "half_width_95": gap.half_width / unit,
+        },
+        "p": gap.p_value,
+        "p_by": "document" if gap.documents > 1 else "sequence",
+        "standard_error": gap.standard_error,
+        "document_error": gap.document_error,
+        "monte_carlo_error": gap.monte_carlo_error,
+        "sequences": gap.sequences,
+        "documents": gap.documents,
+        "blocks": a["blocks"],
+        "tokens": a["tokens"],
+        "draws": a["draws"],
+    }
 
 
 def markdown(results: list[dict]) -> list[str]:
-    """The lines of the table and of its notes."""
-    gains = any(r["gain"] is not None for r in results)
+    """Return the lines of the table and of its notes."""
+    has_gains = any(r["gain"] is not None for r in results)
+    head = list(HEAD)
+    if has_gains:
+        head.append("gain")
     rows = []
     for r in results:
         low, high = r["perplexity_95"]
-        cells = [r["dataset"], label(r), str(r["ensemble"]), f"{r['nll']:.4f}"]
-        cells += [_number(r["standard_error"], 4), _number(r["document_error"], 4)]
-        cells.append(_number(r["monte_carlo_error"], 5))
-        cells += [f"{r['bits_per_token']:.4f}", _number(r["bits_per_byte"], 4)]
-        cells += [
+        interval = f"{low:.3f} to {high:.3f}"
+        if math.isnan(low):
+            interval = ""
+        cells = [
+            r["dataset"],
+            label(r),
+            str(r["ensemble"]),
+            f"{r['nll']:.4f}",
+            _number(r["standard_error"], 4),
+            _number(r["document_error"], 4),
+            _number(r["monte_carlo_error"], 5),
+            f"{r['bits_per_token']:.4f}",
+            _number(r["bits_per_byte"], 4),
             f"{r['perplexity']:.3f}",
-            "" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
+            interval,
         ]
-        if gains:
-            gain = r["gain"]
-            error = r["gain_error"]
-            cells.append("" if gain is None else f"{gain:.5f} ± {_number(error, 5)}")
+        if has_gains:
+            gain = ""
+            if r["gain"] is not None:
+                gain = f"{r['gain']:.5f} ± {_number(r['gain_error'], 5)}"
+            cells.append(gain)
         rows.append(cells)
-    return [
-        *markdown_table(HEAD + ["gain"] * gains, rows, left=2),
-        "",
-        *_notes(results),
-    ]
+    return [*markdown_table(head, rows, left=2), "", *_notes(results)]
 
 
 def comparison(differences: list[dict]) -> list[str]:
-    """The same of two models."""
+    """Return the same of two models."""
     rows = []
     for r in differences:
         cells = [r["dataset"], label(r)]
         for unit in ("nll", "bits_per_byte"):
-            *both, half = (_number(number, 4) for number in r[unit].values())
-            cells += [*both[:2], f"{both[2]} ± {half}"]
-        rows.append([*cells, "unknown" if math.isnan(r["p"]) else f"{r['p']:.2g}"])
-    return [*markdown_table(COMPARED, rows, left=2), "", *_notes(differences), PAIRED]
+            compared = r[unit]
+            difference = _number(compared["difference"], 4)
+            half_width = _number(compared["half_width_95"], 4)
+            cells.append(_number(compared["a"], 4))
+            cells.append(_number(compared["b"], 4))
+            cells.append(f"{difference} ± {half_width}")
+        cells.append("unknown" if math.isnan(r["p"]) else f"{r['p']:.2g}")
+        rows.append(cells)
+    table = markdown_table(COMPARED, rows, left=2)
+    return [*table, "", *_notes(differences), PAIRED]
 
 
 def _notes(results: list[dict]) -> list[str]:
+    """Return a line for each text, and what is said of its rows beside the table."""
     texts = {}
+    kinds = set()
     for r in results:
-        part = f" of {r['blocks']:,}" if r["sequences"] < r["blocks"] else ""
+        kinds.add(r["orders"].partition(":")[0])
+        kinds.add(r["bound"])
         sequences = "sequence" if r["sequences"] == 1 else "sequences"
         documents = "document" if r["documents"] == 1 else "documents"
-        size = f"{r['sequences']:,}{part} {sequences} of {r['documents']:,} {documents}"
-        split = r["data"]["split"]
-        tokens = f"{r['tokens']:,} tokens"
-        tested = (
-            f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}"
-            if "p_by" in r
-            else ""
+        text = f"{r['dataset']} ({r['data']['split']}): {r['sequences']:,}"
+        if r["sequences"] < r["blocks"]:
+            text += f" of {r['blocks']:,}"
+        text += (
+            f" {sequences} of {r['documents']:,} {documents}, {r['tokens']:,} tokens"
         )
-        texts[r["dataset"]] = f"{r['dataset']} ({split}): {size}, {tokens}{tested}"
-    found = {r["orders"].partition(":")[0] for r in results} | {
-        r["bound"] for r in results
-    }
-    return [*texts.values(), *(text for key, text in NOTES.items() if key in found)]
+        if "p_by" in r:
+            text += f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}"
+        texts[r["dataset"]] = text
+    notes = list(texts.values())
+    for kind, note in NOTES.items():
+        if kind in kinds:
+            notes.append(note)
+    return notes
 
 
 def label(row: dict) -> str:
+    """Return what the orders of a row are called in the table."""
     text = LABELS.get(row["orders"], row["orders"])
     if row["group"] > 1:
         text += f", groups of {row['group']}"

@@ -23,7 +23,8 @@ def adapt(
     generated = plan.generated()  # (B, T), by slot
     block_size = plan.block or max(T, 1)
     block_of = plan.order // block_size  # (B, T), by slot
-    score_names = [plan.unmask_by]
+    assert plan.pace is not None
+    score_names: list[str] = [plan.unmask_by]
     if plan.pace.entropy_bound is not None:
         score_names.append("entropy")
     cached = torch.zeros_like(tally.known)
@@ -96,6 +97,7 @@ def within_limits(
     scores: as `reorder` gives them, the last one minus the entropy where that is
     bounded."""
     pace = plan.pace
+    assert pace is not None
     first_scores = scores[0]
     slots = torch.arange(first_scores.shape[1])
     start = known[:, None]
@@ -206,8 +208,9 @@ def scores_of(
             case "confidence":
                 score = log_probs.amax(dim=-1)
             case "oracle":
-                targets = targets.to(log_probs.device)
-                score = log_probs.gather(1, targets[:, None]).squeeze(1)
+                assert targets is not None
+                index = targets.to(log_probs.device)[:, None]
+                score = log_probs.gather(1, index).squeeze(1)
             case "margin":
                 highest = log_probs.topk(2, dim=-1).values.exp()
                 score = highest[:, 0] - highest[:, 1]

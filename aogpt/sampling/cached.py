@@ -219,10 +219,9 @@ class CachedPass(Pass):
         # adaLN: of each input, or of all positions where there are fewer of these
         self.per_input = step.inputs < config.block_size
         if tables is None and config.has_adaln:
-            condition = model.condition()
-            if self.per_input:
-                condition = condition[self.targets]
-            self.condition = condition
+            self.condition = model.condition()
+            if self.per_input and self.condition is not None:
+                self.condition = self.condition[self.targets]
 
     def make_masks(self, model: AOGPT) -> None:
         """Make the mask of what inputs see of the first slots, (B, 1, W, end), and for

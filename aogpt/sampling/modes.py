@@ -203,7 +203,7 @@ def check_combination(options: DecodingOptions) -> None:
     """Raise UserError for values that exclude each other. options: with the mode's
     defaults."""
     if options.mode == "order":
-        parse_order(options.order, "--order")
+        parse_order(str(options.order), "--order")
     if options.mode == "speculative":
         if options.noise != "float64":
             raise UserError(
@@ -233,7 +233,7 @@ def end_note(options: DecodingOptions) -> str:
     with the mode's defaults."""
     from_left = options.mode == "l2r" or options.block is not None
     if options.mode in ("order", "speculative"):
-        from_left = parse_order(options.order, "--order").kind == "l2r"
+        from_left = parse_order(str(options.order), "--order").kind == "l2r"
     if from_left:
         return ""
     name = options.mode if options.mode != "adaptive" else options.unmask_by
@@ -300,7 +300,8 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot generate so. options: with the mode's
     defaults."""
     needs = "needs a model that is conditioned on the target position"
-    if config.l2r_only and (options.mode != "l2r" or options.group_size > 1):
+    one_by_one = options.mode == "l2r" and options.group_size == 1
+    if config.l2r_only and not one_by_one:
         what = f"--mode {options.mode}"
         if options.mode == "adaptive":
             what += f" (by {options.unmask_by})"
@@ -350,7 +351,11 @@ def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str
     changed = []
     for field in fields(DecodingOptions):
         value = settings.get(field.name, field.default)
-        usual = (field.default, defaults.get(field.name, field.default), [])
+        usual: tuple[Any, ...] = (
+            field.default,
+            defaults.get(field.name, field.default),
+            [],
+        )
         if field.name not in left_out and value not in usual:
             changed.append(f"{field.name} {value}")
     return changed
@@ -426,8 +431,8 @@ def plan_samples(
     tokens = []
     given = []
     steps = []
-    sort_keys = []
-    uniforms = []
+    sort_keys: list[Tensor] = []
+    uniforms: list[Tensor] = []
     numbers = range(first, first + num_samples)
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         T = len(context)
