@@ -117,6 +117,15 @@ def test_every_optional_import_has_an_extra():
         assert extra in extras["all"][0]
 
 
+def test_a_model_from_a_hub_needs_no_extra():
+    """Its tokenizer.json and its download: of `pip install .` and requirements.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = (ROOT / "requirements.txt").read_text()
+    for package in ("tokenizers", "safetensors", "tiktoken"):
+        assert any(line.startswith(package) for line in project["dependencies"])
+        assert f"\n{package}==" in requirements
+
+
 def test_the_command_says_which_release_this_is(monkeypatch, capsys):
     import aogpt
     from aogpt import __main__
