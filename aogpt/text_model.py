@@ -318,24 +318,45 @@ class TextModel:
         """Return log p of each token of rows along their orders, by position; None
         where none is scored. Rows of similar length share a pass."""
         log_probs: list[list[float | None]] = [[] for _ in rows]
-        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         while by_length:
             longest = len(rows[by_length[-1]])
             size = max(1, BATCH_TOKENS // longest)
             batch = by_length[-size:]
             del by_length[-size:]
-            x = pad_sequence([torch.tensor(rows[i]) for i in batch], batch_first=True)
-            order = torch.arange(longest).repeat(len(batch), 1)
-            for row, i in enumerate(batch):
-                order[row, : len(rows[i])] = orders[i]
-            lengths = torch.tensor([len(rows[i]) for i in batch])
-            start = torch.zeros_like(lengths)
-            along = gaps.log_probs_along(self.model, x, order, lengths, start)
-            by_position = torch.zeros_like(along).scatter_(1, order, along)
-            for row, i in enumerate(batch):
-                log_probs[i] = by_position[row, : len(rows[i])].tolist()
-                for position in orders[i][: self.loaded.scored_from].tolist():
-                    log_probs[i][position] = None
+            log_probs_of_batch = self._log_probs_of_batch(
+                [rows[number] for number in batch],
+                [orders[number] for number in batch],
+            )
+            for number, log_probs_of_row in zip(batch, log_probs_of_batch, strict=True):
+                first = orders[number][: self.loaded.scored_from]
+                for position in first.tolist():
+                    log_probs_of_row[position] = None
+                log_probs[number] = log_probs_of_row
+        return log_probs
+
+    def _log_probs_of_batch(
+        self, rows: list[list[int]], orders: list[Tensor]
+    ) -> list[list[float | None]]:
+        """Return log p of each token of rows along their orders, by position, in one
+        pass."""
+        x = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        N, T = x.shape
+        order = torch.arange(T).repeat(N, 1)
+        for number, row_order in enumerate(orders):
+            order[number, : len(row_order)] = row_order
+        lengths = torch.tensor([len(row) for row in rows])
+        along = gaps.log_probs_along(
+            self.model,
+            x,
+            order=order,
+            lengths=lengths,
+            start=torch.zeros_like(lengths),
+        )
+        by_position = torch.zeros_like(along).scatter_(1, order, along)
+        log_probs = []
+        for row, padded in zip(rows, by_position.tolist(), strict=True):
+            log_probs.append(padded[: len(row)])
         return log_probs
 
     @overload
@@ -361,10 +382,11 @@ class TextModel:
         T = len(ids)
         log_probs: list[float | None] = []
         tokens = torch.tensor([ids], device=self.device)
-        for start in range(0, T, 16):
-            rows = torch.arange(start, min(T, start + 16), device=self.device)
-            masked = torch.arange(T, device=self.device) == rows[:, None]
-            batch = masked_log_probs(self.model, tokens.expand(len(rows), T), masked)
+        positions = torch.arange(T, device=self.device)
+        for rows in positions.split(16):
+            masked = positions == rows[:, None]
+            copies = tokens.expand(len(rows), T)
+            batch = masked_log_probs(self.model, copies, masked)
             log_probs += batch[masked].tolist()
         return self._scored(text, ids, log_probs, end=False)
 
@@ -528,7 +550,9 @@ class TextModel:
             return []
         options.update(temperature=temperature, top_p=top_p, top_k=top_k, mode=mode)
         rows = self._sample(contexts, count, seed, options)
-        samples = [Generated(self.tokenizer.decode(row), row, seed) for row in rows]
+        samples = []
+        for row in rows:
+            samples.append(Generated(self.tokenizer.decode(row), row, seed))
         if num_samples is None:
             return samples[0] if isinstance(prompt, str) else samples
         samples_of_prompts = []
@@ -786,16 +810,22 @@ class TextModel:
         if gapped.combinations > 1:
             raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
         context = gapped.context([lengths[0] for lengths in gapped.lengths])
-        tokens = torch.tensor([[token or 0 for token in context]], device=self.device)
-        blank = torch.tensor([[token is None for token in context]], device=self.device)
-        logits = masked_logits(self.model, tokens, blank)[:, : self.loaded.vocab_size]
-        best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[1]))
+        tokens = [token or 0 for token in context]
+        is_blank = [token is None for token in context]
+        logits = masked_logits(
+            self.model,
+            torch.tensor([tokens], device=self.device),
+            torch.tensor([is_blank], device=self.device),
+        )
+        logits = logits[:, : self.loaded.vocab_size]
+        probabilities = logits.double().softmax(dim=-1)
+        best = probabilities.topk(min(top, self.loaded.vocab_size))
         likely_of_blanks = []
-        for ids, probabilities in zip(
+        for ids, values in zip(
             best.indices.tolist(), best.values.tolist(), strict=True
         ):
             likely = []
-            for token, probability in zip(ids, probabilities, strict=True):
+            for token, probability in zip(ids, values, strict=True):
                 text = token_text(self.tokenizer, token)
                 likely.append(Likely(text, probability, token))
             likely_of_blanks.append(likely)
@@ -833,7 +863,8 @@ class TextModel:
         choices = read_choices(text)
         words_of_texts = choices.texts()
         rows = [self._encode(whole, extra=int(end)) for whole in words_of_texts]
-        if self.loaded.scored_from and len({row[0] for row in rows}) > 1:
+        first_tokens = {row[0] for row in rows}
+        if self.loaded.scored_from and len(first_tokens) > 1:
             raise UserError(
                 "this model has no start token, so it cannot score the first token of a "
                 "text, and these alternatives begin differently: put a word before them"

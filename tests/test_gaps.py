@@ -595,7 +595,7 @@ def test_a_mask_that_is_no_gap_is_told(books):
         (lambda: books.rank("The [cat|dog][MASK] home."), "fill takes masks"),
         (lambda: books.compare(books, "The cat[MASK] home."), "without one"),
     ):
-        with pytest.raises(ValueError, match=f"the text has a mask, .*{words}"):
+        with pytest.raises(aogpt.UserError, match=f"the text has a mask, .*{words}"):
             call()
     assert books.score("[MASKED] men").nats > 0  # that is no mask
 
