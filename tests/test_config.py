@@ -2,6 +2,7 @@
 nearest valid name."""
 
 import math
+import re
 from dataclasses import asdict
 
 import pytest
@@ -65,7 +66,13 @@ ORDERS_OF_THE_PAPER = {
 @pytest.mark.parametrize("system", ORDERS_OF_THE_PAPER)
 def test_configs_of_the_paper_have_its_values(system, size):
     """arXiv 2506.19935, appendix B.3 and table 3; 0.5M tokens a step."""
-    config = configuration.load_toml(ROOT / "configs" / f"{system}_{size}.toml")
+    path = ROOT / "configs" / f"{system}_small.toml"
+    words = [str(path)]
+    if size == "medium":  # the options in the comment
+        (options,) = re.findall(r"# Medium: (.*\n#.*)\n", path.read_text())
+        words += options.replace("\n#", " ").split()
+    config = configuration.from_command_line(words, "")
+    assert config.name == f"{system}_{size}"
     m = config.model
     o = config.optim
     t = config.train

@@ -18,7 +18,7 @@ from aogpt.training import config as configuration
 from aogpt.training import plan as planning
 from aogpt.training.config import Config, TrainConfig
 from aogpt.training.metrics import GPU, GPUS
-from aogpt.training.optimizers import EMA, make_optimizer, named_state
+from aogpt.training.optimizers import EMA, make_optimizers, named_state
 from aogpt.training.parallel import RecomputedBlock
 from aogpt.training.plan import memory_of, meta_model, plan_run, plan_text, state_bytes
 
@@ -26,10 +26,7 @@ B = 4
 T = 128
 D = 64
 V = 320
-LARGE = {
-    "aogpt_1b": 8,
-    "aogpt_7b": 64,
-}  # configs with a plan in their comments: for how many GPUs
+LARGE = {"aogpt_1b": 8, "aogpt_7b": 64}  # for how many GPUs the comment has a plan
 H100 = "NVIDIA H100 80GB HBM3"
 PLAIN = {"order__kind": "l2r", "model__target": "none"}
 
@@ -74,11 +71,12 @@ def test_state_bytes_are_those_of_a_model_after_a_step(kind, changes):
     config = small(optim__kind=kind, **changes)
     model = build_model(config.model)
     ema = EMA(model, 0.9)
-    optimizer = make_optimizer(model, config)
+    optimizers = make_optimizers(model, config)
     losses(model, config).mean().backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     state = [
-        t for values in named_state(model, optimizer).values() for t in values.values()
+        t for values in named_state(model, optimizers).values() for t in values.values()
     ]
     measured = {
         "weights": storage_bytes(model.parameters()),
@@ -231,21 +229,28 @@ def test_a_plan_that_cannot_be_made_is_an_error(script, monkeypatch, options, wo
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_configs_and_documentation_say_of_plans_is_not_stale(name):
-    plan = plan_run(loaded(name), LARGE[name], GPUS[H100])
-    text = (ROOT / "configs" / f"{name}.toml").read_text()
+def test_what_the_config_and_documentation_say_of_plans_is_not_stale(name):
+    path = ROOT / "configs" / "aogpt_1b.toml"
+    text = path.read_text()
+    words = [str(path)]
+    if name == "aogpt_7b":  # the options in the comment
+        (command,) = re.findall(r"(--name aogpt_7b .*?)\n#\n", text, re.DOTALL)
+        words += command.replace("\\\n#", " ").split()
+    config = configuration.from_command_line(words, "")
+    assert config.name == name
+    plan = plan_run(config, LARGE[name], GPUS[H100])
     total = sum(plan.parameters.values())
     seconds = plan.seconds_per_step
     days = plan.config.train.steps * seconds / 86400
     share = plan.parameters["conditioning"] / total
     assert plan.memory_total <= plan.memory_usable
-    assert f"--world-size {LARGE[name]} says for {H100} at 40%" in text
     memory = f"{plan.memory_total / 2**30:.1f}"
     saved = f"{plan.checkpoint_bytes / 1e9:.1f}"
+    assert f"--world-size {LARGE[name]}" in text
     assert (
         f"{total / 1e6:,.1f}M parameters, {share:.1%} of them conditioning; {memory} GiB"
         in text
     )
     assert f"{seconds:.2f} s a step, {days:.1f} days; {saved} GB a checkpoint\n" in text
     shown = (ROOT / "docs" / "large_runs.md").read_text().replace("\n    ", "\n")
-    assert name != "aogpt_7b" or f"\n{plan_text(plan)}\n" in shown
+    assert name != "aogpt_1b" or f"\n{plan_text(plan)}\n" in shown
