@@ -143,7 +143,9 @@ class Pass:
         condition: Tensor | None = None,
     ):
         self.targets = targets  # (B, T) the position that each step predicts
-        self.inverse = None if targets is None else inverse_permutation(targets)
+        self.inverse: Tensor | None = None  # (B, T) the step of each position
+        if targets is not None:
+            self.inverse = inverse_permutation(targets)
         # (block_size, cond_dim) silu(wtpe), all that adaLN reads
         self.condition = condition
         self.hide_start = config.start == "hidden"
@@ -154,36 +156,52 @@ class Pass:
         self.added: Tensor | None = None  # (B, T, D), added before every block
 
     def enter(self, layer: int) -> None:
-        """Called before block `layer`; n_layer is the final norm. A cache finds its part."""
+        """Called before block `layer`; n_layer is the final norm. For a cache."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""
         if not self.hide_start:
-            return attention(q, k, v, causal=True, dropout=self.dropout)
-        # Input 0 sees itself alone: its output is its value, for all heads that share it.
-        # A mask would rule out fast kernels.
-        first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+            return attention(
+                q,
+                k,
+                v,
+                causal=True,
+                dropout=self.dropout,
+            )
+        # Input 0 sees itself alone: its output is its value, for all heads that share
+        # it. A mask would rule out fast kernels.
+        heads_per_value = q.shape[2] // v.shape[2]
+        first = v[:, :1].repeat_interleave(heads_per_value, dim=2)  # (B, 1, H, D/H)
         rest = attention(
-            q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout
+            q[:, 1:],
+            k[:, 1:],
+            v[:, 1:],
+            causal=True,
+            dropout=self.dropout,
         )
         return torch.cat([first.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
-        # (block_size, parts D): once per position, not per token
-        table = linear(self.condition)
-        return tuple(self.lookup(part) for part in table.chunk(parts, dim=-1))
+        table = linear(self.condition)  # (block_size, parts D): once per position
+        tables = table.chunk(parts, dim=-1)
+        return tuple(self.lookup(part) for part in tables)
 
     def modulated_norm(
-        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
+        self,
+        norm: nn.Module,
+        x: Tensor,
+        shift: Tensor,
+        scale: Tensor,
     ) -> Tensor:
         """The norm of x (B, T, D), shifted and scaled by what `modulation` gives."""
-        return modulate(norm(x), shift, scale)
+        return norm(x) * (1 + scale) + shift
 
     def lookup(self, table: Tensor) -> Tensor:
         """Rows of a per-position table at the targets: (block_size, D) -> (B, T, D)."""
         length = self.targets.shape[1]
-        return PermutationGather.apply(table[:length], self.targets, self.inverse)
+        rows = table[:length]  # (T, D)
+        return PermutationGather.apply(rows, self.targets, self.inverse)
 
 
 def attention(
@@ -213,9 +231,9 @@ def attention(
 
 
 class PermutationGather(torch.autograd.Function):
-    """table[order], (T, D), (B, T) -> (B, T, D). Rows of `order` are permutations, so the
-    gradient is a gather by the inverse and a sum. Indexing would add with atomics, in no
-    fixed order."""
+    """table[order], (T, D), (B, T) -> (B, T, D). Rows of `order` are permutations, so
+    the gradient is a gather by the inverse and a sum. Indexing would add with atomics,
+    in no fixed order."""
 
     @staticmethod
     def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -225,17 +243,20 @@ class PermutationGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        batch = torch.arange(grad.shape[0], device=grad.device)[:, None]
+        batch = torch.arange(len(grad), device=grad.device)[:, None]
+        by_position = grad[batch, inverse]  # (B, T, D)
         # bfloat16 is too coarse to add in
         accumulate = torch.promote_types(grad.dtype, torch.float32)
-        table_grad = grad[batch, inverse].sum(0, dtype=accumulate).to(grad.dtype)
-        return table_grad, None, None
+        table_grad = by_position.sum(0, dtype=accumulate)  # (T, D)
+        return table_grad.to(grad.dtype), None, None
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
     """The step that predicts each position: inverse[b, order[b, i]] == i, (B, T)."""
-    steps = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, steps)
+    T = order.shape[-1]
+    steps = torch.arange(T, device=order.device).expand_as(order)
+    inverse = torch.empty_like(order)
+    return inverse.scatter_(-1, order, steps)
 
 
 # ---- layers --------------------------------------------------------------------------
@@ -249,14 +270,17 @@ def inverse_permutation(order: Tensor) -> Tensor:
 #     matrices()     what Muon orthogonalises, with the rows of each part
 #     make_neutral() changes nothing in a model that has been trained without the layer
 
+Matrices = list[tuple[nn.Parameter, list[int]]]
+
 
 class RMSNorm(nn.RMSNorm):
     """The fused kernel wants input and weight in one dtype, under autocast, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.weight.dtype if x.is_cuda else x.dtype
+        x = x.to(dtype)
         weight = self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
@@ -269,7 +293,11 @@ class PositionTable(nn.Embedding):
     """A learned vector for each position."""
 
     def __init__(
-        self, c: ModelConfig, rows: int, width: int, wave_std: float | None = 0.04
+        self,
+        c: ModelConfig,
+        rows: int,
+        width: int,
+        wave_std: float | None = 0.04,
     ):
         """wave_std: of initial sine waves, where model.position_init asks for them."""
         super().__init__(rows, width)
@@ -283,7 +311,12 @@ class TargetTable(PositionTable):
 
     conditions = ("weight",)
 
-    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
+    def __init__(
+        self,
+        c: ModelConfig,
+        width: int,
+        wave_std: float | None = 0.04,
+    ):
         super().__init__(c, c.block_size, width, wave_std)
         self.first_wave = 1  # as in `wpe`, whose row 0 is [None]'s
 
@@ -292,8 +325,8 @@ class TargetTable(PositionTable):
 
 
 class ConditionTable(TargetTable):
-    """The target table that adaLN reads. It does so through weights of std 0.02, which a
-    larger std of the waves makes up for."""
+    """The target table that adaLN reads. It does so through weights of std 0.02, which
+    a larger std of the waves makes up for."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c, c.cond_dim, wave_std=2.0)
@@ -315,45 +348,50 @@ class AdaLN(nn.Linear):
     def make_neutral(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-        nn.init.ones_(self.bias.view(self.parts, -1)[2::3])  # the gates
+        gates = self.bias.view(self.parts, -1)[2::3]  # (2 or 0, D)
+        nn.init.ones_(gates)
 
 
 class Projection(nn.Linear):
-    """Back to the residual stream, where 2 n_layer of these add up: they start smaller."""
+    """Back to the residual stream. 2 n_layer of these add up: they start smaller."""
 
     def __init__(self, c: ModelConfig, width: int, bias: bool):
         super().__init__(width, c.n_embd, bias=bias)
         self.init_std = 0.02 / math.sqrt(2 * c.n_layer)
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
-
-
 def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines of each position's angles, float64 (block_size + 1, 2, D/H / 2).
+    """Cosines and sines of the positions' angles, float64 (block_size + 1, 2, D/H/2).
 
     rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
     turns in `length` positions are divided by the factor, those of more than `high`
     stay, linear between."""
-    exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim
+    coordinates = torch.arange(0, c.head_dim, 2, dtype=torch.float64)
+    exponents = coordinates / c.head_dim
     frequency = c.rope_base**-exponents
     if c.rope_scaling is not None:
         factor, low, high, length = c.rope_scaling
         turns = length * frequency / (2 * math.pi)
-        share = ((turns - low) / (high - low)).clamp(0, 1)
+        share = (turns - low) / (high - low)
+        share = share.clamp(0, 1)
         frequency = frequency * (share + (1 - share) / factor)
-    angle = torch.arange(c.block_size + 1, dtype=torch.float64)[:, None] * frequency
+    positions = torch.arange(c.block_size + 1, dtype=torch.float64)
+    angle = positions[:, None] * frequency
     angles = torch.stack([angle.cos(), angle.sin()], dim=1)
-    no_float64 = torch.device(device or "cpu").type == "mps"
-    return angles.to(device, torch.float32 if no_float64 else torch.float64)
+    if device is None:
+        return angles
+    if device.type == "mps":  # which has no float64
+        angles = angles.float()
+    return angles.to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by angles whose
     cosines and sines are (..., 1, D/H / 2): coordinate i turns with i + D/H / 2."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x.chunk(2, dim=-1)  # (..., H, D/H / 2)
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    return torch.cat([turned_a, turned_b], dim=-1)
 
 
 class Attention(nn.Module):
@@ -367,22 +405,36 @@ class Attention(nn.Module):
         proj_bias = c.attn_bias if c.attn_proj_bias is None else c.attn_proj_bias
         self.qkv = nn.Linear(c.n_embd, rows, bias=c.attn_bias)
         self.proj = Projection(c, c.n_head * c.head_dim, bias=proj_bias)
-        # shares of the block's own values and of the first block's
-        self.mix = nn.Parameter(torch.full((2,), 0.5)) if c.value_residual else None
-        self.q_norm = self.make_head_norm(c)
-        self.k_norm = self.make_head_norm(c)
+        self.mix: nn.Parameter | None = None
+        if c.value_residual:
+            # shares of the block's own values and of the first block's
+            self.mix = nn.Parameter(torch.full((2,), 0.5))
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps)
 
-    def make_head_norm(self, c: ModelConfig) -> nn.Module:
-        return RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
+    def forward(
+        self,
+        x: Tensor,
+        p: Pass,
+        first_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """x (B, T, D) -> the output (B, T, D), and values where blocks mix them."""
         q, k, v, values = self.heads(x, p, first_values)
-        return self.proj(p.attend(q, k, v)), values
+        y = p.attend(q, k, v)  # (B, T, D)
+        return self.proj(y), values
 
-    def heads(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to be mixed."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+    def heads(
+        self,
+        x: Tensor,
+        p: Pass,
+        first_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to mix."""
+        qkv = self.qkv(x)  # (B, T, all heads times D/H)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(self.heads_of, dim=-2)
         q = self.q_norm(q)
         k = self.k_norm(k)
@@ -396,9 +448,13 @@ class Attention(nn.Module):
             k = rotate(k, *p.key_angles)
         return q, k, v, values
 
-    def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
-        rows = [heads * self.head_dim for heads in self.heads_of]
-        return [(self.qkv.weight, rows), (self.proj.weight, [len(self.proj.weight)])]
+    def matrices(self) -> Matrices:
+        rows_of_qkv = [heads * self.head_dim for heads in self.heads_of]
+        rows_of_proj = [len(self.proj.weight)]
+        return [
+            (self.qkv.weight, rows_of_qkv),
+            (self.proj.weight, rows_of_proj),
+        ]
 
 
 class MLP(nn.Module):
@@ -413,13 +469,17 @@ class MLP(nn.Module):
         self.proj = Projection(c, width, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
         if self.gate is not None:  # Shazeer, arXiv 2002.05202
-            return self.proj(F.silu(self.gate(x)) * self.fc(x))
-        return self.proj(F.gelu(self.fc(x), approximate=self.approximate))
+            hidden = F.silu(self.gate(x)) * self.fc(x)
+        else:
+            hidden = F.gelu(self.fc(x), approximate=self.approximate)
+        return self.proj(hidden)
 
-    def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
-        layers = [self.fc, self.gate, self.proj]
-        weights = [layer.weight for layer in layers if layer is not None]
+    def matrices(self) -> Matrices:
+        weights = [self.fc.weight, self.proj.weight]
+        if self.gate is not None:
+            weights.insert(1, self.gate.weight)
         return [(weight, [len(weight)]) for weight in weights]
 
 
@@ -432,13 +492,20 @@ class Block(nn.Module):
         self.norm2 = make_norm(c)
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        self.adaln = AdaLN(c, parts=6) if c.has_adaln else None
-        self.wtpe = None
+        self.adaln: AdaLN | None = None
+        if c.has_adaln:
+            self.adaln = AdaLN(c, parts=6)
+        self.wtpe: TargetTable | None = None
         if c.target == "per_block":
             self.wtpe = TargetTable(c, c.n_embd, wave_std=None)
         self.drop = nn.Dropout(c.dropout)
 
-    def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
+    def forward(
+        self,
+        x: Tensor,
+        p: Pass,
+        first_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """x (B, T, D), first_values (B, T, H, D/H): of the first block. Returns x and
         values."""
         if self.wtpe is not None:
@@ -446,19 +513,24 @@ class Block(nn.Module):
         if p.added is not None:
             x = x + p.added
         if self.adaln is None:
-            y, values = self.attn(self.norm1(x), p, first_values)
+            normed = self.norm1(x)
+            y, values = self.attn(normed, p, first_values)
             x = x + self.drop(y)
-            return x + self.drop(self.mlp(self.norm2(x))), values
-        shift1, scale1, gate1, shift2, scale2, gate2 = p.modulation(self.adaln, parts=6)
+            normed = self.norm2(x)
+            y = self.mlp(normed)
+            return x + self.drop(y), values
+        modulation = p.modulation(self.adaln, parts=6)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         normed = p.modulated_norm(self.norm1, x, shift1, scale1)
         y, values = self.attn(normed, p, first_values)
         x = x + gate1 * self.drop(y)
-        y = self.mlp(p.modulated_norm(self.norm2, x, shift2, scale2))
+        normed = p.modulated_norm(self.norm2, x, shift2, scale2)
+        y = self.mlp(normed)
         return x + gate2 * self.drop(y), values
 
 
-# Logits alive at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB with
-# copies.
+# Logits alive at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB
+# with copies.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
@@ -468,34 +540,12 @@ def head_chunk(vocab_size: int, device: str) -> int:
     return max(256, elements // vocab_size)
 
 
-def in_chunks(
-    function: Callable, x: Tensor, targets: Tensor, vocab_size: int
-) -> Tensor:
-    """function(x, targets), (n, D), (n,), in chunks of tokens, so that its float32 logits
-    (n, V) never exist at once; the backward pass computes those of a chunk again."""
-    size = head_chunk(vocab_size, x.device.type)
-    # Compiled, the softmax is fused anyway.
-    if torch.compiler.is_compiling() or len(x) <= size:
-        return function(x, targets)
-    parts = []
-    for chunk, wanted in zip(x.split(size), targets.split(size), strict=True):
-        parts.append(
-            checkpoint(
-                function,
-                chunk,
-                wanted,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing here is random
-            )
-        )
-    return torch.cat(parts)
-
-
 class HeadLoss(nn.Module):
-    """Cross-entropy of the output head, in chunks of tokens.
+    """Cross-entropy of the output head, in chunks of tokens, so that the float32 logits
+    (B T, V) never exist at once; the backward pass computes those of a chunk again.
 
-    It has no parameters. It is a module so that it can be compiled by itself. Faster than
-    torch's linear_cross_entropy where both were measured (results/speed.md)."""
+    It has no parameters. It is a module so that it can be compiled by itself. Faster
+    than torch's linear_cross_entropy where both were measured (results/speed.md)."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -503,13 +553,29 @@ class HeadLoss(nn.Module):
 
     def forward(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
         """head: (n, D) -> logits (n, V). (B, T, D), (B, T) -> (B, T), nats."""
+        x = x.flatten(0, 1)  # (B T, D)
+        wanted = targets.flatten()
+        size = head_chunk(self.vocab_size, x.device.type)
+        # Compiled, the softmax is fused anyway.
+        if torch.compiler.is_compiling() or len(x) <= size:
+            losses = self.losses(head, x, wanted)
+            return losses.unflatten(0, targets.shape)
+        parts = []
+        for chunk in zip(x.split(size), wanted.split(size), strict=True):
+            losses = checkpoint(
+                self.losses,
+                head,
+                *chunk,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing here is random
+            )
+            parts.append(losses)
+        return torch.cat(parts).unflatten(0, targets.shape)
 
-        def cross_entropy(x: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(head(x), targets, reduction="none")
-
-        x = x.flatten(0, 1)
-        losses = in_chunks(cross_entropy, x, targets.flatten(), self.vocab_size)
-        return losses.view_as(targets)
+    def losses(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
+        """Of the tokens of a chunk: (n, D), (n,) -> (n,)."""
+        logits = head(x)
+        return F.cross_entropy(logits, targets, reduction="none")
 
 
 # ---- models --------------------------------------------------------------------------
@@ -525,10 +591,12 @@ class Transformer(nn.Module):
     # Whether queries are inputs of their own. Then no key depends on a target, and one
     # pass predicts all groups of steps, each from the groups before it.
     separate_queries = False
-    # Of these: whether they are a stream of their own, which has no keys, or a [MASK]
+    # Of these: whether they are a stream of their own, which has no keys (only there may
+    # inputs of a group of steps see each other: model.group_attention), or a [MASK]
     # among the inputs.
     query_stream = False
     mask_queries = False
+    has_start = True  # [None] is an input
     pass_type: type[Pass] = Pass  # of training
 
     def __init__(self, config: ModelConfig):
@@ -542,9 +610,12 @@ class Transformer(nn.Module):
     def add_blocks(self, block_type: type[nn.Module]) -> None:
         """Blocks, final norm and head, which come last among the parameters."""
         c = self.config
-        self.blocks = nn.ModuleList(block_type(c) for _ in range(c.n_layer))
+        blocks = [block_type(c) for _ in range(c.n_layer)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm_f = make_norm(c)
-        self.adaln_f = AdaLN(c, parts=2) if c.has_adaln else None
+        self.adaln_f: AdaLN | None = None
+        if c.has_adaln:
+            self.adaln_f = AdaLN(c, parts=2)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=c.head_bias)
         if c.tied_head:
             self.head.weight = self.wte.weight
@@ -552,7 +623,9 @@ class Transformer(nn.Module):
         self.make_angles()
 
     def make_angles(self, device: torch.device | None = None) -> None:
-        angles = rotary_angles(self.config, device) if self.config.rotates else None
+        angles = None
+        if self.config.rotates:
+            angles = rotary_angles(self.config, device)
         self.register_buffer("angles", angles, persistent=False)
 
     def _apply(self, *arguments, **keywords):  # .to() and its like
@@ -579,10 +652,8 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.blocks):
             p.enter(layer)
             x, values = block(x, p, first_values)
-            first_values = values if first_values is None else first_values
-        return self.final_norm(x, p)
-
-    def final_norm(self, x: Tensor, p: Pass) -> Tensor:
+            if first_values is None:
+                first_values = values
         p.enter(len(self.blocks))
         if self.adaln_f is None:
             return self.norm_f(x)
@@ -591,15 +662,11 @@ class Transformer(nn.Module):
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
-        angles = self.angles.to(torch.promote_types(dtype, torch.float32))
-        cos, sin = angles[positions].unsqueeze(-3).unbind(-2)
+        at_least_float32 = torch.promote_types(dtype, torch.float32)
+        angles = self.angles.to(at_least_float32)
+        rows = angles[positions]  # (B, T, 2, D/H / 2)
+        cos, sin = rows.unsqueeze(-3).unbind(-2)
         return cos, sin
-
-    def target_angles(self, p: Pass, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Angles of queries: at the target, whose own input stands at target + 1, or
-        before it."""
-        positions = p.targets + (self.config.query_at == "target")
-        return self.angles_at(positions, dtype)
 
     def head_logits(self, x: Tensor) -> Tensor:
         return self.head(x)  # (..., D) -> (..., V)
@@ -610,7 +677,7 @@ class Transformer(nn.Module):
 
 
 class AOGPT(Transformer):
-    """A decoder of log p(x | order) in any order of prediction (the paper, section 3)."""
+    """A decoder of log p(x | order) in any order (the paper, section 3)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -633,26 +700,35 @@ class AOGPT(Transformer):
         # tokens.gather(1, order), as a scatter that torch.compile does not repeat for
         # every logit.
         steps = inverse_permutation(order)
-        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
-        return self.loss(self.head_logits, self.hidden(tokens, order), wanted)
+        wanted = torch.empty_like(tokens)
+        wanted.scatter_(1, steps, tokens)
+        x = self.hidden(tokens, order)  # (B, T, D)
+        return self.loss(self.head_logits, x, wanted)
 
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Final hidden states (B, T, D); state i predicts position order[:, i]."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
-        p = self.pass_type(self.config, order, self.condition())
-        return self.trunk(self.embed(in_tokens, in_positions), in_positions, p)
+        x = self.embed(in_tokens, in_positions)
+        p = self.pass_type(self.config, order)
+        if self.adaln_f is not None:
+            p.condition = self.condition()
+        return self.trunk(x, in_positions, p)
 
-    def condition(self) -> Tensor | None:
+    def condition(self) -> Tensor:
         """What adaLN reads for each target position, (block_size, cond_dim)."""
-        return F.silu(self.wtpe.weight) if self.config.has_adaln else None
+        return F.silu(self.wtpe.weight)
 
     def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
         """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states."""
         target = self.config.target
-        if self.config.rotates:
-            p.key_angles = p.query_angles = self.angles_at(in_positions, x.dtype)
-            if target != "none":  # scores see the key's position - the target
-                p.query_angles = self.target_angles(p, x.dtype)
+        if self.angles is not None:
+            p.key_angles = self.angles_at(in_positions, x.dtype)
+            p.query_angles = p.key_angles
+            if target != "none":
+                # Scores see the key's position - the target, whose own input stands at
+                # target + 1.
+                at_own_input = int(self.config.query_at == "target")
+                p.query_angles = self.angles_at(p.targets + at_own_input, x.dtype)
         if target == "input":
             x = x + p.lookup(self.wtpe.weight)
         elif target == "shared":
@@ -661,8 +737,9 @@ class AOGPT(Transformer):
 
 
 def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of the order, one step late, and their positions; 0 stands for [None]."""
+    """The tokens of the order, one step late, and their positions; 0 is [None]'s."""
     shifted = order[:, :-1]
-    in_tokens = F.pad(tokens.gather(1, shifted), (1, 0))
-    in_positions = F.pad(shifted + 1, (1, 0))
+    before = (1, 0)  # one 0 in front
+    in_tokens = F.pad(tokens.gather(1, shifted), before)
+    in_positions = F.pad(shifted + 1, before)
     return in_tokens, in_positions

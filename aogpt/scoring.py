@@ -230,10 +230,9 @@ class MaskedPass(Pass):
         self,
         config: ModelConfig,
         targets: Tensor,
-        condition: Tensor | None,
         allowed: Tensor,
     ):
-        super().__init__(config, targets, condition)
+        super().__init__(config, targets)
         self.allowed = allowed
 
     def attend(
@@ -273,13 +272,11 @@ def parallel_hidden(
     in_positions = in_positions.gather(1, source)
     allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
     allowed = without_start(allowed, steps[:, None], model.config)
-    p = MaskedPass(
-        model.config,
-        order,
-        decoder.condition(),
-        allowed.unsqueeze(1),
-    )
-    return decoder.trunk(decoder.embed(in_tokens, in_positions), in_positions, p)
+    p = MaskedPass(model.config, order, allowed.unsqueeze(1))
+    if decoder.adaln_f is not None:
+        p.condition = decoder.condition()
+    x = decoder.embed(in_tokens, in_positions)
+    return decoder.trunk(x, in_positions, p)
 
 
 def without_start(

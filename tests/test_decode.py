@@ -598,7 +598,7 @@ def logits_given(model, tokens, context, target, sizes=()):
             if model.config.noise
             else None
         )
-        return model.logits(tokens[None], masked, sigma)[0, target]
+        return model.logits(model.with_masks(tokens[None], masked), sigma)[0, target]
     rest = [p for p in range(length) if p not in context and p != target]
     order = torch.tensor([[*context, target, *rest]])
     starts = (

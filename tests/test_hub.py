@@ -297,7 +297,8 @@ def filled_by_loop(
             log_linear_noise(masked.double().mean(1)) if model.config.noise else None
         )
         with torch.no_grad():
-            p = model.logits(tokens[None], masked, sigma)[0, position].double()
+            p = model.logits(model.with_masks(tokens[None], masked), sigma)
+            p = p[0, position].double()
         if temperature == 0:
             tokens[position] = p.argmax()
         else:

@@ -30,11 +30,13 @@ RECIPES = {
 # Lines that neither recipe needs: other targets, a hidden [None], what the Llama family
 # has, and what serves other files.
 UNREACHED = {
-    "first = v[:, :1].repeat_interleave(q.shape[2] // v.shape[2], dim=2)",
+    "heads_per_value = q.shape[2] // v.shape[2]",
+    "first = v[:, :1].repeat_interleave(heads_per_value, dim=2)  # (B, 1, H, D/H)",
     "rest = attention(",
     "return torch.cat([first.flatten(2), rest], dim=1)",
     "self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias)",
-    "return self.proj(F.silu(self.gate(x)) * self.fc(x))",
+    "hidden = F.silu(self.gate(x)) * self.fc(x)",
+    "weights.insert(1, self.gate.weight)",
     "self.wtpe = TargetTable(c, c.n_embd, wave_std=None)",
     "x = x + p.lookup(self.wtpe.weight)",
     "x = x + p.added",
@@ -46,8 +48,13 @@ UNREACHED = {
 
 # Methods that one of the recipes does without, and why; `logits` is for users.
 ONLY_OF = {
-    "paper": {"Pass.modulation", "Pass.modulated_norm", "Pass.lookup"},
-    "fast": {"Transformer.angles_at", "Transformer.target_angles"},
+    "paper": {
+        "Pass.modulation",
+        "Pass.modulated_norm",
+        "Pass.lookup",
+        "AOGPT.condition",
+    },
+    "fast": {"Transformer.angles_at"},
 }
 OF_USERS = {"Transformer.logits"}
 OF_MUON = {"Attention.matrices", "MLP.matrices"}

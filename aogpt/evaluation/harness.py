@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from ..checkpoints import Loaded, load
 from ..data.tokenizers import without_lone_surrogates
-from ..model import in_chunks
+from ..model import head_chunk
 from ..orders import OrderConfig, orders_at
 from ..runtime.command_line import ModelOptions
 from ..runtime.devices import (
@@ -453,13 +453,13 @@ class HarnessModel(TemplateLM):
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
-            vocab_size = self.model.config.vocab_size
-            results = in_chunks(
-                self._score_tokens,
-                hidden[scored],
-                targets,
-                vocab_size,
-            )
+            # Logits of few tokens at once.
+            size = head_chunk(self.model.config.vocab_size, self.device.type)
+            parts = []
+            chunks = zip(hidden[scored].split(size), targets.split(size), strict=True)
+            for hidden_chunk, target_chunk in chunks:
+                parts.append(self._score_tokens(hidden_chunk, target_chunk))
+            results = torch.cat(parts)
         log_probs, hits = results.double().cpu().unbind(dim=1)
         scores = []
         parts = zip(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..model import AOGPT, ModelConfig, Transformer, inverse_permutation
+from ..model import ModelConfig, Transformer, inverse_permutation
 from ..runtime.errors import UserError
 from ..scoring import (
     at_least_float32,
@@ -25,10 +25,12 @@ from ..scoring import (
     masked_log_probs,
     token_log_probs,
 )
-from ..systems.encoder import Encoder
-from ..systems.mask_query import MaskQuery
+from ..systems.encoder import Encoder  # noqa: F401
+from ..systems.kinds import system_of
+from ..systems.mask_query import MaskQuery  # noqa: F401
 from ..systems.parameters import init_weight
-from ..systems.two_stream import TwoStream
+from ..systems.queries import QueryDecoder  # noqa: F401
+from ..systems.two_stream import TwoStream  # noqa: F401
 from .cached import KVCache  # noqa: F401  # transformers 5.0 copies what this file imports
 from .race import draw
 from .simple import nucleus, simple_generate
@@ -58,13 +60,7 @@ def make_network(config: AOGPTConfig) -> Transformer:
     if settings.get("rope_scaling"):
         settings["rope_scaling"] = tuple(settings["rope_scaling"])
     shape = ModelConfig(**settings)
-    if shape.is_encoder:
-        return Encoder(shape)
-    if shape.target == "two_stream":
-        return TwoStream(shape)
-    if shape.target == "mask_query":
-        return MaskQuery(shape)
-    return AOGPT(shape)
+    return system_of(shape)(shape)
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -5,28 +5,20 @@ from typing import Annotated, get_type_hints
 
 from annotated_types import Interval
 
-from ..model import AOGPT, ModelConfig, PositionTable, Transformer
+from ..model import ModelConfig, PositionTable, Transformer
 from ..runtime.errors import UserError
 from ..runtime.validation import BelowOne, check_value
-from .encoder import Encoder, log_linear_noise
-from .mask_query import MaskQuery
-from .parameters import flops_per_token, init_weight, init_weights, parameter_counts
-from .two_stream import TwoStream, TwoStreamPass
+from .encoder import log_linear_noise
+from .flops import flops_per_token
+from .kinds import system_of
+from .parameters import init_weight, init_weights, parameter_counts
 
 
 def build_model(config: ModelConfig) -> Transformer:
     """The model of a configuration, with initial values. Raises UserError for an
     impossible one."""
     check_config(config)
-    model: Transformer
-    if config.is_encoder:
-        model = Encoder(config)
-    elif config.target == "two_stream":
-        model = TwoStream(config)
-    elif config.target == "mask_query":
-        model = MaskQuery(config)
-    else:
-        model = AOGPT(config)
+    model = system_of(config)(config)
     # On the meta device there is no memory, for weights that are read from a file.
     if not model.wte.weight.is_meta:
         init_weights(model)
@@ -113,13 +105,14 @@ def check_config(c: ModelConfig) -> None:
         raise UserError(
             "model.target = 'rotary' rotates queries: set model.position to 'rotary'"
         )
-    if c.target == "mask_query" and c.start == "hidden":
+    has_start = system_of(c).has_start
+    if not c.is_encoder and c.start == "hidden" and not has_start:
         raise UserError(
-            "model.start = 'hidden' hides [None], which model.target = 'mask_query' does "
+            f"model.start = 'hidden' hides [None], which model.target = {c.target!r} does "
             "without; leave model.start out"
         )
-    if c.target == "mask_query" and c.query_at == "before_target":
+    if not c.is_encoder and c.query_at == "before_target" and not has_start:
         raise UserError(
-            "model.query_at is 'before_target', but with model.target = 'mask_query' a "
+            f"model.query_at is 'before_target', but with model.target = {c.target!r} a "
             "query stands at its target; leave model.query_at out"
         )

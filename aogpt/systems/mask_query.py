@@ -1,8 +1,9 @@
 """Queries that are a [MASK] at the target: the idea of Eso-LM (B), arXiv 2506.01928.
 
-Two kinds of inputs run through the same blocks, T of each for a sequence of T tokens. Content i
-holds the token of step i at its own position. Query i is the embedding of [MASK], a learned vector,
-at the same position, and predicts that token. For the order 2 0 3 1:
+Two kinds of inputs run through the same blocks, T of each for a sequence of T tokens.
+Content i holds the token of step i at its own position. Query i is the embedding of
+[MASK], a learned vector, at the same position, and predicts that token. For the order
+2 0 3 1:
 
     step i                0         1           2            3
     content i: token      x2        x0          x3           x1
@@ -11,24 +12,18 @@ at the same position, and predicts that token. For the order 2 0 3 1:
     content i sees        c0        c0 c1       c0 c1 c2     c0 c1 c2 c3
     query i sees          q0        c0 q1       c0 c1 q2     c0 c1 c2 q3
 
-There is neither [None] nor a shift by one, and nothing else conditions a step on its target. In two
-streams (XLNet, A3) a query has no key of its own."""
+There is neither [None] nor a shift by one, and nothing else conditions a step on its
+target. In two streams (XLNet, A3) a query has no key of its own."""
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..model import (
-    Block,
-    ModelConfig,
-    Pass,
-    PositionTable,
-    Transformer,
-    attention,
-    inverse_permutation,
-)
+from ..model import Block, ModelConfig, Pass, attention
+from .parameters import block_matrices
+from .queries import QueryDecoder
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,8 +33,8 @@ class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
     def __init__(self, config: ModelConfig, context: Tensor | None = None):
-        """context: LongTensor (B, T), the number of contents that each query sees; None: query i
-        sees the i contents before it."""
+        """context: LongTensor (B, T), the number of contents that each query sees;
+        None: query i sees the i contents before it."""
         super().__init__(config, None)
         self.context = context
 
@@ -47,88 +42,161 @@ class MaskQueryPass(Pass):
         """(B, 2 T, H, D/H) each -> (B, 2 T, D)."""
         T = q.shape[1] // 2
         contents = attention(
-            q[:, :T], k[:, :T], v[:, :T], causal=True, dropout=self.dropout
+            q[:, :T],
+            k[:, :T],
+            v[:, :T],
+            causal=True,
+            dropout=self.dropout,
         )
-        return torch.cat([contents, self.attend_queries(q, k, v)], dim=1)
+        queries = self.attend_queries(q, k, v)
+        return torch.cat([contents, queries], dim=1)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, 2 T, H, D/H) each -> the output of the queries alone, (B, T, D)."""
         if self.context is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
+        mask = self.query_mask(T, q.device)
         return attention(
-            q[:, T:], k, v, mask=self.query_mask(T, q.device), dropout=self.dropout
+            q[:, T:],
+            k,
+            v,
+            mask=mask,
+            dropout=self.dropout,
         )
 
     def queries_of(self, x: Tensor) -> Tensor:
         """(B, 2 T, D) -> (B, T, D)"""
-        return x[:, x.shape[1] // 2 :]
+        T = x.shape[1] // 2
+        return x[:, T:]
 
     def query_mask(self, T: int, device: torch.device) -> Tensor:
         """Which contents and queries each query sees: bool (B or 1, 1, T, 2 T)."""
         steps = torch.arange(T, device=device)
-        context = steps[None] if self.context is None else self.context
-        contents = steps < context.unsqueeze(2)
-        itself = (steps == steps[:, None]).expand_as(contents)
-        return torch.cat([contents, itself], dim=2).unsqueeze(1)
+        context = self.context
+        if context is None:
+            context = steps.unsqueeze(0)  # (1, T)
+        contents = steps < context.unsqueeze(2)  # (B or 1, T, T)
+        itself = steps == steps.unsqueeze(1)
+        mask = torch.cat([contents, itself.expand_as(contents)], dim=2)
+        return mask.unsqueeze(1)
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What T queries read from the contents before them and from themselves, without a mask.
+    """What T queries read from the contents before them and from themselves, without a
+    mask.
 
-    q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then queries.
-    Returns (B, T, D)."""
+    q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then
+    queries. Returns (B, T, D)."""
     T = q.shape[1] // 2
     groups = q.shape[2] // k.shape[2]
     if groups > 1:  # each head of keys and values serves several of queries
         k = k.repeat_interleave(groups, dim=2)
         v = v.repeat_interleave(groups, dim=2)
-    q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))  # (B, H, 2 T, D/H)
+    q = q.to(v.dtype).transpose(1, 2)  # (B, H, 2 T, D/H)
+    k = k.to(v.dtype).transpose(1, 2)
+    v = v.transpose(1, 2)
+    own_k = k[:, :, T:]
+    own_v = v[:, :, T:]
     if T == 1:  # there is no content to see
-        return v[:, :, 1:].transpose(1, 2).flatten(2)
-    y = MergedAttention.apply(
-        q[:, :, T:], k[:, :, : T - 1], v[:, :, : T - 1], k[:, :, T:], v[:, :, T:]
-    )
+        y = own_v
+    else:
+        # The last content is seen by no query.
+        content_k = k[:, :, : T - 1]
+        content_v = v[:, :, : T - 1]
+        y = MergedAttention.apply(
+            q[:, :, T:],
+            content_k,
+            content_v,
+            own_k,
+            own_v,
+        )
     return y.transpose(1, 2).flatten(2)
 
 
 class MergedAttention(torch.autograd.Function):
     """Attention of query i over the contents 0 .. i - 1 and its own key.
 
-    Query i + 1 over contents 0 .. i is ordinary causal attention, so flash attention computes it.
-    Its result is merged with the value of the query's own key, by the logarithms of the sums of
-    exponentials of both. The backward pass of flash attention needs only the merged output and
-    logarithm to give the gradients of contents (as in ring attention, arXiv 2310.01889)."""
+    Query i + 1 over contents 0 .. i is ordinary causal attention, so flash attention
+    computes it. Its result is merged with the value of the query's own key, by the
+    logarithms of the sums of exponentials of both. The backward pass of flash attention
+    needs only the merged output and logarithm to give the gradients of contents (as in
+    ring attention, arXiv 2310.01889)."""
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own_k: Tensor,
+        own_v: Tensor,
     ) -> Tensor:
         """q, own_k, own_v (B, H, T, D/H); k, v (B, H, T - 1, D/H) -> (B, H, T, D/H)."""
         own_score = (q * own_k).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, T)
-        read, log_sum = FLASH(q[:, :, 1:], k, v, 0.0, True)
-        merged_log_sum = torch.logaddexp(own_score[:, :, 1:].to(log_sum.dtype), log_sum)
-        share = (
-            (own_score[:, :, 1:] - merged_log_sum).exp().unsqueeze(-1)
-        )  # of the own key
-        merged = torch.lerp(read, own_v[:, :, 1:], share.to(read.dtype))
-        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, share)
+        # Query 0 sees itself alone. The rest is of the queries after it.
+        later_q = q[:, :, 1:]
+        later_own_v = own_v[:, :, 1:]
+        later_score = own_score[:, :, 1:]
+        dropout = 0.0
+        is_causal = True
+        read, log_sum = FLASH(
+            later_q,
+            k,
+            v,
+            dropout,
+            is_causal,
+        )
+        merged_log_sum = torch.logaddexp(later_score.to(log_sum.dtype), log_sum)
+        own_share = (later_score - merged_log_sum).exp().unsqueeze(-1)
+        merged = torch.lerp(read, later_own_v, own_share.to(read.dtype))
+        ctx.save_for_backward(
+            q,
+            k,
+            v,
+            own_k,
+            own_v,
+            merged,
+            merged_log_sum,
+            own_share,
+        )
         return torch.cat([own_v[:, :, :1], merged], dim=2)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, k, v, own_k, own_v, merged, merged_log_sum, share = ctx.saved_tensors
-        later = grad[:, :, 1:]
+        q, k, v, own_k, own_v, merged, merged_log_sum, own_share = ctx.saved_tensors
+        later_grad = grad[:, :, 1:]
+        later_q = q[:, :, 1:]
+        later_own_k = own_k[:, :, 1:]
+        later_own_v = own_v[:, :, 1:]
+        dropout = 0.0
+        is_causal = True
         grad_q, grad_k, grad_v = FLASH_BACKWARD(
-            later, q[:, :, 1:], k, v, merged, merged_log_sum, 0.0, True
+            later_grad,
+            later_q,
+            k,
+            v,
+            merged,
+            merged_log_sum,
+            dropout,
+            is_causal,
         )
-        # The softmax's gradient at the own score: p (dL/dp - sum of p dL/dp over all keys).
-        grad_score = share * (later * (own_v[:, :, 1:] - merged)).sum(-1, keepdim=True)
+        # The softmax's gradient at the own score: p (dL/dp - sum of p dL/dp over all
+        # keys).
+        grad_share = later_grad * (later_own_v - merged)
+        grad_score = own_share * grad_share.sum(-1, keepdim=True)
         grad_score = grad_score.to(q.dtype) / math.sqrt(q.shape[-1])
-        grad_q = F.pad(grad_q + grad_score * own_k[:, :, 1:], (0, 0, 1, 0))
-        grad_own_k = F.pad(grad_score * q[:, :, 1:], (0, 0, 1, 0))
-        grad_own_v = torch.cat([grad[:, :, :1], share.to(grad.dtype) * later], dim=2)
-        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v
+        grad_q = grad_q + grad_score * later_own_k
+        grad_own_k = grad_score * later_q
+        grad_own_v = own_share.to(grad.dtype) * later_grad
+        before = (0, 0, 1, 0)  # query 0: its output is its own value
+        return (
+            F.pad(grad_q, before),
+            grad_k,
+            grad_v,
+            F.pad(grad_own_k, before),
+            torch.cat([grad[:, :, :1], grad_own_v], dim=2),
+        )
 
 
 class MaskQueryBlock(Block):
@@ -136,47 +204,53 @@ class MaskQueryBlock(Block):
 
     is_last = False
 
-    def forward(self, x: Tensor, p: Pass, first_values: Tensor | None) -> tuple:
-        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass, which has
-        inputs of another number, is computed whole."""
+    def forward(
+        self,
+        x: Tensor,
+        p: Pass,
+        first_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass,
+        which has inputs of another number, is computed whole."""
         if not (isinstance(p, MaskQueryPass) and self.is_last):
             return super().forward(x, p, first_values)
-        q, k, v, values = self.attn.heads(self.norm1(x), p, first_values)
-        queries = p.queries_of(x) + self.drop(self.attn.proj(p.attend_queries(q, k, v)))
-        return queries + self.drop(self.mlp(self.norm2(queries))), values
+        normed = self.norm1(x)
+        q, k, v, values = self.attn.heads(normed, p, first_values)
+        y = self.attn.proj(p.attend_queries(q, k, v))
+        queries = p.queries_of(x) + self.drop(y)
+        y = self.mlp(self.norm2(queries))
+        return queries + self.drop(y), values
 
 
-class MaskQuery(Transformer):
-    """A decoder whose queries are a [MASK] at their targets."""
+class MaskQuery(QueryDecoder):
+    """A decoder whose queries are a [MASK] at their targets; `query` is its
+    embedding."""
 
-    conditions = ("query",)
-    separate_queries = True
     mask_queries = True
+    has_start = False
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        c = config
-        self.query = nn.Parameter(torch.empty(c.n_embd))  # the embedding of [MASK]
-        if c.position != "rotary":
-            self.wpe = PositionTable(c, c.block_size, c.n_embd)
-        self.add_blocks(MaskQueryBlock)
+        super().__init__(config, MaskQueryBlock)
         self.blocks[-1].is_last = True  # nothing reads the contents after it
 
-    def forward(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
-    ) -> Tensor:
-        """As `AOGPT.forward`; group_start: see `hidden`."""
-        steps = inverse_permutation(order)
-        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
-        x = self.hidden(tokens, order, group_start)
-        return self.loss(self.head_logits, x, wanted)
+    @classmethod
+    def query_weights(cls, c: ModelConfig) -> int:
+        """Those of a token again, but the last block only projects the contents."""
+        matrices = block_matrices(c)
+        last = matrices.queries + matrices.keys_and_values
+        return (c.n_layer - 1) * matrices.all + last
+
+    @classmethod
+    def query_attentions(cls, c: ModelConfig) -> int:
+        return c.n_layer - 1
 
     def hidden(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        group_start: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states of the queries, (B, T, D); state i predicts position order[:, i].
-        group_start (B, T): step i is predicted from the tokens of steps < group_start[:, i], which
-        is at most i; None: from all steps before it."""
+        """As `QueryDecoder.hidden`."""
         contents = self.wte(tokens.gather(1, order))
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
@@ -184,17 +258,28 @@ class MaskQuery(Transformer):
         p = MaskQueryPass(self.config, group_start)
         return self.trunk(self.with_positions(x, positions), positions, p)
 
+    def parallel_hidden(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        known: Tensor,
+    ) -> Tensor:
+        """As `scoring.parallel_hidden`: queries from `known` on see the contents before
+        `known`."""
+        steps = torch.arange(order.shape[1], device=order.device)
+        context = torch.minimum(steps, known[:, None])  # (B, T)
+        return self.hidden(tokens, order, context)
+
     def with_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Inputs (..., D) plus their rows of the table of positions, if the model has one."""
-        return x if self.wpe is None else x + self.wpe(positions)
+        """Inputs (..., D) plus their rows of the table of positions, if the model has
+        one."""
+        if self.wpe is None:
+            return x
+        return x + self.wpe(positions)
 
     def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
         """Inputs (..., D) at positions (...) -> final hidden states (..., D)."""
-        if self.config.rotates:
-            p.key_angles = p.query_angles = self.angles_at(positions, x.dtype)
+        if self.angles is not None:
+            p.key_angles = self.angles_at(positions, x.dtype)
+            p.query_angles = p.key_angles
         return self.run_blocks(x, p)
-
-    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """As `scoring.parallel_hidden`: queries from `known` on see the contents before `known`."""
-        steps = torch.arange(order.shape[1], device=order.device)
-        return self.hidden(tokens, order, torch.minimum(steps, known[:, None]))

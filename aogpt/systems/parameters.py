@@ -1,6 +1,8 @@
-"""Parameters: initial values (the paper, section 3 and appendix B), counts, operations.
+"""Parameters: initial values (the paper, section 3 and appendix B), counts.
 
 What a parameter is, its layer says: see "layers" in model.py."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +17,14 @@ def init_weights(model: Transformer, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def init_weight(
-    model: Transformer,
+    model: nn.Module,
     name: str,
     p: Tensor,
     generator: torch.Generator | None = None,
 ) -> None:
     """Fill p, of the shape of the parameter `name` of the model: truncated normal (std
-    0.02, or the layer's `init_std`, cut at 3 std), biases 0, norms 1, position tables as
-    model.position_init says, and what a layer says of its own in `initial`."""
+    0.02, or the layer's `init_std`, cut at 3 std), biases 0, norms 1, position tables
+    as model.position_init says, and what a layer says of its own in `initial`."""
     parent, _, leaf = name.rpartition(".")
     layer = model.get_submodule(parent)
     initial = getattr(layer, "initial", {})
@@ -38,25 +40,34 @@ def init_weight(
         p.copy_(waves[layer.first_wave :])
     else:
         std = getattr(layer, "init_std", 0.02)
-        nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
+        nn.init.trunc_normal_(
+            p,
+            std=std,
+            a=-3 * std,
+            b=3 * std,
+            generator=generator,
+        )
 
 
 def sinusoids(rows: int, dim: int, std: float) -> Tensor:
     """(rows, dim) sines and cosines of wavelengths from 2 pi to pi * rows, in geometric
     steps."""
-    frequency = (2 / rows) ** torch.linspace(0, 1, (dim + 1) // 2)
-    angle = torch.arange(rows).unsqueeze(1) * frequency
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim]
+    steps = torch.linspace(0, 1, (dim + 1) // 2)
+    frequency = (2 / rows) ** steps
+    positions = torch.arange(rows).unsqueeze(1)
+    angle = positions * frequency
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)
+    waves = waves[:, :dim]
     return waves * (std / waves.std())
 
 
 def parameter_counts(model: Transformer) -> dict[str, int]:
-    """Parameters of embeddings, blocks, conditioning (target positions, adaLN, noise) and
-    head."""
+    """Parameters of embeddings, blocks, conditioning (target positions, adaLN, noise)
+    and head."""
     conditioning = conditioning_parameters(model)
     blocks = set(model.blocks.parameters())
-    last = set(model.norm_f.parameters()) | set(model.head.parameters())
-    last -= {model.wte.weight}  # of a tied head
+    last = {*model.norm_f.parameters(), *model.head.parameters()}
+    last.discard(model.wte.weight)  # of a tied head
     counts = {"embeddings": 0, "blocks": 0, "conditioning": 0, "head": 0}
     for p in model.parameters():
         if p in conditioning:  # some of it lies inside the blocks
@@ -73,36 +84,32 @@ def parameter_counts(model: Transformer) -> dict[str, int]:
 
 def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
     """The parameters that tell the model which position to predict, or the noise."""
-    return {
-        module.get_parameter(name)
-        for module in model.modules()
-        for name in getattr(module, "conditions", ())
-    }
+    parameters = set()
+    for module in model.modules():
+        for name in getattr(module, "conditions", ()):
+            parameters.add(module.get_parameter(name))
+    return parameters
 
 
-def block_matrices(c: ModelConfig) -> tuple[int, int]:
-    """Weights of a block's matrices: all, and those of keys and values."""
-    keys_and_values = 2 * c.kv_heads * c.head_dim * c.n_embd
-    queries_and_output = 2 * c.n_head * c.head_dim * c.n_embd
-    mlp = (3 if c.mlp == "swiglu" else 2) * c.n_embd * (c.mlp_width or 4 * c.n_embd)
-    return queries_and_output + keys_and_values + mlp, keys_and_values
+class BlockMatrices(NamedTuple):
+    """Weights of the matrices of a block."""
+
+    keys_and_values: int
+    queries: int
+    output: int  # of attention
+    mlp: int
+
+    @property
+    def all(self) -> int:
+        return sum(self)
 
 
-def flops_per_token(c: ModelConfig, length: int) -> float:
-    """Operations of forward and backward per token: 6 per weight of a matrix that every
-    token passes, plus 12 n_layer n_embd length for attention (PaLM, appendix B). A second
-    stream has all of it again except keys and values. Queries that are a [MASK] have all
-    of it again, but then the last block only projects the contents. adaLN is left out: it
-    runs per position."""
-    matrices, keys_and_values = block_matrices(c)
-    weights = matrices * c.n_layer
-    attentions = c.n_layer
-    if c.target == "two_stream":
-        weights += (matrices - keys_and_values) * c.n_layer
-        attentions = 2 * c.n_layer
-    elif c.target == "mask_query":
-        queries = c.n_head * c.head_dim * c.n_embd
-        weights += matrices * (c.n_layer - 1) + queries + keys_and_values
-        attentions = 2 * c.n_layer - 1
-    weights += c.n_embd * c.vocab_size
-    return 6 * weights + attentions * 12 * c.n_head * c.head_dim * length
+def block_matrices(c: ModelConfig) -> BlockMatrices:
+    matrices_of_mlp = 3 if c.mlp == "swiglu" else 2
+    mlp_width = c.mlp_width or 4 * c.n_embd
+    return BlockMatrices(
+        keys_and_values=2 * c.kv_heads * c.head_dim * c.n_embd,
+        queries=c.n_head * c.head_dim * c.n_embd,
+        output=c.n_head * c.head_dim * c.n_embd,
+        mlp=matrices_of_mlp * c.n_embd * mlp_width,
+    )

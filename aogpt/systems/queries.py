@@ -1,0 +1,71 @@
+"""Decoders whose queries are inputs of their own: what two_stream.py and mask_query.py
+share."""
+
+import torch
+from torch import Tensor, nn
+
+from ..model import ModelConfig, PositionTable, Transformer, inverse_permutation
+
+
+class QueryDecoder(Transformer):
+    """A decoder in which an input holds a token and a query, which starts from a
+    learned vector, predicts one."""
+
+    conditions = ("query",)
+    separate_queries = True
+
+    def __init__(self, config: ModelConfig, block_type: type[nn.Module]):
+        super().__init__(config)
+        c = config
+        if self.has_start:
+            self.start = nn.Parameter(torch.empty(c.n_embd))
+        self.query = nn.Parameter(torch.empty(c.n_embd))
+        if c.position != "rotary":
+            rows = c.block_size + int(self.has_start)  # row 0 is [None]'s
+            self.wpe = PositionTable(c, rows, c.n_embd)
+        self.add_blocks(block_type)
+
+    @classmethod
+    def query_weights(cls, c: ModelConfig) -> int:
+        """Weights of the matrices of all blocks that the query of a token passes."""
+        raise NotImplementedError
+
+    @classmethod
+    def query_attentions(cls, c: ModelConfig) -> int:
+        """Blocks in which queries attend besides what the tokens do."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        group_start: Tensor | None = None,
+    ) -> Tensor:
+        """As `AOGPT.forward`; group_start: see `hidden`."""
+        x = self.hidden(tokens, order, group_start)  # (B, T, D)
+        steps = inverse_permutation(order)
+        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
+        return self.loss(self.head_logits, x, wanted)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        group_start: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states of the queries, (B, T, D); state i predicts position
+        order[:, i].
+
+        group_start (B, T): step i is predicted from the tokens of steps <
+        group_start[:, i], which is at most i; None: from all steps before it."""
+        raise NotImplementedError
+
+    def parallel_hidden(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        known: Tensor,
+    ) -> Tensor:
+        """As `scoring.parallel_hidden`: all steps from `known` (B,) on are predicted
+        from the first `known` tokens."""
+        raise NotImplementedError
