@@ -1,13 +1,15 @@
-"""Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats per token.
+"""Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats
+per token.
 
-All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders (the paper,
-section 3): along orders for decoders, over random sets of masked positions for encoders. So the
-losses of decoders and encoders can be compared. Shapes: B sequences, T positions."""
+All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders
+(the paper, section 3): along orders for decoders, over random sets of masked positions
+for encoders. So the losses of decoders and encoders can be compared. Shapes: B
+sequences, T positions."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from annotated_types import Interval
@@ -31,17 +33,26 @@ from .scoring import (
 )
 from .systems import log_linear_noise
 
-Kind = Literal[
-    "ar",
-    "ao_ar",
-    "groupwise",
-    "lambda_dce",
-    "masked_ce",
-    "k_dce",
-    "t_dce",
-    "score_entropy",
-]
-DECODER_OBJECTIVES = ("ar", "ao_ar", "groupwise")
+
+class Objective(NamedTuple):
+    """What an objective is of."""
+
+    for_encoders: bool  # else for decoders, along orders
+    in_groups: bool = False  # predicts groups of steps
+    of_scores: bool = False  # the outputs are scores, at a noise level
+
+
+OBJECTIVES = {
+    "ar": Objective(for_encoders=False),
+    "ao_ar": Objective(for_encoders=False),
+    "groupwise": Objective(for_encoders=False, in_groups=True),
+    "lambda_dce": Objective(for_encoders=True),
+    "masked_ce": Objective(for_encoders=True),
+    "k_dce": Objective(for_encoders=True),
+    "t_dce": Objective(for_encoders=True),
+    "score_entropy": Objective(for_encoders=True, of_scores=True),
+}
+Kind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
 
@@ -50,33 +61,43 @@ NEVER = 2.0  # in place of a random number, for positions that are never masked
 class ObjectiveConfig(Table):
     """What training minimises."""
 
-    # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3: every group
-    # of steps from the groups before it). Encoders (RADD): lambda_dce (random mask rate,
-    # stratified over the batch), masked_ce (the same, unweighted: no bound, arXiv 2602.15014),
-    # k_dce (random number of masked tokens), t_dce (time on the log-linear noise schedule);
-    # score_entropy (SEDD).
+    # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3:
+    # every group of steps from the groups before it). Encoders (RADD): lambda_dce
+    # (random mask rate, stratified over the batch), masked_ce (the same, unweighted: no
+    # bound, arXiv 2602.15014), k_dce (random number of masked tokens), t_dce (time on
+    # the log-linear noise schedule); score_entropy (SEDD).
     kind: Kind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
-    # Share of the sequences whose unmasked positions are the first ones, which trains an encoder
-    # from left to right, too (encoders only).
+    # Share of the sequences whose unmasked positions are the first ones, which trains
+    # an encoder from left to right, too (encoders only).
     prefix_prob: Probability = 0.0
 
     def __post_init__(self):
         check_values(self, lambda field: f"objective.{field}")
-        if self.prefix_prob and self.kind in DECODER_OBJECTIVES:
-            what = f"objective.prefix_prob is for encoders, and objective.kind is {self.kind!r}"
-            raise UserError(f"{what}; set it to 0, and order.kind = 'mixture' instead")
+        if self.prefix_prob and not self.facts.for_encoders:
+            raise UserError(
+                f"objective.prefix_prob is for encoders, and objective.kind is "
+                f"{self.kind!r}; set it to 0, and order.kind = 'mixture' instead"
+            )
+
+    @property
+    def facts(self) -> Objective:
+        """What the objective is of."""
+        return OBJECTIVES[self.kind]
 
 
 def ao_ar_loss(
-    model, tokens: Tensor, order: Tensor, weight: Tensor | None = None
+    model,
+    tokens: Tensor,
+    order: Tensor,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the paper,
-    section 3, equation 2); a differentiable scalar. Its mean over uniform orders is the masked
-    diffusion objective / T. model: AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T);
-    weight: (B, T), of every step of the order."""
+    """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the
+    paper, section 3, equation 2); a differentiable scalar. Its mean over uniform orders
+    is the masked diffusion objective / T. model: AOGPT, or a wrapper of it; tokens,
+    order: LongTensor (B, T); weight: (B, T), of every step of the order."""
     nll = model(tokens, order)
     return nll.mean() if weight is None else (nll * weight).mean()
 
@@ -89,10 +110,16 @@ def groupwise_loss(
     weight: Tensor | None = None,
     given=None,
 ) -> Tensor:
-    """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for two-stream
-    models. group: steps in a group; given: (B,) steps of the prompt, before the first group."""
+    """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for
+    two-stream models. group: steps in a group; given: (B,) steps of the prompt, before
+    the first group."""
     starts = [group_starts(order, group, given)] if group > 1 else []
-    return ao_ar_loss(lambda *inputs: model(*inputs, *starts), tokens, order, weight)
+    return ao_ar_loss(
+        lambda *inputs: model(*inputs, *starts),
+        tokens,
+        order,
+        weight,
+    )
 
 
 @dataclass
@@ -107,7 +134,10 @@ class Masks:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
         lengths = None if self.lengths is None else function(self.lengths)
         return Masks(
-            function(self.masked), function(self.weight), function(self.sigma), lengths
+            function(self.masked),
+            function(self.weight),
+            function(self.sigma),
+            lengths,
         )
 
 
@@ -120,15 +150,33 @@ def masks_at(
     length: int,
     roles=None,
 ) -> Masks:
-    """Training masks of the sequences `rows` of a global batch of `total`, a pure function of the
-    arguments. The rates of lambda_dce and masked_ce are stratified. A prompt (in `roles`) is never
-    masked."""
-    share, position = _uniform(seed, step, rows, length, roles)
+    """Training masks of the sequences `rows` of a global batch of `total`, a pure
+    function of the arguments. The rates of lambda_dce and masked_ce are stratified. A
+    prompt (in `roles`) is never masked."""
+    share, position = _uniform(
+        seed,
+        step,
+        rows,
+        length,
+        roles,
+    )
     if config.prefix_prob:
         share, position = _with_prefixes(config.prefix_prob, share, position)
     if config.kind in ("lambda_dce", "masked_ce"):
-        share = stratified(seed, step, rows, total, length + 1)
-    return _masks(config.kind, share, position, config.noise_eps, roles)
+        share = stratified(
+            seed,
+            step,
+            rows,
+            total,
+            length + 1,
+        )
+    return _masks(
+        config.kind,
+        share,
+        position,
+        config.noise_eps,
+        roles,
+    )
 
 
 def evaluation_masks(
@@ -140,19 +188,43 @@ def evaluation_masks(
     roles=None,
     kind: str = "k_dce",
 ) -> Masks:
-    """As `masks_at`, with the numbers of masked positions, or the times, stratified over the batch.
-    Not lambda_dce: its weight 1 / lambda has infinite variance."""
-    _, position = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
-    share = stratified(seed, step, rows, total, length + 1, SCORED_MASKS)
-    return _masks(kind, share, position, ObjectiveConfig.noise_eps, roles)
+    """As `masks_at`, with the numbers of masked positions, or the times, stratified
+    over the batch. Not lambda_dce: its weight 1 / lambda has infinite variance."""
+    _, position = _uniform(
+        seed,
+        step,
+        rows,
+        length,
+        roles,
+        SCORED_MASKS,
+    )
+    share = stratified(
+        seed,
+        step,
+        rows,
+        total,
+        length + 1,
+        SCORED_MASKS,
+    )
+    return _masks(
+        kind,
+        share,
+        position,
+        ObjectiveConfig.noise_eps,
+        roles,
+    )
 
 
 def _masks(
-    kind: str, share: Tensor, position: Tensor, eps: float, roles: Roles | None = None
+    kind: str,
+    share: Tensor,
+    position: Tensor,
+    eps: float,
+    roles: Roles | None = None,
 ) -> Masks:
-    """Masks from uniform numbers of sequences (B,) and positions (B, T), such that the weighted
-    loss (of masked_ce alone not) has the masked diffusion objective as its expectation (RADD,
-    section 3; SEDD):
+    """Masks from uniform numbers of sequences (B,) and positions (B, T), such that the
+    weighted loss (of masked_ce alone not) has the masked diffusion objective as its
+    expectation (RADD, section 3; SEDD):
 
         kind            masked                              weight
         lambda_dce      at rate l ~ U(0, 1)                 1 / l
@@ -167,11 +239,21 @@ def _masks(
     if kind == "k_dce":
         k = (share * n).long() + 1
         rank = position.argsort(dim=1).argsort(dim=1)
-        return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
+        return Masks(
+            rank < k[:, None],
+            n / k,
+            log_linear_noise(k / n, eps),
+            lengths,
+        )
     t = share.clamp(min=SMALLEST_RATE)
     if kind in ("lambda_dce", "masked_ce"):
         weight = 1 / t if kind == "lambda_dce" else torch.full_like(t, 2.0)
-        return Masks(position < t[:, None], weight, log_linear_noise(t, eps), lengths)
+        return Masks(
+            position < t[:, None],
+            weight,
+            log_linear_noise(t, eps),
+            lengths,
+        )
     rate = (1 - eps) * t
     masked = position < rate[:, None]
     sigma = log_linear_noise(t, eps)
@@ -180,8 +262,9 @@ def _masks(
     assert kind == "score_entropy", f"{kind} has no masks"
     if roles is None:
         return Masks(masked, (1 - eps) / (1 - rate), sigma)
-    # The network gets the noise level of what is masked among all tokens, as when it generates.
-    # Score entropy then weights a token by its ratio, 1 / expm1(sigma); this makes it 1 / t.
+    # The network gets the noise level of what is masked among all tokens, as when it
+    # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
+    # makes it 1 / t.
     sigma = log_linear_noise(t * n / lengths, eps)
     return Masks(masked, sigma.expm1() / t, sigma, lengths)
 
@@ -194,9 +277,18 @@ def _uniform(
     roles: Roles | None,
     stream: int = ORDERS,
 ) -> tuple:
-    """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is given."""
+    """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is
+    given."""
     uniform = torch.from_numpy(
-        to_uniform(philox_bits(seed, step, rows, length + 1, stream))
+        to_uniform(
+            philox_bits(
+                seed,
+                step,
+                rows,
+                length + 1,
+                stream,
+            )
+        )
     )
     position = uniform[:, 1:]
     return uniform[:, 0], position if roles is None else position.where(
@@ -205,9 +297,12 @@ def _uniform(
 
 
 def _with_prefixes(
-    prob: float, share: Tensor, position: Tensor
+    prob: float,
+    share: Tensor,
+    position: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Uniform numbers as above; in a share `prob` of the rows they fall from left to right."""
+    """Uniform numbers as above; in a share `prob` of the rows they fall from left to
+    right."""
     heads = share < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(
@@ -222,38 +317,60 @@ def _with_prefixes(
 
 
 def stratified(
-    seed: int, step: int, rows: range, total: int, width: int, stream: int = ORDERS
+    seed: int,
+    step: int,
+    rows: range,
+    total: int,
+    width: int,
+    stream: int = ORDERS,
 ) -> Tensor:
-    """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of (0, 1) holds
-    one of all `total` rows. width: of the table whose row `total` gives their random offset."""
+    """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of
+    (0, 1) holds one of all `total` rows. width: of the table whose row `total` gives
+    their random offset."""
     row = range(total, total + 1)
-    offset = float(to_uniform(philox_bits(seed, step, row, width, stream))[0, 0])
+    offset = float(
+        to_uniform(
+            philox_bits(
+                seed,
+                step,
+                row,
+                width,
+                stream,
+            )
+        )[0, 0]
+    )
     return (
         torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset
     ) % 1.0
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
-    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each sequence, (B,): the
-    masked diffusion objective in expectation (RADD, arXiv 2406.03736)."""
+    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each
+    sequence, (B,): the masked diffusion objective in expectation (RADD, arXiv
+    2406.03736)."""
     nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
     return masks.weight * nll / tokens.shape[1]
 
 
 def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """Denoising score entropy, differentiable, (B, T), 0 at unmasked positions; its mean is per
-    token (SEDD, equation 8, absorbing graph).
+    """Denoising score entropy, differentiable, (B, T), 0 at unmasked positions; its
+    mean is per token (SEDD, equation 8, absorbing graph).
 
-    With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of token y at a
-    masked position is log s_y = o_y - log expm1(sigma) - log N, and its target is the ratio
-    r = 1 / expm1(sigma) at the true token x, 0 elsewhere:
+    With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of
+    token y at a masked position is log s_y = o_y - log expm1(sigma) - log N, and its
+    target is the ratio r = 1 / expm1(sigma) at the true token x, 0 elsewhere:
 
         sum_y s_y - r log s_x + r (log r - 1)
 
     which is 0 where s is the true ratio of a token that is certain."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
-    normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
+    normaliser, output = model(
+        tokens,
+        masks.masked,
+        sigma,
+        masks.lengths,
+    ).double()
     log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
     # log s = o + shift
     shift = log_ratio - math.log(vocab)
@@ -265,13 +382,24 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 
 
 def token_score_entropy(
-    model, tokens: Tensor, seed: int, draw: int, rows: range, total: int
+    model,
+    tokens: Tensor,
+    seed: int,
+    draw: int,
+    rows: range,
+    total: int,
 ) -> Tensor:
-    """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood in nats, the
-    integral of score entropy over time: terms (B, T), float64, in sequence order, whose mean it is.
-    (`token_nll` takes SEDD's outputs as probabilities instead: the scores, normalised.)"""
+    """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood in
+    nats, the integral of score entropy over time: terms (B, T), float64, in sequence
+    order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
+    the scores, normalised.)"""
     masks = evaluation_masks(
-        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
+        seed,
+        draw,
+        rows,
+        total,
+        tokens.shape[1],
+        kind="score_entropy",
     )
     masks = masks.map(lambda tensor: tensor.to(tokens.device))
     return score_entropy(model, tokens, masks, model.config.mask_token)
@@ -289,27 +417,45 @@ def token_nll(
     group: int = 1,
     roles: Roles | None = None,
 ) -> Tensor:
-    """One Monte Carlo sample of the negative log-likelihood of every token in nats, (B, T) float64,
-    in sequence order, NaN where a token is not scored; a function of (seed, draw, row). It is
-    scored along one order from `orders`, `group` steps at once. For an encoder, which needs a pass
-    for every step, single steps of "random" orders give the ELBO, estimated with
-    `evaluation_masks`: the mean of the terms of a sequence (0 where not masked).
+    """One Monte Carlo sample of the negative log-likelihood of every token in nats, (B,
+    T) float64, in sequence order, NaN where a token is not scored; a function of (seed,
+    draw, row). It is scored along one order from `orders`, `group` steps at once. For
+    an encoder, which needs a pass for every step, single steps of "random" orders give
+    the ELBO, estimated with `evaluation_masks`: the mean of the terms of a sequence (0
+    where not masked).
 
-    tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored; draw: which
-    sample; scored_from: first step that counts, 1 for GPT-2; roles (on the CPU): which tokens are
-    the prompt, which comes first in every order."""
+    tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
+    draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
+    CPU): which tokens are the prompt, which comes first in every order."""
     length = tokens.shape[1]
     device = tokens.device
     more = {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, length, roles)
+        masks = evaluation_masks(
+            seed,
+            draw,
+            rows,
+            total,
+            length,
+            roles,
+        )
         masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = masked_log_probs(
-            model, tokens, masks.masked, masks.lengths
+            model,
+            tokens,
+            masks.masked,
+            masks.lengths,
         ).double()
         nll = -masks.weight[:, None] * log_probs
     else:
-        order = orders_at(orders, seed, draw, rows, length, SCORED_ORDERS)
+        order = orders_at(
+            orders,
+            seed,
+            draw,
+            rows,
+            length,
+            SCORED_ORDERS,
+        )
         if roles is not None:
             order = roles.first_given(order)
             more["prompt_lengths"] = roles.given.sum(dim=1).to(device)
@@ -317,11 +463,18 @@ def token_nll(
                 more["lengths"] = roles.lengths.to(device)
         order = order.to(device)
         if roles is not None and model.config.l2r_only:
-            # The prompt moves to the front: such a model reads a text as if it were written so.
+            # The prompt moves to the front: such a model reads a text as if it were
+            # written so.
             identity = torch.arange(length, device=device).expand_as(order)
             nll = -token_log_probs(model, tokens.gather(1, order), identity).double()
         else:
-            nll = -group_log_probs(model, tokens, order, group, **more).double()
+            nll = -group_log_probs(
+                model,
+                tokens,
+                order,
+                group,
+                **more,
+            ).double()
         nll[:, :scored_from] = torch.nan
         nll = torch.empty_like(nll).scatter_(
             1, order, nll

@@ -1,15 +1,17 @@
-"""Prediction orders of training, scoring and `sample.py --mode order`: which position is predicted
-at which step. For other modes see sampling/plans.py; in adaptive ones the model chooses.
+"""Prediction orders of training, scoring and `sample.py --mode order`: which position
+is predicted at which step. For other modes see sampling/plans.py; in adaptive ones the
+model chooses.
 
-An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that sequence b
-predicts at step i. The distribution over orders is the *formulation*: left to right gives an
-autoregressive model, uniform over all T! orders a masked diffusion model (the paper, section 3).
-An order is a function of (seed, optimizer step, row of the global batch): see randomness.py."""
+An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that
+sequence b predicts at step i. The distribution over orders is the *formulation*: left
+to right gives an autoregressive model, uniform over all T! orders a masked diffusion
+model (the paper, section 3). An order is a function of (seed, optimizer step, row of
+the global batch): see randomness.py."""
 
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,55 +22,62 @@ from .runtime.errors import UserError
 from .runtime.randomness import ORDERS, philox_bits, to_uniform
 from .runtime.validation import Count, Probability, Seed, Table, check_values
 
-# The fields of OrderConfig that each kind reads. A new kind is a line here and a case in
-# `orders_at`.
-ORDER_SETTINGS: dict[str, tuple[str, ...]] = {
-    "l2r": (),
-    "r2l": (),
-    "random": (),
-    "fixed_random": ("seed",),
-    "fixed_blockwise": ("block", "seed"),
-    "random_blockwise": ("block",),
-    "slots": ("block",),
-    "context_l2r": ("share",),
-    "random_l2r": ("share",),
-    "sliding": ("window",),
-    "infill": ("share",),
-    "file": ("file",),
+
+class Kind(NamedTuple):
+    """What a kind of orders is."""
+
+    settings: tuple[str, ...] = ()  # the fields of OrderConfig that it reads
+    is_fixed: bool = False  # nothing is drawn: all sequences have one order
+    covers_all: bool = False  # every permutation is drawn
+
+
+# A new kind is a line here and a case in `orders_at`.
+ORDER_KINDS = {
+    "l2r": Kind(is_fixed=True),
+    "r2l": Kind(is_fixed=True),
+    "random": Kind(covers_all=True),
+    "fixed_random": Kind(("seed",), is_fixed=True),
+    "fixed_blockwise": Kind(("block", "seed"), is_fixed=True),
+    "random_blockwise": Kind(("block",)),
+    "slots": Kind(("block",)),
+    "context_l2r": Kind(("share",)),
+    "random_l2r": Kind(("share",)),
+    "sliding": Kind(("window",)),
+    "infill": Kind(("share",)),
+    "file": Kind(("file",)),
 }
-# Of a mixture also those of the kind that it mixes in.
-ORDER_SETTINGS["mixture"] = (
-    "l2r_prob",
-    "mixed",
-    *dict.fromkeys(itertools.chain.from_iterable(ORDER_SETTINGS.values())),
+# A mixture also has the settings of the kind that it mixes in.
+MIXABLE = dict.fromkeys(
+    setting for kind in ORDER_KINDS.values() for setting in kind.settings
 )
-OrderKind = Literal[*ORDER_SETTINGS]  # type: ignore[valid-type]
-FIXED = ("l2r", "r2l", "fixed_random", "fixed_blockwise")  # nothing is drawn
+ORDER_KINDS["mixture"] = Kind(("l2r_prob", "mixed", *MIXABLE), covers_all=True)
+OrderKind = Literal[*ORDER_KINDS]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
 class OrderConfig(Table):
     """A distribution over prediction orders."""
 
-    # l2r, r2l: left to right, right to left. random: uniform. mixture: with probability l2r_prob
-    # the kind `mixed`, else random. fixed_random: one permutation for the whole run.
-    # fixed_blockwise: blocks left to right, one permutation inside all of them. random_blockwise:
-    # blocks left to right, each in a random order (block diffusion, arXiv 2503.09573). slots:
-    # blocks in random order, left to right inside (ReFusion, arXiv 2512.13586). context_l2r: a
-    # random set of positions first, in ascending order, then the others left to right (after AC-
-    # GPT, arXiv 2606.14943). random_l2r: the same with that set in random order (Eso-LM, arXiv
-    # 2506.01928). sliding: always one of the first "window" positions that are left (after Set
-    # Diffusion, arXiv 2607.01775). infill: all but one gap in reading order, then the gap, left
-    # to right; its length is uniform from 1 to all but a "share" of the positions, then its place.
-    # file: one of those in a file.
+    # l2r, r2l: left to right, right to left. random: uniform. mixture: with probability
+    # l2r_prob the kind `mixed`, else random. fixed_random: one permutation for the
+    # whole run. fixed_blockwise: blocks left to right, one permutation inside all of
+    # them. random_blockwise: blocks left to right, each in a random order (block
+    # diffusion, arXiv 2503.09573). slots: blocks in random order, left to right inside
+    # (ReFusion, arXiv 2512.13586). context_l2r: a random set of positions first, in
+    # ascending order, then the others left to right (after AC- GPT, arXiv 2606.14943).
+    # random_l2r: the same with that set in random order (Eso-LM, arXiv 2506.01928).
+    # sliding: always one of the first "window" positions that are left (after Set
+    # Diffusion, arXiv 2607.01775). infill: all but one gap in reading order, then the
+    # gap, left to right; its length is uniform from 1 to all but a "share" of the
+    # positions, then its place. file: one of those in a file.
     kind: OrderKind = "mixture"
     # share of left-to-right sequences, or of `mixed` ones (mixture)
     l2r_prob: Probability = 0.1
     mixed: OrderKind = "l2r"  # in place of l2r (mixture)
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
-    # probability to be in the first set (context_l2r, random_l2r); of the positions, the share
-    # that is context at least (infill)
+    # probability to be in the first set (context_l2r, random_l2r); of the positions,
+    # the share that is context at least (infill)
     share: Probability = 0.5
     window: Count = 8  # positions that the next one is among (sliding)
     # a .npy file of integers (M, T), an order per row, all equally probable (file)
@@ -98,12 +107,17 @@ class OrderConfig(Table):
     def is_fixed(self) -> bool:
         """All sequences have one and the same order."""
         only_mixed = self.kind != "mixture" or self.l2r_prob == 1
-        return only_mixed and self.unmixed in FIXED
+        return only_mixed and ORDER_KINDS[self.unmixed].is_fixed
+
+    @property
+    def is_any_order(self) -> bool:
+        """Every permutation is drawn."""
+        return ORDER_KINDS[self.kind].covers_all
 
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
-        kind = self.unmixed
-        if "block" in ORDER_SETTINGS[kind] and self.block > length:
+        has_blocks = "block" in ORDER_KINDS[self.unmixed].settings
+        if has_blocks and self.block > length:
             raise UserError(
                 f"order.block {self.block} exceeds model.block_size {length}; lower it"
             )
@@ -117,65 +131,71 @@ def orders_at(
     length: int,
     stream: int = ORDERS,
 ) -> Tensor:
-    """Orders of the sequences `rows` of the global batch of one step, LongTensor (len(rows),
-    length) on the CPU: a pure function of the arguments. stream: of `runtime.randomness`."""
+    """Orders of the sequences `rows` of the global batch of one step, LongTensor
+    (len(rows), length) on the CPU: a pure function of the arguments. stream: of
+    `runtime.randomness`."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
-    identity = torch.arange(length).expand(len(rows), length)
+    B = len(rows)
+    identity = torch.arange(length).expand(B, length)
     match config.kind:
         case "l2r":
             return identity.clone()
         case "r2l":
             return identity.flip(1)
         case "fixed_random":
-            return _permutation(config.seed, length).expand(len(rows), length).clone()
+            order = _permutation(config.seed, length)
+            return order.expand(B, length).clone()
         case "fixed_blockwise":
-            return _fixed_blockwise(config, length).expand(len(rows), length).clone()
-    # Column 0 is the coin of a mixture, the others are keys of positions. Sorting random keys gives
-    # a uniform permutation; ties among 64 bits (probability below T^2 / 2^65) go by position.
+            order = _fixed_blockwise(config, length)
+            return order.expand(B, length).clone()
+    # Column 0 is the coin of a mixture, the others are keys of positions. Sorting
+    # random keys gives a uniform permutation; ties among 64 bits (probability below T^2
+    # / 2^65) go by position.
     bits = philox_bits(seed, step, rows, length + 1, stream)
+    coins = bits[:, 0]
     keys = bits[:, 1:]
+    if config.kind == "random":
+        return _sorted_by(keys)
+    if config.kind == "mixture":
+        order = _sorted_by(keys)
+        is_mixed = torch.from_numpy(to_uniform(coins) < config.l2r_prob)
+        mixed = replace(config, kind=config.mixed)
+        others = orders_at(mixed, seed, step, rows, length, stream)
+        return others.where(is_mixed[:, None], order)
+    uniform = to_uniform(keys)
     position = np.arange(length)
-    if config.kind not in (
-        "random",
-        "mixture",
-    ):  # which are sorted by the bits themselves
-        uniform = to_uniform(keys)
     match config.kind:
         case "file":
             orders = read_orders(config.file, length)
-            return torch.from_numpy(
-                orders[(bits[:, 0] % np.uint64(len(orders))).astype(np.int64)]
-            )
+            chosen = coins % np.uint64(len(orders))
+            return torch.from_numpy(orders[chosen.astype(np.int64)])
         case "sliding":
             return _sliding(uniform, config.window)
         case "random_blockwise":
-            keys = position // config.block + uniform
+            return _sorted_by(position // config.block + uniform)
         case "slots":
-            keys = uniform[
-                :, position - position % config.block
-            ]  # that of the block's first
+            first_of_block = position - position % config.block
+            return _sorted_by(uniform[:, first_of_block])
         case "context_l2r":
-            keys = (uniform >= config.share).astype(np.int8)
+            return _sorted_by(uniform >= config.share)
         case "infill":
-            keys = _in_gap(uniform, config.share).astype(np.int8)
+            return _sorted_by(_in_gap(uniform, config.share))
         case "random_l2r":
-            keys = np.where(uniform < config.share, uniform, 1.0)
-        case _:
-            assert config.kind in ("random", "mixture"), config.kind
-    order = torch.from_numpy(keys.argsort(axis=1, kind="stable"))
-    if config.kind != "mixture":
-        return order
-    coin = torch.from_numpy(to_uniform(bits[:, :1]))
-    other = replace(config, kind=config.mixed)
-    return order.where(
-        coin >= config.l2r_prob, orders_at(other, seed, step, rows, length, stream)
-    )
+            return _sorted_by(np.where(uniform < config.share, uniform, 1.0))
+    raise AssertionError(f"no case for order.kind = {config.kind!r}")
+
+
+def _sorted_by(keys: np.ndarray) -> Tensor:
+    """The positions of each row by ascending key, ties by position: (B, T)."""
+    if keys.dtype == bool:
+        keys = keys.astype(np.int8)  # which a stable sort sorts by radix
+    return torch.from_numpy(keys.argsort(axis=1, kind="stable"))
 
 
 def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
-    """Mark a gap of each row, bool (B, T): its length is uniform from 1 to (1 - share) T,
-    its place uniform among those where it fits."""
+    """Mark a gap of each row, bool (B, T): its length is uniform from 1 to (1 - share)
+    T, its place uniform among those where it fits."""
     length = uniform.shape[1]
     longest = max(1, int((1 - share) * length))
     sizes = 1 + (uniform[:, :1] * longest).astype(np.int64)
@@ -185,7 +205,8 @@ def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
-    """Step by step: one of the first positions left is drawn; the window stays sorted."""
+    """Step by step: one of the first positions left is drawn; the window stays
+    sorted."""
     B, T = uniform.shape
     order = np.empty((B, T), np.int64)
     rows = np.arange(B)
@@ -221,7 +242,8 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
-    """The orders in a .npy file, int64 (M, length); of longer ones the first positions."""
+    """The orders in a .npy file, int64 (M, length); of longer ones the first
+    positions."""
     try:
         orders = np.load(file, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
@@ -246,10 +268,11 @@ def read_orders(file: str, length: int) -> np.ndarray:
 
 
 def parse_order(text: str, option: str) -> OrderConfig:
-    """The distribution that `kind` or `kind:setting=value,...` means, such as slots:block=8."""
-    known = ORDER_SETTINGS.get(text.partition(":")[0], ())
-    types = {key: type(getattr(OrderConfig, key)) for key in known}
-    example = f"{known[0]}=1" if known else ""
+    """The distribution that `kind` or `kind:setting=value,...` means, such as
+    slots:block=8."""
+    settings = ORDER_KINDS.get(text.partition(":")[0], Kind()).settings
+    types = {key: type(getattr(OrderConfig, key)) for key in settings}
+    example = f"{settings[0]}=1" if settings else ""
     kind, values = parse_settings(text, types, example, option)
     try:
         return OrderConfig(kind, **values)
@@ -258,9 +281,13 @@ def parse_order(text: str, option: str) -> OrderConfig:
 
 
 def parse_settings(
-    text: str, types: dict[str, type], example: str, option: str
+    text: str,
+    types: dict[str, type],
+    example: str,
+    option: str,
 ) -> tuple:
-    """Name and settings, a dict, of `name:setting=value,...`. types: of the settings there are."""
+    """Name and settings, a dict, of `name:setting=value,...`. types: of the settings
+    there are."""
     name, _, written = text.partition(":")
     values = {}
     for setting in written.split(",") if written else ():
@@ -286,7 +313,8 @@ def parse_settings(
 
 @dataclass
 class Roles:
-    """Which tokens of B sequences are predicted, and which a prompt; others are padding."""
+    """Which tokens of B sequences are predicted, and which a prompt; others are
+    padding."""
 
     predicted: Tensor  # BoolTensor (B, T)
     given: Tensor  # the same
@@ -302,7 +330,8 @@ class Roles:
         return (self.predicted | self.given).sum(dim=1)
 
     def first_given(self, order: Tensor) -> Tensor:
-        """The orders (B, T) with the prompt first, ascending; then `order`; then padding."""
+        """The orders (B, T) with the prompt first, ascending; then `order`; then
+        padding."""
         T = order.shape[1]
         place = inverse_permutation(order)
         place = torch.where(self.given, torch.arange(T, device=order.device) - T, place)

@@ -82,7 +82,9 @@ def project(tmp_path, data):
 def test_an_order_is_a_line_and_a_case(project):
     """Even positions first, then odd ones."""
     project.edit(
-        "aogpt/orders.py", '    "r2l": (),\n', '    "r2l": (),\n    "even_first": (),\n'
+        "aogpt/orders.py",
+        '    "random": Kind(',
+        '    "even_first": Kind(is_fixed=True),\n    "random": Kind(',
     )
     project.edit(
         "aogpt/orders.py",

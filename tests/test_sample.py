@@ -33,7 +33,7 @@ from aogpt import checkpoints as checkpoint
 from aogpt import scoring
 from aogpt.checkpoints import store
 from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
-from aogpt.orders import ORDER_SETTINGS, orders_at, parse_order
+from aogpt.orders import ORDER_KINDS, orders_at, parse_order
 from aogpt.runtime.command_line import visible
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
@@ -142,14 +142,16 @@ EVERY_MODE = MODES | {
 }
 
 
-@pytest.mark.parametrize("kind", ORDER_SETTINGS)
+@pytest.mark.parametrize("kind", ORDER_KINDS)
 def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
     """A token a step, in the orders drawn; what is given comes first."""
     rows = np.tile(np.arange(LENGTH), (3, 1))
     np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
     settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
     chosen = [
-        f"{key}={settings[key]}" for key in ORDER_SETTINGS[kind] if key in settings
+        f"{key}={settings[key]}"
+        for key in ORDER_KINDS[kind].settings
+        if key in settings
     ]
     text = ":".join([kind, ",".join(chosen)][: 1 + bool(chosen)])
     options = "--order", text, "--seed", 5, "--num-samples", 3
