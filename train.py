@@ -24,7 +24,6 @@ stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
 import math
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -44,7 +43,7 @@ from aogpt.runtime.command_line import run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import locked_for_all, write_text
-from aogpt.runtime.processes import Processes, StopRequest, processes
+from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import DROPOUT, philox_bits
 from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
@@ -52,88 +51,79 @@ from aogpt.training.batches import Batch, PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
 from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import Log, in_units
-from aogpt.training.optimizers import optimizers, set_learning_rates
-from aogpt.training.parallel import compiled, gradient_exchange, replicate
-from aogpt.training.state import (
+from aogpt.training.optimizers import learning_rate
+from aogpt.training.parallel import compiled, exchange_gradients, replicate
+from aogpt.training.saving import (
     Saver,
-    State,
+    StopRequest,
+    better_of,
     newest_and_best,
     not_finite_message,
-    start,
 )
+from aogpt.training.state import State, start
 from aogpt.training.validation import best_by, evaluate
 
 
 def main() -> int:
     config = configuration.from_command_line(sys.argv[1:], __doc__)
-    # needs a group even of one process
     t = config.train
-    sharded = config.train.parallel == "fsdp"
-    with (
-        deterministic(t.deterministic),
-        processes(t.device, t.timeout, group=sharded) as procs,
-    ):
-        return train(config, procs)
+    with deterministic(t.deterministic):
+        # FSDP needs a group even of one process.
+        with processes(t.device, t.timeout, group=t.parallel == "fsdp") as procs:
+            return train(config, procs)
 
 
 def train(config: Config, procs: Processes) -> int:
-    """Start or resume a run; train to its last step or until a signal. Returns the exit status."""
+    """Start or resume a run; train to its last step or until a signal. Returns the exit
+    status."""
     source = find_dataset(config.data.folder)
-    d = config.data
     data = open_training_data(
-        source, config.model.block_size, d.verify, d.max_tokens, d.mix
+        source,
+        config.model.block_size,
+        config.data.verify,
+        config.data.max_tokens,
+        config.data.mix,
     )
     config = config.with_steps(data.num_blocks)
-    folder = config.run_folder
-    t = config.train
-    validated = config.eval.interval > 0
-    val_data = (
-        TokenDataset(source, "val", data.block_size, d.verify) if validated else None
-    )
-    files = data.files() | (val_data.files() if val_data else {})
+    val_data = None
+    files = data.files()
+    if config.eval.interval > 0:
+        val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
+        files |= val_data.files()
     data.meta = {**data.meta, "files": files}  # to see at a resume whether they changed
     check_fits(config, data, procs)
     stop = StopRequest(procs)
+    folder = config.run_folder
     with locked_for_all(folder, procs):
         state = start(config, data.meta, procs)
-        saved = folder
-        if state.progress.step < t.steps:
+        saved: Path | None = folder
+        if state.progress.step < config.train.steps:
             if procs.main:
                 write_text(folder / "config.toml", configuration.to_toml(config))
-                if (name := data.meta["tokenizer"]) in FILES:
-                    get_tokenizer(name, folder=source).keep(folder)
-            counts = parameter_counts(state.model)
-            tokens = t.batch_size * data.block_size
-            parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
-            procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-            amount = f"{data.num_blocks:,} blocks of {data.block_size} tokens, "
-            amount += (
-                f"{t.batch_size} examples" if data.of_records else f"{tokens:,} tokens"
-            )
-            epochs = in_units(
-                t.steps * t.batch_size / data.num_blocks, ((1, "epochs"),)
-            )
-            procs.print0(f"{amount} a step, {epochs}; run folder {folder}")
-            if isinstance(data, Mixture):
-                procs.print0(*data.describe(t.steps * t.batch_size), sep="\n")
-            notes = (
-                *data.meta.get("notes", ()),
-                precision_note(t.dtype, procs.device, config.model.n_embd),
-            )
-            procs.print0("".join(f"{note}\n" for note in notes if note), end="")
+                tokenizer = data.meta["tokenizer"]
+                if tokenizer in FILES:
+                    get_tokenizer(tokenizer, folder=source).keep(folder)
+            print_summary(config, procs, state, data)
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError(
-            "the last checkpoint was not written: free some disk space and run the same command"
+            "the last checkpoint was not written: free some disk space and run the same "
+            "command"
         )
     step = state.progress.step
-    mode = " --temperature 0.7 --top-p 0.9"
-    if data.of_records:
-        mode = ' --mode l2r --prompt "..." --until-end'
-    how = f"finished {step} steps; next: python sample.py {folder}{mode}, or more --train.steps"
-    if step < t.steps:
-        how = f"stopped at step {step} and saved {saved}; run the same command to continue"
-    procs.print0(newest_and_best(config, state.progress), how, sep="\n")
+    procs.print0(newest_and_best(config, state.progress))
+    if step < config.train.steps:
+        procs.print0(
+            f"stopped at step {step} and saved {saved}; run the same command to continue"
+        )
+    else:
+        mode = " --temperature 0.7 --top-p 0.9"
+        if data.of_records:
+            mode = ' --mode l2r --prompt "..." --until-end'
+        procs.print0(
+            f"finished {step} steps; next: python sample.py {folder}{mode}, or more "
+            "--train.steps"
+        )
     return 0
 
 
@@ -142,126 +132,116 @@ def training_loop(
     procs: Processes,
     state: State,
     data: TokenDataset,
-    val_data,
+    val_data: TokenDataset | None,
     stop: StopRequest,
 ) -> Path | None:
-    """Train until the last step or a signal. Returns the path of the last checkpoint, None if it
-    could not be written. val_data: TokenDataset, or None without validation."""
-    progress = state.progress
+    """Train until the last step or a signal. Returns the path of the last checkpoint,
+    None if it could not be written. val_data: None without validation."""
     t = config.train
-    changed = None
+    progress = state.progress
+    micro_batch_size = config.micro_batch_size(procs.world_size)
+    micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
+    precision = autocast(procs.device, config.dtype_on(procs.device))
+    largest_norm = config.optim.grad_clip or math.inf
+    is_sharded = t.parallel == "fsdp"
+    has_peers = procs.world_size > 1 or is_sharded
+
+    data.shift = progress.sequences - progress.step * t.batch_size
+    datasets = [data] if val_data is None else [data, val_data]
+    batches = micro_batches(data, config, procs, progress.step)
+    losses = PendingLosses()
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
-    data.shift = progress.sequences - progress.step * t.batch_size
-    batches = micro_batches(data, config, procs, progress.step)
-    due = False
     use_gpu_options(state.model, t, procs.device)
     graphs = nullcontext()
     if t.compile:
         graphs = compiled(state.model, procs, t.compile_mode)
+
     with closing(log), closing(saver), graphs, closing(batches):
         model = replicate(state.model, procs)
-        losses = PendingLosses()
-        saved_at = time.monotonic()
-        if val_data and t.init_from and progress.step == 0:
+        if val_data is not None and t.init_from and progress.step == 0:
             # What the source gives, before the first step changes it.
             before = evaluate(state.model, state.averages, val_data, config, procs)
             log.validation(before, val_data.num_blocks)
+
         while progress.step < t.steps and not stop.requested:
-            # Nothing waits for the loss here, so that a GPU has its next step before it needs it.
-            loss, norm = train_step(
-                progress.step, model, state.optimizer, batches, config, procs
-            )
-            update(state, loss, norm)  # adds 1 to progress.step
+            step = progress.step
+            for optimizer in state.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, config, group["peak_lr"])
+            if config.model.dropout:
+                seed_dropout(config.seed, step, procs.rank)
+
+            # Forward and backward. Nothing waits for the loss, so that a GPU has its
+            # next step before it needs it.
+            loss = torch.zeros((), device=procs.device)
+            for micro_step in range(micro_steps):
+                batch = next(batches)  # tokens (B, T), and their orders or masks
+                if has_peers:
+                    is_last = micro_step == micro_steps - 1
+                    exchange_gradients(model, is_last or t.reduce_every_micro_batch)
+                with precision:
+                    part = training_loss(model, batch, config, step) / micro_steps
+                part.backward()
+                loss += part.detach()
+            # The norm shows gradients that are not finite, also without clipping.
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+            if has_peers:
+                loss = procs.mean(loss)
+            if is_sharded:
+                norm = norm.full_tensor()
+            update(
+                state, loss, norm
+            )  # optimizer step, averages; adds 1 to progress.step
+
             try:
-                for files in filter(None, (data, val_data)):
-                    files.check_unchanged()
+                for dataset in datasets:
+                    dataset.check_unchanged()
             except (UserError, OSError) as error:
-                # raised after a checkpoint
-                changed = error
-                stop.signalled = True
+                stop.error = error
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must stop, and save, after the same step.
-            by_clock = 0 < 60 * config.checkpoint.minutes < time.monotonic() - saved_at
-            stop.agree(progress.skipped_in_a_row >= t.max_skipped_steps, by_clock)
-            if stop.failed:
-                what = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
-                raise UserError(not_finite_message(config, progress, what))
-
-            last = progress.step == t.steps
-            best = progress.best
-            validating = val_data and (
-                last or progress.step % config.eval.interval == 0
+            stop.agree(
+                failed=progress.skipped_in_a_row >= t.max_skipped_steps,
+                due=time.monotonic() > saver.next_by_clock,
             )
-            due |= last or stop.requested or stop.due
-            due |= progress.step % config.checkpoint.interval == 0
-            if validating or due:  # both wait for the device anyway
-                log.training(losses.arrived(wait=True))
-                saver.wait()  # updates progress.best
-                best = progress.best
-            # The state before a skipped step may be the cause: save only after a step that counted.
-            good = last or stop.requested or not progress.skipped_in_a_row
-            if validating:
+            if stop.failed:
+                steps = progress.skipped_in_a_row
+                name = f"loss or gradient of {steps} steps in a row"
+                raise UserError(not_finite_message(config, progress, name))
+
+            validates = val_data is not None and (
+                progress.step % config.eval.interval == 0 or progress.step == t.steps
+            )
+            saves = saver.wants(progress, stop)
+            if not validates and not saves:
+                continue
+            log.training(losses.arrived(wait=True))
+            saver.wait()  # for the checkpoint before, which may be progress.best
+            best = progress.best
+            if validates:
                 val_losses = evaluate(
                     state.model, state.averages, val_data, config, procs
                 )
                 log.validation(val_losses, val_data.num_blocks)
-                val_loss = val_losses[""][best_by(config)].mean
-                better = best is None or val_loss < best["loss"]
-                if good and math.isfinite(val_loss) and better:
-                    best = {"step": progress.step, "loss": val_loss}
-            if good and (due or best != progress.best):
-                saver.save(state, best)  # sets progress.best once the checkpoint exists
-                due = False
+                selecting = val_losses[""][best_by(config)]
+                best = better_of(best, progress.step, selecting.mean)
+            if saver.takes(progress, stop, best):
+                saver.save(state, best)
                 log.restart_clock()
-                saved_at = time.monotonic()
         saved = saver.wait()
-        if changed:
-            raise changed
-        return saved
+    if stop.error is not None:
+        raise stop.error
+    return saved
 
 
-def train_step(
-    step: int,
-    model,
-    optimizer,
-    batches: Iterator[Batch],
-    config: Config,
-    procs: Processes,
-) -> tuple[Tensor, Tensor]:
-    """Compute the clipped gradients of the global batch of `step` (from 0), without waiting for the
-    device. Returns loss (nats) and gradient norm, 0-dimensional, the same on every process."""
-    if config.model.dropout:  # the same after a resume, and different on every process
-        one_row = range(procs.rank, procs.rank + 1)
-        torch.manual_seed(
-            int(philox_bits(config.seed, step, one_row, 1, DROPOUT)[0, 0])
-        )
-    set_learning_rates(optimizer, step, config)
-
-    t = config.train
-    micro_steps = t.batch_size // (
-        config.micro_batch_size(procs.world_size) * procs.world_size
-    )
-    dtype = config.dtype_on(procs.device)
-    total = torch.zeros((), device=procs.device)
-    for index in range(micro_steps):
-        batch = next(batches)
-        with gradient_exchange(
-            model, t.reduce_every_micro_batch or index == micro_steps - 1
-        ):
-            with autocast(procs.device, dtype):
-                loss = training_loss(model, batch, config, step) / micro_steps
-            loss.backward()
-        total += loss.detach()
-
-    # The norm shows gradients that are not finite, also without clipping.
-    norm = torch.nn.utils.clip_grad_norm_(
-        model.parameters(), config.optim.grad_clip or math.inf
-    )
-    return procs.mean(total), norm.full_tensor() if hasattr(
-        norm, "full_tensor"
-    ) else norm
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Make the random numbers of a step the same after a resume, and different on every
+    process."""
+    row = range(rank, rank + 1)
+    bits = philox_bits(seed, step, row, width=1, stream=DROPOUT)
+    torch.manual_seed(int(bits[0, 0]))
 
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
@@ -270,49 +250,96 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
         case "ar" | "ao_ar":
             return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
         case "groupwise":
-            settings = config.stage(step)[1], batch.weight, batch.given
-            return groupwise_loss(model, batch.tokens, batch.order, *settings)
+            _, group = config.stage(step)
+            return groupwise_loss(
+                model,
+                batch.tokens,
+                batch.order,
+                group,
+                weight=batch.weight,
+                given=batch.given,
+            )
         case "score_entropy":
-            vocab_size = (
-                config.model.mask_token
-            )  # [MASK] is the first id after the tokens
+            # [MASK] is the first id after the tokens.
+            vocab_size = config.model.mask_token
             losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
             return losses.mean(dim=1).mean()
-        case "lambda_dce" | "masked_ce" | "k_dce" | "t_dce":  # one loss, other masks
+        case _:  # one loss, other masks
             return masked_nll(model, batch.tokens, batch.masks).mean()
 
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
-    """Update weights and averages; a loss or gradient that is not finite changes neither. As in
-    torch.amp.GradScaler, the device decides, so that nothing waits for it."""
+    """Update weights and averages; a loss or gradient that is not finite changes
+    neither. As in torch.amp.GradScaler, the device decides, so that nothing waits for
+    it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
-    for each in optimizers(state.optimizer):
-        each.grad_scale = None
-        each.found_inf = 1 - finite
-    state.optimizer.step()
+    for optimizer in state.optimizers:
+        optimizer.grad_scale = None
+        optimizer.found_inf = 1 - finite
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     for ema in state.averages:
-        ema.update(state.model, finite)
-    state.optimizer.zero_grad(set_to_none=True)
+        ema.update(finite)
     state.progress.step += 1
 
 
+def print_summary(
+    config: Config,
+    procs: Processes,
+    state: State,
+    data: TokenDataset,
+) -> None:
+    """Print what is trained, on what, and where it is kept."""
+    t = config.train
+    counts = parameter_counts(state.model)
+    parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
+    procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
+    amount = f"{t.batch_size * data.block_size:,} tokens"
+    if data.of_records:
+        amount = f"{t.batch_size} examples"
+    sequences = t.steps * t.batch_size
+    epochs = in_units(sequences / data.num_blocks, ((1, "epochs"),))
+    procs.print0(
+        f"{data.num_blocks:,} blocks of {data.block_size} tokens, {amount} a step, "
+        f"{epochs}; run folder {config.run_folder}"
+    )
+    if isinstance(data, Mixture):
+        for line in data.describe(sequences):
+            procs.print0(line)
+    for note in data.meta.get("notes", []):
+        procs.print0(note)
+    note = precision_note(t.dtype, procs.device, config.model.n_embd)
+    if note:
+        procs.print0(note)
+
+
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
-    """Raise UserError if the data or the number of processes does not fit the configuration."""
+    """Raise UserError if the data or the number of processes does not fit the
+    configuration."""
     m = config.model
     folder = config.data.folder
-    config.micro_batch_size(
-        procs.world_size
-    )  # refuses processes that cannot share the batch
-    whole = f"{folder} has prompts, which stay whole: leave out data.random_length_prob"
-    refuse(data.of_records and config.data.random_length_prob, whole)
-    ahead = f"{folder} has prompts: set order.kind = 'l2r', or another model.target than 'none'"
-    refuse(data.of_records and m.l2r_only and config.order.kind != "l2r", ahead)
     vocab_size = data.meta["vocab_size"]
-    more = f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size to that"
-    refuse(vocab_size > m.vocab_size, f"{more} or above (it is {m.vocab_size})")
-    mask = f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
-    mask += f"{vocab_size}, and model.vocab_size above that"
-    refuse(m.mask_token is not None and m.mask_token < vocab_size, mask)
+    # This refuses processes that cannot share the batch.
+    config.micro_batch_size(procs.world_size)
+    refuse(
+        data.of_records and config.data.random_length_prob,
+        f"{folder} has prompts, which stay whole: leave out data.random_length_prob",
+    )
+    refuse(
+        data.of_records and m.l2r_only and config.order.kind != "l2r",
+        f"{folder} has prompts: set order.kind = 'l2r', or another model.target than "
+        "'none'",
+    )
+    refuse(
+        vocab_size > m.vocab_size,
+        f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size to "
+        f"that or above (it is {m.vocab_size})",
+    )
+    refuse(
+        m.mask_token is not None and m.mask_token < vocab_size,
+        f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
+        f"{vocab_size}, and model.vocab_size above that",
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from aogpt.systems import flops_per_token
 from aogpt.training.config import Config, OptimConfig, TrainConfig
 from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import peak_flops
-from aogpt.training.optimizers import EMA, make_optimizer
+from aogpt.training.optimizers import EMA, make_optimizers
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
 
@@ -111,7 +111,7 @@ class Trainee:
         self.model = common.random_model(self.config.model, device).train()
         use_gpu_options(self.model, self.config.train, device)
         self.average = EMA(self.model, self.config.optim.ema_decay)
-        self.optimizer = make_optimizer(self.model, self.config)
+        self.optimizers = make_optimizers(self.model, self.config)
         self.memory: int | None = None  # bytes that a step takes on a GPU
         if options.compile:
             self.model.compile(dynamic=False, mode=options.compile_mode)
@@ -138,9 +138,10 @@ class Trainee:
         torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config.optim.grad_clip
         )
-        self.optimizer.step()
-        self.average.update(self.model)
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.average.update()
         synchronize(self.device)
         done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
         common.tell(f"step {step}, {self.name}: {done['seconds']:.3g} s")

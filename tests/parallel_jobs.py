@@ -34,8 +34,8 @@ from aogpt.runtime.processes import processes
 from aogpt.training import config as configuration
 from aogpt.training import muon, parallel
 from aogpt.training import state as states
-from aogpt.training.batches import micro_batches
-from aogpt.training.optimizers import EMA, make_optimizer
+from aogpt.training.optimizers import EMA, make_optimizers
+from aogpt.training.saving import StopRequest
 
 
 def full(tensor):
@@ -83,21 +83,26 @@ def steps(config, procs):
     """Losses and gradient norms of all steps, and how often gradients were reduced in
     each."""
     state, data = start(config, procs)
-    model = parallel.replicate(state.model, procs)
     rows = []
     count = Reductions()
-    if model is not state.model:
-        model.register_comm_hook(count, reduce_bucket)
-    batches = micro_batches(data, config, procs, 0)
-    for step in range(config.train.steps):
-        count.number = 0
-        with count:
-            loss, norm = train.train_step(
-                step, model, state.optimizer, batches, config, procs
-            )
-        train.update(state, loss, norm)
+    plain_replicate = train.replicate
+    plain_update = train.update
+
+    def replicate(*arguments):
+        model = plain_replicate(*arguments)
+        if model is not state.model:
+            model.register_comm_hook(count, reduce_bucket)
+        return model
+
+    def update(state, loss, norm):
         rows.append([loss.item(), norm.item(), count.number])
-    batches.close()
+        plain_update(state, loss, norm)
+        count.number = 0
+
+    patched_replicate = mock.patch.object(train, "replicate", replicate)
+    patched_update = mock.patch.object(train, "update", update)
+    with patched_replicate, patched_update, count:
+        train.training_loop(config, procs, state, data, None, StopRequest(procs))
     return rows
 
 
@@ -162,23 +167,27 @@ def state_bytes(config, procs):
     """What every process holds after a step, by part, in bytes."""
     model = parallel.build(config, procs)
     ema = EMA(model, 0.9)
-    optimizer = make_optimizer(model, config)
+    optimizers = make_optimizers(model, config)
     length = config.model.block_size
     model(
         torch.arange(length)[None] % 7, torch.randperm(length)[None]
     ).mean().backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     parts = {
         "weights": model.parameters(),
         "gradients": [p.grad for p in model.parameters()],
     }
     parts["optimizer"] = [
-        t for values in optimizer.state.values() for t in values.values()
+        t
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for t in values.values()
     ]
     parts["ema"] = ema.weights.values()
     sizes = {}
     for part, tensors in parts.items():  # the gradients of a group share a storage
-        storages = [parallel.local(t).untyped_storage() for t in tensors]
+        storages = [muon.local(t).untyped_storage() for t in tensors]
         sizes[part] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     return procs.gather(sizes)
 

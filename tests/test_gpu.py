@@ -35,7 +35,7 @@ from aogpt.scoring import token_log_probs
 from aogpt.systems import build_model
 from aogpt.training.batches import make_batch
 from aogpt.training.config import load_toml
-from aogpt.training.optimizers import EMA, make_optimizer
+from aogpt.training.optimizers import EMA, make_optimizers
 from aogpt.training.state import Progress, State
 from train import training_loss, update
 
@@ -153,7 +153,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     model = random_model(config).float().to(device).train()
     average = EMA(model, 0.9)
     batch = batch_of(config, device)
-    state = State(model, [average], make_optimizer(model, config), Progress())
+    state = State(model, [average], make_optimizers(model, config), Progress())
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):

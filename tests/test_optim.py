@@ -17,7 +17,7 @@ from aogpt.training import muon as muon_module
 from aogpt.training.optimizers import (
     learning_rate,
     learning_rates,
-    make_optimizer,
+    make_optimizers,
     muon_matrices,
 )
 
@@ -98,14 +98,15 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     config = muon_config(order__kind=order, model__target=target, model__tied_head=tied)
     config = change(config, optim__kind=kind)
     model = build_model(config.model)
-    optimizer = make_optimizer(model, config)
+    optimizers = make_optimizers(model, config)
     matrices = muon_weights(model) if kind == "muon" else {}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(
             p
         )  # then either optimizer moves a weight by its decay alone
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     for name, p in model.named_parameters():
         rate = 2e-2 if name in matrices else 3e-3
         factor = 1 - rate * 0.5 if p.dim() >= 2 else 1.0
@@ -127,8 +128,12 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
         for layer in layers
     }
     assert muon_weights(model).keys() == expected
-    optimizer = make_optimizer(model, muon_config())
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = [
+        p
+        for optimizer in make_optimizers(model, muon_config())
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
     assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
 
 
@@ -136,7 +141,7 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
 def test_a_step_of_muon_reads_no_value_of_the_device(found):
     """Nor whether it is to be left out."""
     model = with_gradients(muon_config())
-    optimizer = make_optimizer(model, muon_config()).muon
+    _, optimizer = make_optimizers(model, muon_config())
     before = copy.deepcopy(model)
     matrices = muon_weights(model)
     optimizer.found_inf = torch.tensor(found)
@@ -173,8 +178,8 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(
     config = muon_config(optim__muon_momentum=momentum)
     model = with_gradients(config)
     plain = with_gradients(config)
-    optimizer = make_optimizer(model, config)
-    adamw = make_optimizer(plain, change(config, optim__kind="adamw"))
+    optimizers = make_optimizers(model, config)
+    (adamw,) = make_optimizers(plain, change(config, optim__kind="adamw"))
     starts = {name: p.detach().double() for name, p in muon_weights(model).items()}
     expected = dict(starts)
     buffers = {name: torch.zeros_like(value) for name, value in expected.items()}
@@ -183,7 +188,8 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(
         for each in (model, plain):
             for name, p in each.named_parameters():
                 p.grad = gradients[name].grad.clone()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         adamw.step()
         for name, weight in expected.items():
             gradient = gradients[name].grad.double()

@@ -28,6 +28,7 @@ from aogpt.orders import OrderConfig
 from aogpt.runtime.processes import processes
 from aogpt.training import parallel
 from aogpt.training.batches import micro_batches
+from aogpt.training.saving import StopRequest
 
 
 def do(*parts):
@@ -309,28 +310,30 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_untouched(
-    short, kind, optimizer
+    short, kind, optimizer, monkeypatch
 ):
     config = change(short, name=f"skips_{kind}_{optimizer}", optim__kind=optimizer)
     config = change(config, train__parallel=kind)
     with processes("cpu", 60.0, group=True) as procs:
         state, data = parallel_jobs.start(config, procs)
-        batches = micro_batches(data, config, procs, 0)
+        plain = train.update
+        states = []
 
-        def step(number, spoilt):
-            model = state.model
-            optimizer = state.optimizer
-            loss, norm = train.train_step(
-                number, model, optimizer, batches, config, procs
-            )
-            for p in model.parameters() if spoilt else ():
-                p.grad.mul_(math.nan)
-            train.update(state, loss, norm * math.nan if spoilt else norm)
-            return parallel_jobs.full_state(state), state.averages[0].updates.item()
+        def update(state, loss, norm):
+            if len(states) == 2:
+                for p in state.model.parameters():
+                    p.grad.mul_(math.nan)
+                norm = norm * math.nan
+            plain(state, loss, norm)
+            updates = state.averages[0].updates.item()
+            states.append((parallel_jobs.full_state(state), updates))
 
-        (_, _), (before, updates) = step(0, False), step(1, False)
-        (spoilt, same), (after, more) = step(2, True), step(3, False)
-        batches.close()
+        monkeypatch.setattr(train, "update", update)
+        stop = StopRequest(procs)
+        train.training_loop(
+            change(config, train__steps=4), procs, state, data, None, stop
+        )
+    (_, _), (before, updates), (spoilt, same), (after, more) = states
     assert_same(spoilt, before)
     assert same == updates == 2 and more == 3 and state.progress.step == 4
     assert all(torch.isfinite(tensor).all() for tensor in after.values())

@@ -27,6 +27,7 @@ import train
 from aogpt.checkpoints import CheckpointError, load, store
 from aogpt.runtime.processes import processes
 from aogpt.training import state as states
+from aogpt.training.saving import Saver
 from convert import convert
 
 META = {"tokenizer": "bytes", "vocab_size": 257}
@@ -88,10 +89,10 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     monkeypatch.setattr(
         HuggingFaceStorageWriter, "write_data", lambda *a: gate.wait(60) and plain(*a)
     )
-    saver = states.Saver(config, procs, META, warnings.append)
+    saver = Saver(config, procs, META, warnings.append)
     for p in state.model.parameters():
         moments = {"exp_avg": p.detach() / 2, "exp_avg_sq": p.detach() / 4}
-        state.optimizer.state[p] = {"step": torch.tensor(3.0)} | moments
+        state.optimizers[0].state[p] = {"step": torch.tensor(3.0)} | moments
     before = parallel_jobs.full_state(state)
     state.progress.step = 3
     saver.save(state, None)
@@ -136,7 +137,7 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
 
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     (state, config), warnings = state, []
-    saver = states.Saver(config, procs, META, warnings.append)
+    saver = Saver(config, procs, META, warnings.append)
     monkeypatch.setattr(
         os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no room"))
     )
@@ -152,7 +153,7 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
 
 def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkeypatch):
     state, config = state
-    saver = states.Saver(config, procs, META, pytest.fail)
+    saver = Saver(config, procs, META, pytest.fail)
     monkeypatch.setattr(store, "digest", lambda contents: {}["a bug"])
     saver.save(state, None)
     with pytest.raises(KeyError, match="a bug"):
@@ -188,21 +189,24 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 ):
     config = change(base, name="error", train__max_skipped_steps=1)
     write = HuggingFaceStorageWriter.write_data
-    step = train.train_step
+    clip = torch.nn.utils.clip_grad_norm_
+    steps = []
     failed = threading.Event()
 
     def slow(*arguments):
         assert failed.wait(60)
         return write(*arguments)
 
-    def spoilt(number, *arguments):
-        loss, norm = step(number, *arguments)
-        if number == 2:
-            failed.set()
-        return loss, norm * (math.nan if number == 2 else 1)
+    def spoilt(*arguments):
+        norm = clip(*arguments)
+        steps.append(norm)
+        if len(steps) < 3:
+            return norm
+        failed.set()
+        return norm * math.nan
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", slow)
-    monkeypatch.setattr(train, "train_step", spoilt)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoilt)
     with pytest.raises(ValueError, match="1 steps in a row is not finite at step 3"):
         train.train(config, procs)
     assert names(config.run_folder / "checkpoints") == ["step_00000002"]

@@ -1,7 +1,6 @@
 """train.py: one step, exact resume after any kind of end, processes, skipped steps, and
 what the run folder holds."""
 
-import contextlib
 import itertools
 import json
 import math
@@ -50,10 +49,10 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
-from aogpt.training.batches import micro_batches
 from aogpt.training.config import WandbConfig
-from aogpt.training.optimizers import learning_rate, make_optimizer
-from aogpt.training.state import named_tensors
+from aogpt.training.optimizers import learning_rate, make_optimizers
+from aogpt.training.saving import StopRequest
+from aogpt.training.state import Progress, State, named_tensors
 from aogpt.training.validation import Loss
 
 
@@ -91,15 +90,26 @@ WHOLE = False
 CUT = True
 
 
+class Stopped(Exception):
+    pass
+
+
+def stop_after(numbers, values):
+    """Note these values and end the training."""
+    numbers.append(values)
+    raise Stopped
+
+
 @pytest.mark.parametrize(
     "system, cut, clip",
     [("decoder", WHOLE, 0.25), ("decoder", CUT, 0.0), ("encoder", CUT, 0.0)],
 )
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
-    data, system, cut, clip
+    data, system, cut, clip, tmp_path, monkeypatch
 ):
     """A batch of a random length holds the first tokens of its blocks."""
-    config = tiny_config(data, "", model__dropout=0.0, optim__grad_clip=clip)
+    config = tiny_config(data, tmp_path, model__dropout=0.0, optim__grad_clip=clip)
+    config.run_folder.mkdir()
     step = 3
     length = 16
     if cut:
@@ -130,11 +140,18 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
 
     torch.manual_seed(config.seed)
     model = build_model(config.model)
-    optimizer = make_optimizer(model, config)
-    with contextlib.closing(micro_batches(dataset, config, ALONE, step)) as batches:
-        loss, reported = train.train_step(
-            step, model, optimizer, batches, config, ALONE
-        )
+    state = State(
+        model,
+        averages=[],
+        optimizers=make_optimizers(model, config),
+        progress=Progress(step, sequences=8 * step),
+    )
+    # Before the weights are updated the gradients are there.
+    numbers = []
+    monkeypatch.setattr(train, "update", lambda _, *rest: stop_after(numbers, rest))
+    with pytest.raises(Stopped):
+        train.training_loop(config, ALONE, state, dataset, None, StopRequest(ALONE))
+    ((loss, reported),) = numbers
     # Two micro-batches are summed in another order than one batch: float32 rounding,
     # relative 1e-7 an operation.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -715,7 +732,8 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
     def huge_moments(state, *arguments):
         update(state, *arguments)
         if state.progress.step == 5:
-            next(iter(state.optimizer.state.values()))["exp_avg_sq"].fill_(math.inf)
+            (adamw,) = state.optimizers
+            next(iter(adamw.state.values()))["exp_avg_sq"].fill_(math.inf)
 
     update = train.update
     monkeypatch.setattr(train, "update", huge_moments)

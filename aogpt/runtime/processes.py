@@ -5,7 +5,6 @@ import datetime
 import os
 import re
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -247,39 +246,3 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
         return None
     text = re.sub(r"^\[\S+:\d+\] ", "", text)[:120]  # without the line of gloo's source
     return f"{what}; see the messages of the others. PyTorch says: {text}"
-
-
-class StopRequest:
-    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all
-    processes stop after the same step; otherwise the rest would wait for gradients of
-    one that has stopped."""
-
-    def __init__(self, procs: Processes):
-        # signalled: this process
-        self.procs = procs
-        self.signalled = False
-        # True if true of any process at the last `agree`. due: time for a checkpoint.
-        self.requested = self.failed = self.due = False
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-
-    def _on_signal(self, number, frame) -> None:
-        if (
-            self.signalled and number == signal.SIGINT
-        ):  # the second Ctrl-C does not wait
-            raise KeyboardInterrupt
-        self.signalled = True
-
-    def agree(self, failed: bool = False, due: bool = False) -> None:
-        """Set `requested`, `failed` and `due` if they are true of any process."""
-        if (
-            self.launcher and os.getppid() != self.launcher
-        ):  # another job may take its place
-            raise ChildProcessError("torchrun, which started this process, has ended")
-        flags = self.signalled, failed, due
-        if self.procs.world_size > 1:
-            counts = torch.tensor(flags, dtype=torch.float32)
-            dist.all_reduce(counts)  # between the CPUs: waits for no GPU
-            flags = (counts > 0).tolist()
-        self.requested, self.failed, self.due = flags

@@ -17,7 +17,10 @@ def add_adapters(model: Transformer, rank: int) -> None:
         raise UserError("--train.lora-rank needs a package: pip install peft") from None
 
     settings = peft.LoraConfig(
-        r=rank, lora_alpha=alpha_of(rank), lora_dropout=0.0, target_modules=MODULES
+        r=rank,
+        lora_alpha=alpha_of(rank),
+        lora_dropout=0.0,
+        target_modules=MODULES,
     )
     peft.inject_adapter_in_model(settings, model)
     for name, p in model.named_parameters():
@@ -25,7 +28,8 @@ def add_adapters(model: Transformer, rank: int) -> None:
 
 
 def alpha_of(rank: int) -> float:
-    """Return the factor of the products times the rank: twice the rank, as is common."""
+    """Return the factor of the products times the rank: twice the rank, as is
+    common."""
     return 2.0 * rank
 
 

@@ -11,10 +11,12 @@ from .config import TrainConfig
 
 
 def use_gpu_options(
-    model: Transformer, train: TrainConfig, device: torch.device
+    model: Transformer,
+    train: TrainConfig,
+    device: torch.device,
 ) -> None:
-    """Let a model take the kernels that a config asks for. Raises UserError where there are
-    none of them, or none for this model."""
+    """Let a model take the kernels that a config asks for. Raises UserError where there
+    are none of them, or none for this model."""
     if train.fused_norm:
         check_fused_norm(model, device)
         model.pass_type = FusedPass
@@ -26,7 +28,8 @@ class FusedPass(Pass):
     """The training pass of adaLN in which a kernel gathers, shifts and scales."""
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """Shifts and scales by position, (block_size, D), and gates for each step, (B, T, D)."""
+        """Shifts and scales by position, (block_size, D), and gates for each step, (B,
+        T, D)."""
         outputs = []
         for number, part in enumerate(linear(self.condition).chunk(parts, dim=-1)):
             is_gate = number % 3 == 2
@@ -34,12 +37,22 @@ class FusedPass(Pass):
         return tuple(outputs)
 
     def modulated_norm(
-        self, norm: RMSNorm, x: Tensor, shift: Tensor, scale: Tensor
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        shift: Tensor,
+        scale: Tensor,
     ) -> Tensor:
         from .norm_kernel import modulated_norm  # which imports Triton
 
         y, _ = modulated_norm(
-            x, norm.weight, shift, scale, self.targets, self.inverse, norm.eps
+            x,
+            norm.weight,
+            shift,
+            scale,
+            self.targets,
+            self.inverse,
+            norm.eps,
         )
         return y
 

@@ -1,10 +1,11 @@
 """metrics.jsonl of a run, and what it prints while it trains.
 
-Every row has step, grad_norm, tokens (since the run began), tokens_per_second, memory_bytes (the
-peak of the main process), skipped_steps. Tokens are those that are predicted: no prompts, no
-padding. A training row, at step 1 and every train.log_interval steps, also has loss (the objective,
-averaged over the steps since the last row; for SEDD this is not val_loss_random), lr, with Muon
-muon_lr, and mfu (null unless the GPU's peak is known). A validation row, every eval.interval steps:
+Every row has step, grad_norm, tokens (since the run began), tokens_per_second,
+memory_bytes (the peak of the main process), skipped_steps. Tokens are those that are
+predicted: no prompts, no padding. A training row, at step 1 and every
+train.log_interval steps, also has loss (the objective, averaged over the steps since
+the last row; for SEDD this is not val_loss_random), lr, with Muon muon_lr, and mfu
+(null unless the GPU's peak is known). A validation row, every eval.interval steps:
 
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed or own (the run's orders, in its groups)
@@ -35,14 +36,15 @@ from ..runtime.processes import Processes
 from ..systems import flops_per_token
 from .config import Config
 from .optimizers import learning_rates
+from .state import Progress
 from .validation import Losses
 
 ORDERS = {
     "l2r": "left to right",
     "random": "any order",
     "fixed": "the run's fixed order",
+    "own": "the run's orders",
 }
-ORDERS["own"] = "the run's orders"
 Units = tuple[tuple[float, str], ...]  # largest first
 TIME: Units = (
     (86400, "days"),
@@ -55,8 +57,8 @@ TIME: Units = (
 
 
 class GPU(NamedTuple):
-    """flops: dense bfloat16 peak, operations per second, from the maker's data sheet. memory_gib:
-    as drivers report it, rounded down."""
+    """flops: dense bfloat16 peak, operations per second, from the maker's data sheet.
+    memory_gib: as drivers report it, rounded down."""
 
     flops: float
     memory_gib: float
@@ -82,7 +84,8 @@ GPUS = {  # by the exact name that the driver gives
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of a device at a precision; None where it is not known."""
+    """Peak operations per second of a device at a precision; None where it is not
+    known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     gpu = GPUS.get(torch.cuda.get_device_name(device))
@@ -90,7 +93,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def in_units(value: float, units: Units, digits: int = 3) -> str:
-    """A number with `digits` significant digits, in the largest unit that leaves at least 1."""
+    """A number with `digits` significant digits, in the largest unit that leaves at
+    least 1."""
     size, unit = next((pair for pair in units if value >= pair[0]), units[-1])
     amount = value / size
     decimals = max(0, digits - 1 - math.floor(math.log10(amount))) if amount else 0
@@ -98,49 +102,68 @@ def in_units(value: float, units: Units, digits: int = 3) -> str:
 
 
 class Log:
-    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main process only."""
+    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main
+    process only."""
 
-    def __init__(self, config: Config, procs: Processes, progress, data: TokenDataset):
-        """progress: state.Progress, read as it changes."""
+    def __init__(
+        self,
+        config: Config,
+        procs: Processes,
+        progress: Progress,
+        data: TokenDataset,
+    ):
+        """progress: read and counted on as the run goes."""
         self.config = config
         self.procs = procs
         self.progress = progress
         self.data = data
         self.path = config.run_folder / "metrics.jsonl"
         self.peak_flops = peak_flops(procs.device, config.dtype_on(procs.device))
+        # Predicted tokens of a step; None where steps differ.
+        self.tokens_per_step: int | None = None
+        if not data.of_records and not config.data.random_length_prob:
+            self.tokens_per_step = config.train.batch_size * data.block_size
         if progress.step and not progress.tokens:  # in a checkpoint of an older version
-            size = progress.sequences / progress.step / config.train.batch_size
-            progress.tokens = round(self.count_tokens(range(progress.step)) * size)
-        self.norm = self.tokens_per_second = self.wandb = None
+            batch_size = progress.sequences / progress.step
+            share = batch_size / config.train.batch_size
+            tokens = self.count_tokens(range(progress.step))
+            progress.tokens = round(tokens * share)
+        self.norm: float | None = None
+        self.tokens_per_second: float | None = None
         self.losses: list[float] = []  # since the last row
         # measured from the end of that step
         self.first_step = progress.step + 1
         self.started = 0.0
         self.restart_clock()
+        self.wandb = None
         if procs.main:
             drop_later_rows(self.path, progress.step)
-            self.wandb = (
-                start_wandb(config) if config.wandb.mode != "disabled" else None
-            )
-        steps = {"total": config.train.steps, "initial": progress.step, "unit": "step"}
-        # Some terminals have no rows, and show no bar.
-        has_bar = (
-            procs.main and sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+            if config.wandb.mode != "disabled":
+                self.wandb = start_wandb(config)
+        self.bar = tqdm(
+            total=config.train.steps,
+            initial=progress.step,
+            unit="step",
+            disable=not (procs.main and can_show_bar()),
         )
-        self.bar = tqdm(**steps, disable=not has_bar)
 
     def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
-        """Log finished steps, from 1: (step, loss, gradient norm); counts skipped ones."""
+        """Log finished steps, from 1: (step, loss, gradient norm); counts skipped
+        ones."""
         t = self.config.train
         for step, loss, norm in losses:
             finite = math.isfinite(loss + norm)
-            tokens = self.count_tokens(range(step - 1, step))
-            self.progress.skipped += not finite
-            self.progress.skipped_in_a_row = (
-                0 if finite else self.progress.skipped_in_a_row + 1
-            )
-            self.progress.sequences += t.batch_size
-            self.progress.tokens += tokens
+            tokens = self.tokens_per_step
+            if tokens is None:
+                tokens = self.count_tokens(range(step - 1, step))
+            progress = self.progress
+            progress.sequences += t.batch_size
+            progress.tokens += tokens
+            if finite:
+                progress.skipped_in_a_row = 0
+            else:
+                progress.skipped += 1
+                progress.skipped_in_a_row += 1
             self.norm = norm
             self.clock_tokens += tokens
             self.clock_steps += 1
@@ -148,83 +171,95 @@ class Log:
             self.bar.update()
             if step == self.first_step:  # includes compilation
                 self.started = time.perf_counter()
-            if step % t.log_interval and step not in (1, t.steps) and finite:
-                continue
-            loss = sum(self.losses) / len(self.losses)
-            self.losses = []
-            seconds = time.perf_counter() - self.clock
-            self.tokens_per_second = self.clock_tokens / seconds
-            mfu = None
-            rates = learning_rates(
-                step - 1, self.config
-            )  # schedules count steps from 0
-            text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
-            if self.peak_flops:
-                size = self.data.block_size
-                computed = self.clock_tokens
-                if self.data.of_records:  # with prompts and padding
-                    computed = t.batch_size * size * self.clock_steps
-                flops = computed / seconds * flops_per_token(self.config.model, size)
-                mfu = flops / (self.peak_flops * self.procs.world_size)
-                text += f"  MFU {mfu:.1%}"
-            text += f"  gradient norm {norm:#.3g}"
-            text += "".join(f"  {name} {rate:.3g}" for name, rate in rates.items())
-            self.bar.set_postfix_str(text)
-            if self.bar.disable:
-                self._print(f"step {step}/{t.steps}  {text}{self.time_left(step)}")
-            self._write({"step": step, "loss": loss} | rates | {"mfu": mfu})
-            self.restart_clock()
+            has_row = step % t.log_interval == 0 or step in (1, t.steps)
+            if has_row or not finite:
+                self._training_row(step)
+
+    def _training_row(self, step: int) -> None:
+        """Write a row of the steps since the last one, and print it."""
+        loss = sum(self.losses) / len(self.losses)
+        self.losses = []
+        seconds = time.perf_counter() - self.clock
+        self.tokens_per_second = self.clock_tokens / seconds
+        rates = learning_rates(step - 1, self.config)  # schedules count steps from 0
+        text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
+        mfu = None
+        if self.peak_flops:
+            mfu = self._mfu(seconds)
+            text += f"  MFU {mfu:.1%}"
+        text += f"  gradient norm {self.norm:#.3g}"
+        for name, rate in rates.items():
+            text += f"  {name} {rate:.3g}"
+        self.bar.set_postfix_str(text)
+        if self.bar.disable:
+            steps = self.config.train.steps
+            self._print(f"step {step}/{steps}  {text}{self.time_left(step)}")
+        self._write({"step": step, "loss": loss, **rates, "mfu": mfu})
+        self.restart_clock()
+
+    def _mfu(self, seconds: float) -> float:
+        """The share of the GPUs' peak that the last steps reached."""
+        size = self.data.block_size
+        tokens = self.clock_tokens
+        if self.data.of_records:  # with prompts and padding
+            tokens = self.config.train.batch_size * size * self.clock_steps
+        flops_per_second = tokens * flops_per_token(self.config.model, size) / seconds
+        return flops_per_second / (self.peak_flops * self.procs.world_size)
 
     def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
         """Log the result of `evaluate`. num_blocks: of the whole split."""
-        averaged = losses[""].items()
         step = self.progress.step
-        text = ", ".join(f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged)
-        part = (
-            f"{min(self.config.eval.sequences, num_blocks):,} of {num_blocks:,} blocks"
+        averaged = losses[""]
+        text = ", ".join(
+            f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged.items()
         )
-        what = f"validation loss of the averaged weights on {part}, nats per token"
-        self._print(f"step {step}/{self.config.train.steps}  {what}: {text}")
-        row = {"step": step}
-        for weights, of_kinds in losses.items():
-            row |= {
-                f"val_loss_{kind}{weights}": loss.mean
-                for kind, loss in of_kinds.items()
-            }
-        errors = {kind: loss.error for kind, loss in averaged if loss.error is not None}
-        self._write(
-            row | {f"val_error_{kind}": error for kind, error in errors.items()}
+        blocks = min(self.config.eval.sequences, num_blocks)
+        self._print(
+            f"step {step}/{self.config.train.steps}  validation loss of the averaged "
+            f"weights on {blocks:,} of {num_blocks:,} blocks, nats per token: {text}"
         )
+        row: dict[str, float] = {"step": step}
+        for weights, of_weights in losses.items():
+            for kind, loss in of_weights.items():
+                row[f"val_loss_{kind}{weights}"] = loss.mean
+        for kind, loss in averaged.items():
+            if loss.error is not None:
+                row[f"val_error_{kind}"] = loss.error
+        self._write(row)
         self.restart_clock()
 
     def warn(self, message: str) -> None:
         self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
-        """Measure the speed from here on, so that it excludes validations and checkpoints."""
+        """Measure the speed from here on, so that it excludes validations and
+        checkpoints."""
         self.clock = time.perf_counter()
         self.clock_tokens = 0
         self.clock_steps = 0
 
     def count_tokens(self, steps: range) -> int:
         """Tokens that are predicted in these steps, from 0."""
-        c = self.config
-        size = self.config.train.batch_size
+        seed = self.config.seed
+        batch_size = self.config.train.batch_size
         if self.data.of_records:
-            return sum(self.data.predicted(c.seed, step, size) for step in steps)
+            return sum(self.data.predicted(seed, step, batch_size) for step in steps)
         lengths = batch_lengths(
-            c.seed, steps, self.data.block_size, c.data.random_length_prob
+            seed,
+            steps,
+            self.data.block_size,
+            self.config.data.random_length_prob,
         )
-        return size * int(lengths.sum())
+        return batch_size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
         """Time left in the run, with validations; "" if unknown or none."""
-        steps = step - self.first_step
+        done = step - self.first_step
         left = self.config.train.steps - step
-        seconds = left * (time.perf_counter() - self.started) / max(1, steps)
-        return (
-            f"  {in_units(seconds, TIME[:4], digits=2)} left" if steps and left else ""
-        )
+        if not done or not left:
+            return ""
+        seconds = left * (time.perf_counter() - self.started) / done
+        return f"  {in_units(seconds, TIME[:4], digits=2)} left"
 
     def close(self) -> None:
         self.bar.close()
@@ -232,49 +267,61 @@ class Log:
             self.wandb.finish()
 
     def _print(self, text: str, file=None) -> None:
-        if self.procs.main:
-            with contextlib.suppress(OSError):  # training outlives its terminal
-                tqdm.write(
-                    visible(text), file=file or sys.stdout
-                )  # above the progress bar
-                sys.stdout.flush()
+        if not self.procs.main:
+            return
+        with contextlib.suppress(OSError):  # training outlives its terminal
+            tqdm.write(visible(text), file=file or sys.stdout)  # above the progress bar
+            sys.stdout.flush()
 
     def _write(self, row: dict) -> None:
         if not self.procs.main:
             return
-        row |= {"grad_norm": self.norm, "tokens": self.progress.tokens}
-        row |= {
-            "tokens_per_second": self.tokens_per_second,
-            "skipped_steps": self.progress.skipped,
-        }
-        if self.procs.device.type == "cuda":
-            row["memory_bytes"] = torch.cuda.max_memory_allocated(self.procs.device)
-        else:  # Linux counts in KiB
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            row["memory_bytes"] = peak if sys.platform == "darwin" else 1024 * peak
+        row["grad_norm"] = self.norm
+        row["tokens"] = self.progress.tokens
+        row["tokens_per_second"] = self.tokens_per_second
+        row["skipped_steps"] = self.progress.skipped
+        row["memory_bytes"] = peak_memory(self.procs.device)
         try:
             with open(self.path, "a") as file:
                 file.write(to_json(row) + "\n")
         except OSError as error:  # a full disk must not end the run
             self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
-            self.wandb.log(
-                {key: v for key, v in row.items() if isinstance(v, int | float)}
-            )
+            numbers = {
+                key: value
+                for key, value in row.items()
+                if isinstance(value, int | float)
+            }
+            self.wandb.log(numbers)
+
+
+def can_show_bar() -> bool:
+    """Whether stderr is a terminal with rows, which some do not have."""
+    return sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that the process has had at most on the GPU, or without one in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl; lines that a kill or a full disk has cut short are skipped."""
+    """The rows of metrics.jsonl; lines that a kill or a full disk has cut short are
+    skipped."""
+    if not path.is_file():
+        return []
     rows = []
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else ()
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [
-        row
-        for row in rows
-        if isinstance(row, dict) and isinstance(row.get("step"), int)
-    ]
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
 
 
 def drop_later_rows(path: Path, step: int) -> None:
@@ -295,18 +342,21 @@ def start_wandb(config: Config):
     if not id_file.exists():
         write_text(id_file, secrets.token_hex(4))
     run_id = id_file.read_text(errors="replace").strip()
-    where = {
-        "project": config.wandb.project,
-        "mode": config.wandb.mode,
-        "name": config.name,
-    }
-    where |= {"id": run_id, "resume": "allow", "dir": str(config.run_folder)}
     try:
-        run = wandb.init(**where, config=asdict(config))
+        run = wandb.init(
+            project=config.wandb.project,
+            mode=config.wandb.mode,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            dir=str(config.run_folder),
+            config=asdict(config),
+        )
     except wandb.errors.Error as error:
         raise UserError(
             f"wandb: {error}; log in, or pass --wandb.mode offline"
         ) from error
-    # As a plain value: W&B drops rows whose step is not above its own count, as after a kill.
+    # As a plain value: W&B drops rows whose step is not above its own count, as after a
+    # kill.
     run.define_metric("*", step_metric="step")
     return run

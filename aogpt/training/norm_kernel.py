@@ -1,14 +1,16 @@
 """RMSNorm, shift and scale of adaLN as one Triton kernel, forward and backward.
 
-y[b, i] = x[b, i] / rms(x[b, i]) * weight * (1 + scale[t]) + shift[t], where t = targets[b, i], and
-rows of `targets` are permutations. Rows of the tables are read where they are: the gathered shifts
-and scales (B, T, D) and their gradients, which would be written and read again, never exist. The
-reference is `modulate(norm(x), *p.modulation(...))` of model.py.
+y[b, i] = x[b, i] / rms(x[b, i]) * weight * (1 + scale[t]) + shift[t], where t =
+targets[b, i], and rows of `targets` are permutations. Rows of the tables are read where
+they are: the gathered shifts and scales (B, T, D) and their gradients, which would be
+written and read again, never exist. The reference is `Pass.modulated_norm` of model.py.
 
-The backward kernel has a program for each position t. It goes through the batch, to the step
-inverse[b, t] that predicts t, so that sums over the batch need no atomics and have a fixed order.
+The backward kernel has a program for each position t. It goes through the batch, to the
+step inverse[b, t] that predicts t, so that sums over the batch need no atomics and have
+a fixed order.
 
-Shapes: B sequences, T steps, D width. Opt in: its speed on a GPU has not been measured."""
+Shapes: B sequences, T steps, D width. Opt in: its speed on a GPU has not been
+measured."""
 
 import torch
 import triton
@@ -31,15 +33,20 @@ def modulated_norm(
     inverse: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The modulated norm (B, T, D) in the type of the tables, which under autocast is that of
-    the product that follows, and 1 / rms of each row, float32 (B, T).
+    """The modulated norm (B, T, D) in the type of the tables, which under autocast is
+    that of the product that follows, and 1 / rms of each row, float32 (B, T).
 
-    x (B, T, D), weight (D,), shift and scale (at least T, D) by position, targets and inverse
-    (B, T): the position of each step and the step of each position."""
+    x (B, T, D), weight (D,), shift and scale (at least T, D) by position, targets and
+    inverse (B, T): the position of each step and the step of each position."""
     B, T, D = x.shape
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=shift.dtype, device=x.device)
-    rrms = torch.empty(B, T, dtype=torch.float32, device=x.device)
+    rrms = torch.empty(
+        B,
+        T,
+        dtype=torch.float32,
+        device=x.device,
+    )
     _forward[(B * T,)](
         x,
         weight,
@@ -59,7 +66,15 @@ def modulated_norm(
 
 
 @modulated_norm.register_fake
-def _(x, weight, shift, scale, targets, inverse, eps):
+def _(
+    x,
+    weight,
+    shift,
+    scale,
+    targets,
+    inverse,
+    eps,
+):
     rrms = x.new_empty(x.shape[:2], dtype=torch.float32)
     return x.new_empty(x.shape, dtype=shift.dtype), rrms
 
@@ -73,13 +88,18 @@ def modulated_norm_backward(
     inverse: Tensor,
     rrms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x (B, T, D), and by position, float32 (T, D), the sums over the batch of
-    the gradient of y and of its product with x / rms(x)."""
+    """The gradient of x (B, T, D), and by position, float32 (T, D), the sums over the
+    batch of the gradient of y and of its product with x / rms(x)."""
     B, T, D = x.shape
     x = x.contiguous()
     grad = grad.contiguous()
     grad_x = torch.empty_like(x)
-    sums = torch.empty(T, D, dtype=torch.float32, device=x.device)
+    sums = torch.empty(
+        T,
+        D,
+        dtype=torch.float32,
+        device=x.device,
+    )
     products = torch.empty_like(sums)
     _backward[(T,)](
         grad,
@@ -102,7 +122,14 @@ def modulated_norm_backward(
 
 
 @modulated_norm_backward.register_fake
-def _(grad, x, weight, scale, inverse, rrms):
+def _(
+    grad,
+    x,
+    weight,
+    scale,
+    inverse,
+    rrms,
+):
     T, D = x.shape[1:]
     sums = x.new_empty((T, D), dtype=torch.float32)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -111,7 +138,13 @@ def _(grad, x, weight, scale, inverse, rrms):
 
 def keep_for_backward(ctx, inputs, output) -> None:
     x, weight, shift, scale, targets, inverse, eps = inputs
-    ctx.save_for_backward(x, weight, scale, inverse, output[1])
+    ctx.save_for_backward(
+        x,
+        weight,
+        scale,
+        inverse,
+        output[1],
+    )
     ctx.rows = shift.shape[0]
     ctx.shift_dtype = shift.dtype
     ctx.set_materialize_grads(False)
@@ -120,7 +153,12 @@ def keep_for_backward(ctx, inputs, output) -> None:
 def backward(ctx, grad: Tensor, _):
     x, weight, scale, inverse, rrms = ctx.saved_tensors
     grad_x, sums, products = modulated_norm_backward(
-        grad, x, weight, scale, inverse, rrms
+        grad,
+        x,
+        weight,
+        scale,
+        inverse,
+        rrms,
     )
     T = x.shape[1]
     grad_weight = ((1 + scale[:T].float()) * products).sum(0)
@@ -146,6 +184,13 @@ def warps_of(width: int) -> int:
 
 
 @triton.jit
+def _load_row(pointer, start, d, D: tl.constexpr):
+    """Numbers start + d of a tensor, float32; 0 for d >= D."""
+    numbers = tl.load(pointer + start + d, mask=d < D, other=0.0)
+    return numbers.to(tl.float32)
+
+
+@triton.jit
 def _forward(
     x,
     weight,
@@ -162,16 +207,15 @@ def _forward(
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
-    inside = d < D
-    values = tl.load(x + row * D + d, mask=inside, other=0.0).to(tl.float32)
+    values = _load_row(x, row * D, d, D)
     factor = 1 / tl.sqrt(tl.sum(values * values, axis=0) / D + eps)
     target = tl.load(targets + row)
-    weights = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    scales = tl.load(scale + target * scale_stride + d, mask=inside, other=0.0)
-    shifts = tl.load(shift + target * shift_stride + d, mask=inside, other=0.0)
-    result = values * factor * weights * (1 + scales.to(tl.float32))
-    result += shifts.to(tl.float32)
-    tl.store(y + row * D + d, result.to(y.dtype.element_ty), mask=inside)
+    weights = _load_row(weight, 0, d, D)
+    scales = _load_row(scale, target * scale_stride, d, D)
+    shifts = _load_row(shift, target * shift_stride, d, D)
+    result = values * factor * weights * (1 + scales)
+    result += shifts
+    tl.store(y + row * D + d, result.to(y.dtype.element_ty), mask=d < D)
     tl.store(rrms + row, factor)
 
 
@@ -195,21 +239,18 @@ def _backward(
     position = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < D
-    weights = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    scales = tl.load(scale + position * scale_stride + d, mask=inside, other=0.0)
-    weights = weights * (1 + scales.to(tl.float32))
+    weights = _load_row(weight, 0, d, D)
+    weights = weights * (1 + _load_row(scale, position * scale_stride, d, D))
     total = tl.zeros((WIDTH,), tl.float32)
     product = tl.zeros((WIDTH,), tl.float32)
     for b in range(B):
         row = b * T + tl.load(inverse + b * T + position)
         factor = tl.load(rrms + row)
-        normed = (
-            tl.load(x + row * D + d, mask=inside, other=0.0).to(tl.float32) * factor
-        )
-        of_row = tl.load(grad + row * D + d, mask=inside, other=0.0).to(tl.float32)
-        total += of_row
-        product += of_row * normed
-        weighted = of_row * weights
+        normed = _load_row(x, row * D, d, D) * factor
+        grad_row = _load_row(grad, row * D, d, D)
+        total += grad_row
+        product += grad_row * normed
+        weighted = grad_row * weights
         along = tl.sum(weighted * normed, axis=0) / D
         result = factor * (weighted - normed * along)
         tl.store(grad_x + row * D + d, result.to(grad_x.dtype.element_ty), mask=inside)

@@ -2,21 +2,27 @@
 
 import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
-from ..model import Transformer
+from ..model import Matrices, Transformer
 from ..runtime.devices import supports_float64
 from .adapters import trainable
 from .config import Config
-from .muon import Muon
-from .parallel import local
+from .muon import Muon, local
 
 
-def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
-    """Learning rate at a step (from 0): linear warm-up to `peak` (optim.lr), then cosine or linear
-    decay to peak * min_lr_ratio at optim.decay_steps (0: the end of the run); wsd: constant until
-    the last decay_share of the steps, then linear decay (Hu et al., arXiv 2404.06395)."""
+def learning_rate(
+    step: int,
+    config: Config,
+    peak: float | None = None,
+) -> float:
+    """Learning rate at a step (from 0): linear warm-up to `peak` (optim.lr), then
+    cosine or linear decay to peak * min_lr_ratio at optim.decay_steps (0: the end of
+    the run); wsd: constant until the last decay_share of the steps, then linear decay
+    (Hu et al., arXiv 2404.06395)."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
@@ -25,7 +31,9 @@ def learning_rate(step: int, config: Config, peak: float | None = None) -> float
     start = o.warmup_steps
     if o.schedule == "wsd":
         start = max(start, end - round(o.decay_share * end))
-    left = 1 - min(1.0, max(0.0, (step - start) / max(1, end - start)))  # from 1 to 0
+    done = (step - start) / max(1, end - start)
+    done = min(1.0, max(0.0, done))
+    left = 1 - done  # from 1 to 0
     if o.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
@@ -39,130 +47,115 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
     return rates
 
 
-def set_learning_rates(optimizer, step: int, config: Config) -> None:
-    """Set the rates of a step (from 0)."""
-    rates = learning_rates(step, config)
-    for each in optimizers(optimizer):
-        rate = rates["muon_lr" if isinstance(each, Muon) else "lr"]
-        for group in each.param_groups:
-            group["lr"] = rate
-
-
-def make_optimizer(
-    model: Transformer, config: Config
-) -> "torch.optim.AdamW | MuonAdamW":
-    """The optimizer of optim.kind, with weight decay on matrices only."""
+def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for the matrices of the blocks if optim.kind says so. Weights
+    decay in matrices only. Every group of parameters has its peak learning rate,
+    "peak_lr"."""
     o = config.optim
     matrices = muon_matrices(model) if o.kind == "muon" else []
     orthogonalised = {p for p, _ in matrices}
     rest = [p for p in trainable(model).values() if p not in orthogonalised]
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
+    decayed = {
+        "params": [p for p in rest if p.dim() >= 2],
+        "weight_decay": o.weight_decay,
+        "peak_lr": o.lr,
+    }
+    others = {
+        "params": [p for p in rest if p.dim() < 2],
+        "weight_decay": 0.0,
+        "peak_lr": o.lr,
+    }
+    adamw = torch.optim.AdamW(
+        [decayed, others],
+        lr=o.lr,
+        betas=(o.beta1, o.beta2),
+        fused=True,
+    )
     if o.kind == "adamw":
-        return adamw
-    muon = Muon(matrices, o.muon_lr, o.weight_decay, o.muon_momentum)
-    return MuonAdamW(adamw, muon)
+        return [adamw]
+    muon = Muon(
+        matrices,
+        lr=o.muon_lr,
+        weight_decay=o.weight_decay,
+        momentum=o.muon_momentum,
+    )
+    return [adamw, muon]
 
 
-def muon_matrices(model: Transformer) -> list[tuple[torch.nn.Parameter, list[int]]]:
+def muon_matrices(model: Transformer) -> Matrices:
     """What the layers of the model give to Muon, with the rows of each part."""
-    return [
-        matrix
-        for layer in model.modules()
-        if hasattr(layer, "matrices")
-        for matrix in layer.matrices()
-    ]
+    matrices: Matrices = []
+    for layer in model.modules():
+        if hasattr(layer, "matrices"):
+            matrices += layer.matrices()
+    return matrices
 
 
-class MuonAdamW:
-    """Two optimizers behind the methods of one that training uses."""
-
-    def __init__(self, adamw: torch.optim.AdamW, muon: Muon):
-        self.adamw = adamw
-        self.muon = muon
-
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.adamw.param_groups + self.muon.param_groups
-
-    def step(self) -> None:
-        self.adamw.step()
-        self.muon.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.adamw.zero_grad(set_to_none)
-        self.muon.zero_grad(set_to_none)
-
-
-def optimizers(optimizer) -> list[torch.optim.Optimizer]:
-    both = isinstance(optimizer, MuonAdamW)
-    return [optimizer.adamw, optimizer.muon] if both else [optimizer]
-
-
-def named_state(model: Transformer, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def named_state(
+    model: Transformer,
+    optimizers: list[torch.optim.Optimizer],
+) -> dict[str, dict[str, Tensor]]:
     """{parameter name: optimizer state}; PyTorch's numbers depend on the groups."""
     names = {p: name for name, p in model.named_parameters()}
-    states = (state for each in optimizers(optimizer) for state in each.state.items())
-    return {names[p]: dict(values) for p, values in states}
+    states = {}
+    for optimizer in optimizers:
+        for p, values in optimizer.state.items():
+            states[names[p]] = dict(values)
+    return states
 
 
-def allocate_state(optimizer) -> None:
-    """Make the state tensors, which an optimizer else makes in its first step, to load into."""
-    for each in optimizers(optimizer):
-        keys = (
-            ("momentum_buffer",)
-            if isinstance(each, Muon)
-            else ("exp_avg", "exp_avg_sq")
-        )
-        for p in (p for group in each.param_groups for p in group["params"]):
-            each.state[p] = {
-                key: torch.zeros_like(p, requires_grad=False) for key in keys
-            }
-            if not isinstance(each, Muon):
-                each.state[p]["step"] = torch.zeros((), device=p.device)
+def allocate_state(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Make the state tensors, which an optimizer else makes in its first step, to load
+    into."""
+    for optimizer in optimizers:
+        is_muon = isinstance(optimizer, Muon)
+        keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = {}
+                for key in keys:
+                    state[key] = torch.zeros_like(p, requires_grad=False)
+                if not is_muon:
+                    state["step"] = torch.zeros((), device=p.device)
+                optimizer.state[p] = state
 
 
 class EMA:
-    """Averaged weights, sharded like the weights (the paper, appendix B.3.2). The decay after t
-    updates is min(decay, (1 + t) / (10 + t)), so that the initial weights are soon forgotten."""
+    """Averages of a model's weights, sharded like the weights (the paper, appendix
+    B.3.2). The decay after t updates is min(decay, (1 + t) / (10 + t)), so that the
+    initial weights are soon forgotten."""
 
-    def __init__(self, model: torch.nn.Module, decay: float):
+    def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
-        self.weights = {
-            name: p.detach().clone() for name, p in trainable(model).items()
-        }
-        device = next(
-            model.parameters()
-        ).device  # the device alone knows which steps were skipped
+        self.parameters = trainable(model)
+        self.weights: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            self.weights[name] = p.detach().clone()
+        # The device alone knows which steps were skipped.
+        device = next(model.parameters()).device
         dtype = torch.float64 if supports_float64(device) else torch.float32
         self.updates = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
-    def update(
-        self, model: torch.nn.Module, finite: torch.Tensor | float = 1.0
-    ) -> None:
-        """Add the model's weights to the average if `finite` is 1; do nothing if it is 0."""
-        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
-        share = (1 - decay) * finite
+    def update(self, finite: Tensor | float = 1.0) -> None:
+        """Add the model's weights to the average if `finite` is 1; do nothing if it is
+        0."""
+        decay = (1 + self.updates) / (10 + self.updates)
+        share = (1 - decay.clamp(max=self.decay)) * finite
         self.updates += finite
         averages = [local(average) for average in self.weights.values()]
-        weights = [local(p.detach()) for p in trainable(model).values()]
-        torch._foreach_lerp_(
-            averages, weights, [share.to(averages[0].dtype)] * len(averages)
-        )
+        weights = [local(p.detach()) for p in self.parameters.values()]
+        shares = [share.to(averages[0].dtype)] * len(averages)
+        torch._foreach_lerp_(averages, weights, shares)
 
     @contextlib.contextmanager
-    def applied(self, model: torch.nn.Module):
+    def applied(self) -> Iterator[None]:
         """Inside the block the model has the averaged weights."""
-        weights = [local(p.detach()) for p in trainable(model).values()]
+        weights = [local(p.detach()) for p in self.parameters.values()]
+        averages = [local(average) for average in self.weights.values()]
         original = [weight.clone() for weight in weights]
-        torch._foreach_copy_(
-            weights, [local(average) for average in self.weights.values()]
-        )
+        torch._foreach_copy_(weights, averages)
         try:
-            yield model
+            yield
         finally:
             torch._foreach_copy_(weights, original)

@@ -1,5 +1,5 @@
-"""One model on several processes: replicas (DDP) or shards (FSDP2), with activation checkpointing
-and compilation, all from outside the model."""
+"""One model on several processes: replicas (DDP) or shards (FSDP2), with activation
+checkpointing and compilation, all from outside the model."""
 
 import contextlib
 import hashlib
@@ -22,8 +22,8 @@ from ..systems import build_model, init_weight
 from .adapters import add_adapters
 from .config import Config
 
-# What selective activation checkpointing saves: matrix products, and attention, which has an
-# operation of its own on every device.
+# What selective activation checkpointing saves: matrix products, and attention, which
+# has an operation of its own on every device.
 SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
 
 
@@ -31,35 +31,40 @@ def build(
     config: Config,
     procs: Processes,
     weights: dict[str, Tensor] | None = None,
-    empty=False,
+    empty: bool = False,
 ) -> Transformer:
-    """A model on its device. Under fsdp it is sharded block by block, so that no process holds more
-    than one block in full. weights: initial values by name, which are used up; None: random, or
-    with `empty` zeros to load a checkpoint into."""
+    """A model on its device. Under fsdp it is sharded block by block, so that no
+    process holds more than one block in full. weights: initial values by name, which
+    are used up; None: random, or with `empty` zeros to load a checkpoint into."""
     with torch.device("meta"):
         model = build_model(config.model)
-    shard = (
-        sharding(config, procs)
-        if config.train.parallel == "fsdp"
-        else lambda module: None
-    )
+    shard = None
+    if config.train.parallel == "fsdp":
+        shard = sharding(config, procs)
+
+    def initial_value(
+        name: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if weights is not None:
+            return weights.pop(name).detach().to(dtype)
+        value = torch.zeros(shape)
+        if not empty:
+            # From a generator per weight, on the CPU: the same on any device.
+            digest = hashlib.sha256(f"{config.seed} {name}".encode()).digest()
+            seed = int.from_bytes(digest[:8])
+            generator = torch.Generator().manual_seed(seed)
+            init_weight(model, name, value, generator)
+        return value
 
     @torch.no_grad()
     def materialize(prefix: str) -> None:
         for name, p in list(model.named_parameters()):
             if p.is_meta and name.startswith(prefix):
-                value = (
-                    torch.zeros(p.shape)
-                    if weights is None
-                    else weights.pop(name).detach().to(p.dtype)
-                )
-                if weights is None and not empty:
-                    # From a generator per weight, on the CPU: the same on any device.
-                    seed = hashlib.sha256(f"{config.seed} {name}".encode()).digest()[:8]
-                    generator = torch.Generator().manual_seed(int.from_bytes(seed))
-                    init_weight(model, name, value, generator)
-                parent, _, leaf = name.rpartition(".")
+                value = initial_value(name, p.shape, p.dtype)
                 parameter = nn.Parameter(value.to(procs.device))
+                parent, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, parameter)
 
     for i, block in enumerate(model.blocks):
@@ -67,32 +72,34 @@ def build(
         if config.train.activation_checkpointing != "none":
             block = RecomputedBlock(block, config)
             model.blocks[i] = block
-        shard(block)
+        if shard is not None:
+            shard(block)
     materialize("")
     model.make_angles(procs.device)
     if config.model.tied_head:  # each has a tensor of its own by now
         model.head.weight = model.wte.weight
     if config.train.lora_rank:
         add_adapters(model, config.train.lora_rank)
-    shard(model)
+    if shard is not None:
+        shard(model)
     return model
 
 
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
-    """A function that shards the weights of a module. Blocks are gathered in the precision of
-    matrix products, everything else and all gradients in float32."""
+    """A function that shards the weights of a module. Blocks are gathered in the
+    precision of matrix products, everything else and all gradients in float32."""
     # FSDP2 warns of in-place writes to views of outputs; the model has none.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
     dtype = config.dtype_on(procs.device)
 
     def shard(module: nn.Module) -> None:
-        cast = dtype != torch.float32 and not isinstance(module, Transformer)
-        precision = {
-            "param_dtype": dtype if cast else None,
-            "reduce_dtype": torch.float32,
-        }
-        policy = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
+        is_cast = dtype != torch.float32 and not isinstance(module, Transformer)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if is_cast else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard
@@ -100,15 +107,16 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
 class RecomputedBlock(nn.Module):
     """A block, parts of whose activations the backward pass computes again: those that
-    train.activation_checkpointing names. It has the block's layers under their names."""
+    train.activation_checkpointing names. It has the block's layers under their
+    names."""
 
     def __init__(self, block: nn.Module, config: Config):
         super().__init__()
         for name, layer in block.named_children():
             self.add_module(name, layer)
         self.of_block = (block,)  # a tuple, so that no parameter is registered twice
-        # Attention with dropout is recomputed: if saved, it would not consume its random
-        # numbers.
+        # Attention with dropout is recomputed: if saved, it would not consume its
+        # random numbers.
         dropout = config.model.dropout > 0
         self.preserve_rng_state = dropout
         self.saved: tuple[str, ...] | None = None
@@ -131,7 +139,13 @@ class RecomputedBlock(nn.Module):
     def selective_contexts(self) -> tuple:
         return checkpoint.create_selective_checkpoint_contexts(self.policy)
 
-    def policy(self, context, operation, *arguments, **keywords):
+    def policy(
+        self,
+        context,
+        operation,
+        *arguments,
+        **keywords,
+    ):
         if operation.__name__.startswith(self.saved):
             return checkpoint.CheckpointPolicy.MUST_SAVE
         return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
@@ -139,9 +153,9 @@ class RecomputedBlock(nn.Module):
 
 @contextlib.contextmanager
 def compiled(model: Transformer, procs: Processes, mode: str):
-    """A context in which the model is compiled, once for every shape: up to LENGTHS in training,
-    whole and last batches in validation. mode: of torch.compile. Raises UserError without a
-    compiler."""
+    """A context in which the model is compiled, once for every shape: up to LENGTHS in
+    training, whole and last batches in validation. mode: of torch.compile. Raises
+    UserError without a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError(
             "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
@@ -153,13 +167,15 @@ def compiled(model: Transformer, procs: Processes, mode: str):
         model.loss.compile(dynamic=False, mode=mode)
     else:
         model.compile(dynamic=False, mode=mode)
-    # Beyond torch.compile's default limit of 8 shapes the model would silently run uncompiled.
+    # Beyond torch.compile's default limit of 8 shapes the model would silently run
+    # uncompiled.
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
         yield
 
 
 def replicate(model: Transformer, procs: Processes) -> nn.Module:
-    """What a training step calls: the model, in DDP if processes hold replicas of it."""
+    """What a training step calls: the model, in DDP if processes hold replicas of
+    it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
@@ -169,23 +185,17 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
         )
 
 
-def gradient_exchange(
-    model: nn.Module, exchange: bool
-) -> contextlib.AbstractContextManager:
-    """A context for a micro-batch, after which processes exchange or accumulate gradients."""
+def exchange_gradients(model: nn.Module, exchange: bool) -> None:
+    """Say whether processes exchange the gradients of the next micro-batch, with all
+    that they have accumulated, or go on accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
-    elif isinstance(model, DistributedDataParallel) and not exchange:
-        return model.no_sync()
-    return contextlib.nullcontext()
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = exchange  # what its no_sync() sets
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, free weights that a pass without a backward has gathered: they may change."""
+    """Under fsdp, free weights that a pass without a backward has gathered: they may
+    change."""
     if isinstance(model, FSDPModule):
         model.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

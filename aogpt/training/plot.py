@@ -65,12 +65,7 @@ def plot_runs(folders: list[Path]) -> bytes:
     )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
         for i, rows in enumerate(runs.values()):
-            draw(
-                axes,
-                rows,
-                keys,
-                color=f"C{i}",
-            )
+            draw(axes, rows, keys, color=f"C{i}")
         unit = "" if "grad_norm" in keys else "nats per token"
         axes.set_title(title, fontsize=9)
         axes.set(xlabel="tokens", ylabel=unit)
@@ -114,12 +109,7 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
     return panels
 
 
-def draw(
-    axes,
-    rows: list[dict],
-    keys: tuple[str, ...],
-    color: str,
-) -> None:
+def draw(axes, rows: list[dict], keys: tuple[str, ...], color: str) -> None:
     """Draw the values of one run in a panel, over tokens where they are known."""
     for key, style in zip(keys, STYLES, strict=False):
         values = numbers(rows, key)

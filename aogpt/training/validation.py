@@ -28,6 +28,13 @@ class Loss(NamedTuple):
 Losses = dict[str, Loss]  # by the name of the orders: l2r, random, fixed, own
 
 
+class ValidationOrders(NamedTuple):
+    """Orders, of which `group` steps are predicted at once."""
+
+    orders: OrderConfig
+    group: int = 1
+
+
 def evaluate(
     model: Transformer,
     averages: list[EMA],
@@ -35,34 +42,54 @@ def evaluate(
     config: Config,
     procs: Processes,
 ) -> dict[str, Losses]:
-    """Validation losses by weights: "" the first average, "_raw" the last weights, "_ema0.99"
-    another average. All processes must call."""
+    """Validation losses by weights: "" the first average, "_raw" the last weights,
+    "_ema0.99" another average. All processes must call."""
     first, *others = averages
-    weights = {"": first.applied(model), "_raw": contextlib.nullcontext()}
-    weights |= {f"_ema{ema.decay:g}": ema.applied(model) for ema in others}
+    weights = {"": first.applied(), "_raw": contextlib.nullcontext()}
+    for ema in others:
+        weights[f"_ema{ema.decay:g}"] = ema.applied()
+    orders, _ = validation_orders(config)
     result: dict[str, Losses] = {}
     model.eval()
     for name, applied in weights.items():
+        losses: Losses = {}
         with applied:
-            result[name] = {
-                kind: validation_loss(model, val_data, orders, config, procs, group)
-                for kind, (orders, group) in validation_orders(config)[0].items()
-            }
+            for kind, (of_kind, group) in orders.items():
+                losses[kind] = validation_loss(
+                    model,
+                    val_data,
+                    of_kind,
+                    config,
+                    procs,
+                    group,
+                )
+        result[name] = losses
     model.train()
     return result
 
 
-def validation_orders(config: Config) -> tuple[dict[str, tuple[OrderConfig, int]], str]:
-    """(order, group size) to validate with, by name: left to right, any order, and the run's order
-    at the end of its schedule. And the name of the last, whose loss selects the best checkpoint."""
-    m, (own, group) = config.model, config.stage(config.train.steps)
-    group = group if config.objective.kind == "groupwise" else 1
-    orders = {} if m.is_encoder else {"l2r": (OrderConfig("l2r"), 1)}
-    orders |= {} if m.l2r_only else {"random": (OrderConfig("random"), 1)}
-    if m.is_encoder or group == 1 and own.kind in ("l2r", "random", "mixture"):
-        return orders, "l2r" if own.kind == "l2r" or m.l2r_only else "random"
+def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]:
+    """The orders to validate with, by name: left to right, any order, and the run's
+    order at the end of its schedule, where it is another one. And the name of the
+    orders whose loss selects the best checkpoint."""
+    m = config.model
+    own, group = config.stage(config.train.steps)
+    if not config.objective.facts.in_groups:
+        group = 1
+    orders = {}
+    if not m.is_encoder:
+        orders["l2r"] = ValidationOrders(OrderConfig("l2r"))
+    if not m.l2r_only:
+        orders["random"] = ValidationOrders(OrderConfig("random"))
+    if m.is_encoder:
+        return orders, "random"
+    if group == 1 and own.kind == "l2r":
+        return orders, "l2r"
+    if group == 1 and own.is_any_order:
+        return orders, "l2r" if m.l2r_only else "random"
     name = "fixed" if own.is_fixed and group == 1 else "own"
-    return orders | {name: (own, group)}, name
+    orders[name] = ValidationOrders(own, group)
+    return orders, name
 
 
 def best_by(config: Config) -> str:
@@ -71,47 +98,67 @@ def best_by(config: Config) -> str:
 
 
 def validation_loss(
-    model,
+    model: Transformer,
     val_data: TokenDataset,
     orders: OrderConfig,
     config: Config,
     procs: Processes,
-    group=1,
+    group: int = 1,
 ) -> Loss:
-    """Mean nats per token of eval.sequences blocks, `group` tokens at a time, under eval.draws
-    orders or masks each. Blocks, evenly spread, and orders are the same in every validation. All
-    processes must call."""
+    """Mean nats per token of eval.sequences blocks, `group` tokens at a time, under
+    eval.draws orders or masks each. Blocks, evenly spread, and orders are the same in
+    every validation. All processes must call."""
     chosen = spread(config.eval.sequences, val_data.num_blocks)
     count = len(chosen)
     size = config.micro_batch_size(procs.world_size)
-    dtype = config.dtype_on(procs.device)
+    precision = autocast(procs.device, config.dtype_on(procs.device))
     draws = 1 if orders.is_fixed else config.eval.draws
     totals = torch.zeros(draws, dtype=torch.float64)  # losses of sequences, by draw
-    scored = torch.zeros((), dtype=torch.float64)  # tokens of data with prompts
+    predicted = torch.zeros((), dtype=torch.float64)  # tokens of data with prompts
     share = procs.share(count)
     largest_share = math.ceil(count / procs.world_size)
     for first in range(share.start, share.start + largest_share, size):
         batch_rows = range(first, min(first + size, share.stop))
-        roles = None
-        # Under fsdp all processes join a forward pass, some with sequence 0, which is not counted.
+        # Under fsdp all processes join a forward pass, some with sequence 0, which is
+        # not counted.
         counts = bool(batch_rows)
-        batch_rows = batch_rows or range(1)
+        if not counts:
+            batch_rows = range(1)
         tokens = val_data.blocks(chosen[batch_rows]).to(procs.device)
+        roles = None
         if val_data.of_records:
             roles = Roles.of(val_data.roles(chosen[batch_rows]))
-            scored += roles.predicted.sum() * counts
-        for draw in range(draws):
-            rows = config.seed, draw, batch_rows, count
-            with autocast(procs.device, dtype):
-                nll = token_nll(
-                    model, tokens, orders, *rows, group=group, roles=roles
-                ).cpu()
             if counts:
-                # With prompts, sequences differ in predicted tokens: the mean is over tokens.
-                totals[draw] += nll.mean(dim=1).sum() if roles is None else nll.nansum()
+                predicted += roles.predicted.sum()
+        for draw in range(draws):
+            with precision:
+                nll = token_nll(
+                    model,
+                    tokens,
+                    orders,
+                    seed=config.seed,
+                    draw=draw,
+                    rows=batch_rows,
+                    total=count,
+                    group=group,
+                    roles=roles,
+                )
+            nll = nll.cpu()
+            if counts and roles is None:
+                totals[draw] += nll.mean(dim=1).sum()
+            elif counts:
+                # With prompts, sequences differ in predicted tokens: the mean is over
+                # tokens.
+                totals[draw] += nll.nansum()
     reshard(model)
 
-    totals, scored = map(sum, zip(*procs.gather((totals, scored)), strict=True))
-    means = (totals / (scored if val_data.of_records else count)).tolist()
-    error = statistics.stdev(means) / math.sqrt(draws) if draws > 1 else None
+    parts = procs.gather((totals, predicted))
+    total = sum(of_process for of_process, _ in parts)
+    tokens_or_sequences = count
+    if val_data.of_records:
+        tokens_or_sequences = sum(of_process for _, of_process in parts)
+    means = (total / tokens_or_sequences).tolist()
+    error = None
+    if draws > 1:
+        error = statistics.stdev(means) / math.sqrt(draws)
     return Loss(statistics.mean(means), error)

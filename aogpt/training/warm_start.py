@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import CheckpointError
 from ..model import ModelConfig, PositionTable, Transformer
-from ..systems import length_is_fixed
+from ..systems import length_is_fixed, system_of
 
 # Keys that may differ from those of the source in any way.
 FREE = ("dropout", "position_init", "block_size")
@@ -26,7 +26,9 @@ CHOSEN = ("target", "noise")
 
 
 def with_shape_of(
-    source: ModelConfig, config: ModelConfig, given: Collection[str]
+    source: ModelConfig,
+    config: ModelConfig,
+    given: Collection[str],
 ) -> ModelConfig:
     """Return `config` with the source's value of every key that is not in `given` and
     that changes what the weights mean, or how many there are."""
@@ -45,11 +47,11 @@ def is_free(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
     if name == "cond_dim":
         return not theirs.has_adaln
     if name == "group_attention":
-        return theirs.target != "two_stream"
+        return not system_of(theirs).query_stream
     if name == "query_at":
         return theirs.target == "none"
     if name == "start":
-        return ours.target == "mask_query"  # it has no [None]
+        return not system_of(ours).has_start
     return name in FREE
 
 
@@ -65,7 +67,8 @@ def differences(
 
 
 def check_start(model: Transformer, source: Transformer) -> None:
-    """Raise CheckpointError if weights of `source` would mean something else in `model`."""
+    """Raise CheckpointError if weights of `source` would mean something else in
+    `model`."""
     theirs = source.config
     ours = model.config
     refused = "cannot start from these weights"
@@ -74,18 +77,20 @@ def check_start(model: Transformer, source: Transformer) -> None:
             f"{refused}: set model.{name} = {before!r} (it is {now!r})"
         )
     if length_is_fixed(source) and theirs.block_size < ours.block_size:
-        size = f"their tables have {theirs.block_size} positions; set model.block_size to at most"
-        raise CheckpointError(f"{refused}: {size} that (it is {ours.block_size})")
+        raise CheckpointError(
+            f"{refused}: their tables have {theirs.block_size} positions; set "
+            f"model.block_size to at most that (it is {ours.block_size})"
+        )
 
 
 @torch.no_grad()
 def warm_start(model: Transformer, source: Transformer) -> None:
-    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A new adaLN
-    starts as the identity (shift 0, scale 0, gate 1), other new tables of target positions at 0: at
-    first the model computes what the source does, except with two streams or queries that are a
-    [MASK], or for a plain GPT with rotary positions without query_at = "before_target". Longer
-    position tables are cropped. Raises CheckpointError if the weights would mean something else in
-    the model."""
+    """Copy the weights of `source` into `model`, e.g. of GPT-2 into an adaLN decoder. A
+    new adaLN starts as the identity (shift 0, scale 0, gate 1), other new tables of
+    target positions at 0: at first the model computes what the source does, except with
+    two streams or queries that are a [MASK], or for a plain GPT with rotary positions
+    without query_at = "before_target". Longer position tables are cropped. Raises
+    CheckpointError if the weights would mean something else in the model."""
     check_start(model, source)
     layers = dict(source.named_modules())
     for name, layer in model.named_modules():

@@ -1,0 +1,274 @@
+"""When a run stops and when it saves, and the writing of its checkpoints."""
+
+import contextlib
+import datetime
+import functools
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+
+from ..checkpoints import CheckpointError, store
+from ..runtime.errors import UserError, reason_of
+from ..runtime.processes import Processes
+from .config import Config
+from .metrics import read_metrics
+from .state import Progress, State, named_tensors, not_finite, plain_values
+from .validation import best_by
+
+
+class StopRequest:
+    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all
+    processes stop after the same step; otherwise the rest would wait for gradients of
+    one that has stopped."""
+
+    def __init__(self, procs: Processes):
+        self.procs = procs
+        self.signalled = False  # this process
+        # Why this process stops, if not by a signal; raised once a checkpoint is saved.
+        self.error: Exception | None = None
+        # True if true of any process at the last `agree`. due: time for a checkpoint.
+        self.requested = False
+        self.failed = False
+        self.due = False
+        # torchrun, if it started this process
+        self.launcher: int | None = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self.launcher = os.getppid()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        # The second Ctrl-C does not wait.
+        if self.signalled and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signalled = True
+
+    def agree(self, failed: bool = False, due: bool = False) -> None:
+        """Set `requested`, `failed` and `due` if they are true of any process."""
+        # Without its launcher, another job may take the place of this one.
+        if self.launcher and os.getppid() != self.launcher:
+            raise ChildProcessError("torchrun, which started this process, has ended")
+        flags = [self.signalled or self.error is not None, failed, due]
+        if self.procs.world_size > 1:
+            counts = torch.tensor(flags, dtype=torch.float32)
+            dist.all_reduce(counts)  # between the CPUs: waits for no GPU
+            flags = (counts > 0).tolist()
+        self.requested, self.failed, self.due = flags
+
+
+@dataclass
+class Writing:
+    """A checkpoint that is being written, or has been."""
+
+    future: Future | None  # None: it has been
+    error: str | None  # why it could not be written
+    state: State
+    best: dict | None  # progress.best once it is written
+    path: Path
+
+
+class Saver:
+    """Decides when a run saves, and writes its checkpoints, one at a time: under ddp
+    the main process writes while the others wait; under fsdp every process writes its
+    shards in the background."""
+
+    def __init__(
+        self,
+        config: Config,
+        procs: Processes,
+        data_meta: dict,
+        warn: Callable[[str], None],
+    ):
+        self.config = config
+        self.procs = procs
+        self.data_meta = data_meta
+        self.warn = warn
+        self.group = None  # for the background, apart from the messages of training
+        if config.train.parallel == "fsdp":
+            limit = datetime.timedelta(seconds=config.train.timeout)
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+        self.writing: Writing | None = None
+        # The path of the last checkpoint; None if it could not be written.
+        self.written: Path | None = None
+        self.due = False  # a checkpoint, at the next step that counts
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Save again checkpoint.minutes from now, if these are set."""
+        self.next_by_clock = math.inf
+        minutes = self.config.checkpoint.minutes
+        if minutes > 0:
+            self.next_by_clock = time.monotonic() + 60 * minutes
+
+    def wants(self, progress: Progress, stop: StopRequest) -> bool:
+        """Whether a checkpoint is due: by the number of the step, at the end, or as the
+        processes have agreed."""
+        by_step = progress.step % self.config.checkpoint.interval == 0
+        is_last = progress.step == self.config.train.steps
+        if by_step or is_last or stop.requested or stop.due:
+            self.due = True
+        return self.due
+
+    def takes(
+        self,
+        progress: Progress,
+        stop: StopRequest,
+        best: dict | None,
+    ) -> bool:
+        """Whether to save now: a checkpoint is due, or `best` is better than the best
+        checkpoint. Call after `wait`. The state before a skipped step may be its cause:
+        except at the end, only what comes after a step that counted is saved."""
+        is_last = progress.step == self.config.train.steps or stop.requested
+        if progress.skipped_in_a_row and not is_last:
+            return False
+        return self.due or best != progress.best
+
+    def save(self, state: State, best: dict | None) -> None:
+        """Write the state, or start to; best: {"step", "loss"}, progress.best once it
+        is written. All processes must call, after `wait`; all raise UserError if the
+        state is not finite."""
+        config = self.config
+        tensors = named_tensors(state)
+        for name in self.procs.gather(not_finite(tensors)):
+            if name is not None:
+                raise UserError(not_finite_message(config, state.progress, name))
+        values = plain_values(state, best, config, self.data_meta)
+        path = store.path_of(config.run_folder, state.progress.step)
+        keep = config.checkpoint.keep
+        if self.group is not None:
+            # `finish` reads only dtypes and shapes of `tensors`: training goes on
+            # changing values.
+            finish = functools.partial(
+                store.finish,
+                config.run_folder,
+                values,
+                tensors,
+                keep,
+            )
+            temporary = store.temporary_of(path)
+            future = store.start_writing_shards(
+                temporary,
+                tensors,
+                finish,
+                self.group,
+            )
+            self.writing = Writing(
+                future,
+                None,
+                state,
+                best,
+                path,
+            )
+        else:
+            error = None
+            if self.procs.main:
+                try:
+                    store.write(config.run_folder, values, tensors, keep)
+                except (OSError, SafetensorError) as failure:
+                    error = reason_of(failure)
+            error = self.procs.gather(error)[0]
+            self.writing = Writing(
+                None,
+                error,
+                state,
+                best,
+                path,
+            )
+            self.wait()
+        self.due = False
+        self.restart_clock()
+
+    def wait(self) -> Path | None:
+        """Wait until nothing is being written. Returns the last checkpoint; None, after
+        a warning, if it could not be written."""
+        writing = self.writing
+        if writing is None:
+            return self.written
+        self.writing = None
+        error = writing.error
+        if writing.future is not None:
+            try:
+                writing.future.result()
+            except CheckpointException as failure:  # the same on every process
+                cause, _ = next(iter(failure.failures.values()))
+                if not isinstance(cause, OSError):
+                    raise cause from failure
+                error = reason_of(cause)
+        path = writing.path
+        if error is None:
+            self.written = path
+            writing.state.progress.best = writing.best
+            return path
+        self.written = None
+        if self.procs.main:
+            # This frees its space.
+            shutil.rmtree(store.temporary_of(path), ignore_errors=True)
+            last = last_good(self.config, store.step_of(path) - 1)
+            self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
+        return None
+
+    close = wait  # for contextlib.closing
+
+
+def better_of(best: dict | None, step: int, loss: float) -> dict | None:
+    """The best checkpoint, {"step", "loss"}, when that of `step` has this validation
+    loss."""
+    if math.isfinite(loss) and (best is None or loss < best["loss"]):
+        return {"step": step, "loss": loss}
+    return best
+
+
+def last_good(config: Config, step: int) -> str:
+    """Which checkpoint up to a step was saved without a skipped step pending, in
+    words."""
+    for path in reversed(store.find(config.run_folder, up_to=step)):
+        with contextlib.suppress(CheckpointError):
+            values = store.read_values(path, share=slice(0))
+            if not values["skipped_in_a_row"]:  # there may be some at a stop
+                return f"the last good checkpoint is {path}"
+    return "there is no earlier checkpoint"
+
+
+def not_finite_message(config: Config, progress: Progress, name: str) -> str:
+    """Why a run with numbers that are not finite ends, and what to do."""
+    good = last_good(config, progress.step - progress.skipped_in_a_row)
+    remedy = f"move {config.run_folder} away"
+    if good.startswith("the last"):
+        remedy = (
+            "if no loss after that checkpoint is finite, remove it and all later ones"
+        )
+    return (
+        f"{name} is not finite at step {progress.step}; {good}. Lower --optim.lr, or set "
+        f"--optim.grad-clip, and start again; {remedy}"
+    )
+
+
+def newest_and_best(config: Config, progress: Progress) -> str:
+    """The validation losses of the newest and the best checkpoint, for the end of a
+    run."""
+    best = progress.best
+    if best is None:
+        return "no checkpoint was validated (see --eval.interval)"
+    key = f"val_loss_{best_by(config)}"
+    loss = "not validated"
+    for row in read_metrics(config.run_folder / "metrics.jsonl"):
+        if row["step"] == progress.step and row.get(key):
+            loss = f"validation loss {row[key]:.4f}"
+    newest = f"step {progress.step} ({loss})"
+    if best["step"] == progress.step:
+        return f"the newest checkpoint, {newest}, is the best"
+    return (
+        f"newest checkpoint: {newest}, which scripts use; best: step {best['step']} "
+        f"(validation loss {best['loss']:.4f}), --checkpoint best"
+    )
