@@ -301,6 +301,14 @@ def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
     assert session.note.startswith("Lengths of the gaps") and not session.fill.blanks
 
 
+def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/smollm2", "models/empty", "out/run/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "models" / "smollm2" / "config.json").touch()
+    assert app.models_of("mine") == ["mine", "models/smollm2", "out/run"]
+
+
 def test_mistakes_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ValueError, match="make playground"):
@@ -411,6 +419,21 @@ def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
         tab.title() == "AO-GPT playground"
         and tab.locator(".filling img, .filling b").count() == 0
     )
+
+
+def test_a_second_visitor_is_told_that_he_waits(tab):
+    other = tab.context.browser.new_page()
+    other.set_default_timeout(120_000)
+    other.goto(tab.url)
+    filled(other, 0)
+    hint = "queue: 1 means that another visitor comes first"
+    assert hint in other.locator("body").inner_text()
+    begin(tab, "The old horse was tired,[MASK:1-40] and so they went home.")
+    begin(other, "a[MASK:2] b")
+    other.locator(".progress-text, .meta-text", has_text="queue: 1").first.wait_for()
+    other.locator("section .scores th", has_text="0 of 2").wait_for()
+    filled(tab, 0)
+    other.close()
 
 
 def test_an_error_is_told_in_one_line(tab):

@@ -522,6 +522,11 @@ def test_refusals(tmp_path, name, file, options, says):
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_nothing_is_noticed_about_the_stories_that_come_along(tmp_path, capsys):
+    prepared("stories", tmp_path / "o", limit=20)
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("a.txt", "deep/b.txt.gz", "c.MD", "empty.txt", "deep/other.html"):

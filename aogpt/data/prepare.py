@@ -42,7 +42,7 @@ from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
 from .packing import Losses, SplitFile
 from .prompts import Examples, encode_example, without_marks
-from .sources import Corpus, Reading, found_files
+from .sources import LEFT_OUT, Corpus, Reading, found_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
@@ -506,7 +506,12 @@ class Writer:
 
     def notes_on_reading(self, reading: Reading) -> list[str]:
         """Return what was noticed while documents were read and encoded."""
-        notes = [counted(n, what) for what, n in reading.counts.items() if n]
+        notes = []
+        for what, n in reading.counts.items():
+            # Nobody asks for the other fields of files that come along.
+            is_field = what.startswith(LEFT_OUT.partition("{")[0])
+            if n and not (is_field and self.dataset.shipped):
+                notes.append(counted(n, what))
         if reading.bad_rows:
             notes.append(f"the first bad rows: {'; '.join(reading.bad_rows)}")
         if self.long:

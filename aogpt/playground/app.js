@@ -41,7 +41,7 @@ function drawText(parent, view, tag) {
 function drawChoices(parent, view) {
   add(parent, "h4", "", "What fits into the outlined blank");
   const open = view.tokens.some((token) => token.blank !== undefined);
-  if (!view.choices.length) add(parent, "p", "", open ? "Click a blank." : "No blank is left. Undo takes the last token back, Restart all of them.");
+  if (!view.choices.length) add(parent, "p", "", open ? "Click a blank." : "No blank is left. Run draws again, Undo takes the last token back, Restart all of them.");
   for (const [position, token, text, p] of view.choices) {
     const node = add(parent, "button", "choice");
     add(node, "b", "", plain(text));

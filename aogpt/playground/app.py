@@ -22,11 +22,12 @@ from .fill import view
 from .session import RULES, Session, Settings
 
 BOOKS = "results/books_model"
-EXAMPLE = "The old horse was tired,[MASK:7] and so they gave him[MASK:2-4] water."
+EXAMPLE = '"I am very glad to see you," said[MASK:3-5], and she smiled[MASK:3].'
 INTRO = """# AO-GPT playground
 The model fills in the gaps of a text one token at a time, in any order. **Step** fills in the
 outlined blank. The order chooses that blank, or you do: click one. Then you can also choose its
-token, or write your own."""
+token, or write your own. **Run** fills in all blanks; again, it draws another text. One visitor is
+served at a time: *queue: 1* means that another visitor comes first."""
 GAPS = "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a mask."
 OWN = "Or write your own and press Enter (a word begins with a space)"
 
@@ -79,8 +80,8 @@ def page(run: str):
             )
         with gr.Row():
             rule = gr.Dropdown(rules, value="confidence", label="Order", min_width=240)
-            temperature = gr.Slider(0, 2, 0.8, step=0.1, label="Temperature")
-            top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p")
+            temperature = gr.Slider(0, 2, 0.7, step=0.1, label="Temperature")
+            top_p = gr.Slider(0.05, 1, 0.9, step=0.05, label="Top-p")
             seed = gr.Number(0, label="Seed", precision=0)
             compare = gr.Checkbox(label="Compare two orders")
         with gr.Row(visible=False) as row_beside:

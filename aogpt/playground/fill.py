@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ IMPOSSIBLE = -1e4  # nats
 CHOICES = 8  # tokens that are listed for a blank
 
 
+class Step(NamedTuple):
+    """A token that was filled in."""
+
+    position: int
+    token: int
+    log_prob: float  # nats, given all tokens that were known
+
+
 class Fill:
     """A text whose blanks are filled in one by one: with one rule, temperature and seed
     throughout, as in the first sample of sample.py."""
@@ -30,8 +39,7 @@ class Fill:
         self.text = text
         self.context = list(context)
         self.tokens = list(context)
-        # Position, token and its log p in nats, in the order in which they were filled.
-        self.steps: list[tuple[int, int, float]] = []
+        self.steps: list[Step] = []
         self._log_probs: Tensor | None = None  # of every blank, (blanks, V)
 
     @property
@@ -42,8 +50,10 @@ class Fill:
     @property
     def sums(self) -> list[float]:
         """log p of the tokens filled in, in their order, after each of them."""
-        log_probs = [log_p for _, _, log_p in self.steps]
-        return list(itertools.accumulate(log_probs, initial=0.0))
+        sums = [0.0]
+        for step in self.steps:
+            sums.append(sums[-1] + step.log_prob)
+        return sums
 
     def log_probs(self, position: int) -> Tensor:
         """Return log p of every id at a blank given all known tokens, float64 (V,)."""
@@ -54,31 +64,36 @@ class Fill:
     def _log_probs_of_blanks(self) -> Tensor:
         """Return log p of every id at every blank, float64 (blanks, V). A decoder reads
         the known tokens in the order in which they became known."""
-        rank = {position: i for i, (position, _, _) in enumerate(self.steps)}
-
-        def place(position: int) -> tuple[bool, int]:
-            is_blank = self.tokens[position] is None
-            return is_blank, rank.get(position, -1)
-
+        order = []
+        is_blank = []
+        for position, token in enumerate(self.tokens):
+            is_blank.append(token is None)
+            is_given = self.context[position] is not None
+            if is_given:
+                order.append(position)
+        for step in self.steps:
+            order.append(step.position)
+        order += self.blanks
+        tokens = [token or 0 for token in self.tokens]
         device = self.text.device
-        positions = range(len(self.tokens))
-        known = [token or 0 for token in self.tokens]
-        is_blank = [token is None for token in self.tokens]
         logits = masked_logits(
             self.text.model,
-            torch.tensor([known], device=device),
+            torch.tensor([tokens], device=device),
             torch.tensor([is_blank], device=device),
-            torch.tensor([sorted(positions, key=place)], device=device),
+            torch.tensor([order], device=device),
         )
         log_probs = logits.cpu().double().log_softmax(dim=-1)
         # Ids that only pad the token table are never drawn.
-        return log_probs[:, : self.text.loaded.vocab_size]
+        vocab_size = self.text.loaded.vocab_size
+        return log_probs[:, :vocab_size]
 
     def best(self, position: int, count: int = 1) -> list[tuple[int, float]]:
         """Return the likeliest ids at a blank, and their probabilities."""
-        likeliest = self.log_probs(position).exp().topk(count)
-        ids = likeliest.indices.tolist()
-        return list(zip(ids, likeliest.values.tolist(), strict=True))
+        probabilities = self.log_probs(position).exp()
+        best = probabilities.topk(count)
+        ids = best.indices.tolist()
+        values = best.values.tolist()
+        return list(zip(ids, values, strict=True))
 
     def next(self, rule: str, seed: int) -> int | None:
         """Return the next blank by one of the page's rules; None if none is left, or if
@@ -89,14 +104,18 @@ class Fill:
         if rule == "l2r":
             return blanks[0]
         if rule == "random":
-            return min(blanks, key=self._uniforms(seed, PLANS).__getitem__)
-        log_probs = torch.stack([self.log_probs(blank) for blank in blanks])
-        return blanks[int(scores_of(log_probs, [rule]).argmax())]
+            uniforms = self._uniforms(seed, PLANS)
+            return min(blanks, key=lambda blank: uniforms[blank])
+        log_probs = [self.log_probs(blank) for blank in blanks]
+        scores = scores_of(torch.stack(log_probs), [rule])
+        return blanks[int(scores.argmax())]
 
     def _uniforms(self, seed: int, stream: int) -> list[float]:
         """Return a random number for each position."""
-        bits = philox_bits(seed, 0, range(1), len(self.context), stream)
-        return to_uniform(bits)[0].tolist()
+        first = range(1)  # of the samples of sample.py
+        bits = philox_bits(seed, 0, first, len(self.context), stream)
+        uniforms = to_uniform(bits)
+        return uniforms[0].tolist()
 
     def draw(
         self, position: int, temperature: float, seed: int, top_p: float = 1.0
@@ -112,7 +131,13 @@ class Fill:
 
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank."""
-        self.steps.append((position, token, float(self.log_probs(position)[token])))
+        log_probs = self.log_probs(position)
+        step = Step(
+            position=position,
+            token=token,
+            log_prob=float(log_probs[token]),
+        )
+        self.steps.append(step)
         self.tokens[position] = token
         self._log_probs = None
 
@@ -121,7 +146,8 @@ class Fill:
         it does not fit."""
         ids = self.text.tokenizer.encode(text)
         places = range(position, position + len(ids))
-        if not ids or not set(places) <= set(self.blanks):
+        fits = set(places) <= set(self.blanks)
+        if not ids or not fits:
             raise UserError(
                 f"{text!r} has {len(ids)} tokens, which do not fit into these blanks"
             )
@@ -131,15 +157,20 @@ class Fill:
     def undo(self) -> None:
         """Take the last token back, if there is one."""
         if self.steps:
-            position, _, _ = self.steps.pop()
-            self.tokens[position] = None
+            step = self.steps.pop()
+            self.tokens[step.position] = None
             self._log_probs = None
 
     def left_to_right(self) -> tuple[float, float]:
         """Return log p of a finished text's filling given the rest, and of the whole
         text, nats."""
-        (scores,) = gaps.score_fillings(self.text.model, [self.context], [self.tokens])
-        filling = scores.filling * self.context.count(None)
+        (scores,) = gaps.score_fillings(
+            self.text.model,
+            given=[self.context],
+            tokens=[self.tokens],
+        )
+        blanks = self.context.count(None)
+        filling = scores.filling * blanks
         return filling, self.text.log_prob(self.tokens)
 
 
@@ -153,18 +184,30 @@ class PlainFill(Fill):
         if not gapped.known[0] and text.loaded.scored_from:
             raise UserError("this model has no start token (GPT-2): begin with text")
         self.weighted = fill_by_resampling(
-            text.model, gapped, seed=seed, vocab_size=text.loaded.vocab_size
+            text.model,
+            gapped,
+            seed=seed,
+            vocab_size=text.loaded.vocab_size,
         )
 
     def log_probs(self, position: int) -> Tensor:
         """Return log p of every id at a blank, float64 (V,); IMPOSSIBLE where none was
         drawn."""
-        shares = torch.zeros(self.text.loaded.vocab_size, dtype=torch.float64)
-        pairs = zip(self.weighted.tokens, self.weighted.weights, strict=True)
-        for tokens, weight in pairs:
-            if all(tokens[place] == token for place, token, _ in self.steps):
+        vocab_size = self.text.loaded.vocab_size
+        shares = torch.zeros(vocab_size, dtype=torch.float64)
+        weighted = self.weighted
+        for tokens, weight in zip(weighted.tokens, weighted.weights, strict=True):
+            if self._agrees(tokens):
                 shares[tokens[position]] += weight
-        return (shares / shares.sum()).log().clamp(min=IMPOSSIBLE)
+        log_probs = (shares / shares.sum()).log()
+        return log_probs.clamp(min=IMPOSSIBLE)
+
+    def _agrees(self, tokens: list[int]) -> bool:
+        """Whether a filling has the tokens that are filled in."""
+        for step in self.steps:
+            if tokens[step.position] != step.token:
+                return False
+        return True
 
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank. Raises UserError for one that was not drawn."""
@@ -189,28 +232,51 @@ def new_fill(text: aogpt.TextModel, context: Context, seed: int) -> Fill:
 
 def view(fill: Fill, selected: int | None = None) -> dict:
     """Return a text as app.js draws it. selected: the blank that is outlined."""
-    tokens: list[dict] = []
-    runs = itertools.groupby(
-        range(len(fill.tokens)), key=lambda i: fill.tokens[i] is None
-    )
+    return {
+        "tokens": token_views(fill, selected),
+        "scores": score_views(fill),
+        "sums": fill.sums,
+        "choices": choice_views(fill, selected),
+    }
+
+
+def token_views(fill: Fill, selected: int | None) -> list[dict]:
+    """Return the tokens of a text, blanks and known ones, run by run."""
+    views: list[dict] = []
+    positions = range(len(fill.tokens))
+    runs = itertools.groupby(positions, key=lambda i: fill.tokens[i] is None)
     for is_blank, run in runs:
-        positions = list(run)
         if is_blank:
-            tokens += blank_views(fill, positions, selected)
+            views += blank_views(fill, list(run), selected)
         else:
-            tokens += known_views(fill, positions)
-    scores = [("in the order taken", fill.sums[-1], len(fill.steps))]
-    if not fill.blanks:
-        filling, whole = fill.left_to_right()
-        if not math.isnan(filling):
-            scores.append(("the same tokens, left to right", filling, len(fill.steps)))
-        scores.append(("the whole text, left to right", whole, len(tokens)))
+            views += known_views(fill, list(run))
+    return views
+
+
+def score_views(fill: Fill) -> list[tuple[str, float, int]]:
+    """Return sums of log-probabilities, each with its name and its number of tokens."""
+    count = len(fill.steps)
+    scores = [("in the order taken", fill.sums[-1], count)]
+    if fill.blanks:
+        return scores
+    filling, whole = fill.left_to_right()
+    if not math.isnan(filling):
+        scores.append(("the same tokens, left to right", filling, count))
+    scores.append(("the whole text, left to right", whole, len(fill.tokens)))
+    return scores
+
+
+def choice_views(fill: Fill, selected: int | None) -> list[tuple[int, int, str, float]]:
+    """Return the tokens that fit into the outlined blank: the blank, the token, its
+    text and its probability."""
+    if selected is None:
+        return []
     choices = []
-    if selected is not None:
-        for token, p in fill.best(selected, CHOICES):
-            if p > 0:
-                choices.append((selected, token, shown(fill, token), p))
-    return {"tokens": tokens, "scores": scores, "sums": fill.sums, "choices": choices}
+    for token, probability in fill.best(selected, CHOICES):
+        if probability > 0:
+            text = shown(fill, token)
+            choices.append((selected, token, text, probability))
+    return choices
 
 
 def shown(fill: Fill, token: int) -> str:
@@ -223,27 +289,35 @@ def blank_views(fill: Fill, positions: list[int], selected: int | None) -> list[
     """Return the blanks of a run, with their likeliest tokens."""
     views = []
     for position in positions:
-        ((token, p),) = fill.best(position)
+        ((token, probability),) = fill.best(position)
         blank = {
             "blank": position,
             "next": position == selected,
             "text": shown(fill, token),
-            "p": p,
+            "p": probability,
         }
         views.append(blank)
     return views
 
 
 def known_views(fill: Fill, positions: list[int]) -> list[dict]:
-    """Return the tokens of a run that are known, with the steps that filled them in; 0
-    for given ones."""
-    steps = {}
-    for number, (position, _, log_p) in enumerate(fill.steps, 1):
-        steps[position] = (number, log_p)
+    """Return the tokens of a run that are known, with the numbers of the steps that
+    filled them in; 0 for given ones."""
+    number_of = {}
+    for number, step in enumerate(fill.steps, 1):
+        number_of[step.position] = number
     ids = [fill.tokens[position] for position in positions]
     pieces = readable_pieces(fill.text.tokenizer, ids)
     views = []
     for position, piece in zip(positions, pieces, strict=True):
-        step, log_p = steps.get(position, (0, 0.0))
-        views.append({"step": step, "text": visible(piece), "p": math.exp(log_p)})
+        number = number_of.get(position, 0)
+        probability = 1.0
+        if number > 0:
+            probability = math.exp(fill.steps[number - 1].log_prob)
+        known = {
+            "step": number,
+            "text": visible(piece),
+            "p": probability,
+        }
+        views.append(known)
     return views
