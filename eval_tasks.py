@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from aogpt.checkpoints import Loaded, load
@@ -194,79 +195,105 @@ def table_of(results: list[dict]) -> list[str]:
 def origin_of(
     a: Arguments,
     loaded: Loaded,
-    dtype,
+    dtype: torch.dtype,
     procs: Processes,
-    **settings,
 ) -> dict:
+    """Return everything that the results depend on."""
     source = {
-        key: getattr(loaded, key) for key in ("path", "step", "weights", "system")
+        "path": loaded.path,
+        "step": loaded.step,
+        "weights": loaded.weights,
+        "system": loaded.system,
     }
-    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
-    origin["settings"] |= settings
-    return origin
+    return provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
+    """Have the harness evaluate its tasks; the main process prints and writes the
+    results."""
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
+    # 1. The model, as the harness knows it.
     settings = {f.name: getattr(a, f.name) for f in fields(harness.Settings)}
-    temperature = 1.0 if a.decoding.temperature is None else a.decoding.temperature
-    settings |= vars(a.decoding) | {"temperature": temperature}
+    settings |= vars(a.decoding)
+    if a.decoding.temperature is None:
+        settings["temperature"] = 1.0
     model = harness.HarnessModel(a.run, procs, **settings)
-    options = {
-        "num_fewshot": a.num_fewshot,
-        "limit": a.limit,
-        "gen_kwargs": a.gen_kwargs,
-    }
+
+    # 2. Its results.
     manager = TaskManager(include_path=a.include_path)
-    options |= {"tasks": find_tasks(manager, a.tasks), "task_manager": manager}
     results = lm_eval.simple_evaluate(
         model,
+        tasks=find_tasks(manager, a.tasks),
+        task_manager=manager,
+        num_fewshot=a.num_fewshot,
+        limit=a.limit,
+        gen_kwargs=a.gen_kwargs,
         log_samples=a.samples is not None,
-        **options,
     )
     requests = model.request_counts()
     if not procs.main:
         return
-    # The order and the mode that were used, where the user left them to the model.
-    used = {"order": model.order, "mode": a.decoding.mode or model.decoding.mode}
-    told = f"log-likelihoods: {used['order']}, generation: {used['mode']}"
-    show(f"{model.loaded.describe()}, {told}\n{make_table(results)}")
+
+    # 3. What a reader must know beside them. The order and the mode are those that were
+    #    used, where the user left them to the model.
+    mode = a.decoding.mode or model.decoding.mode
+    show(
+        f"{model.loaded.describe()}, log-likelihoods: {model.order}, generation: {mode}\n"
+        f"{make_table(results)}"
+    )
     if results.get("groups"):
         show(make_table(results, "groups"))
     if requests["spanning"] or requests["truncated"]:
-        cut = f"{requests['truncated']:,} contexts lost their beginning (the block size is"
-        spanning = f"in {requests['spanning']:,} a token spans context and continuation"
-        show(f"of {requests['all']:,} requests, {cut} {model.block_size}); {spanning}")
-    if requests["generated"] and (note := end_note(model.decoding)):
-        show(note, file=sys.stderr)
+        show(
+            f"of {requests['all']:,} requests, {requests['truncated']:,} contexts lost "
+            f"their beginning (the block size is {model.block_size}); in "
+            f"{requests['spanning']:,} a token spans context and continuation"
+        )
+    if requests["generated"]:
+        note = end_note(model.decoding)
+        if note:
+            show(note, file=sys.stderr)
     if requests["windows"]:
         show(
             f"whole texts: {requests['windows']:,} windows of at most {model.block_size} "
             "tokens, context included"
         )
-    document = {"requests": requests} | origin_of(
-        a, model.loaded, model.dtype, procs, **used
-    )
+
+    # 4. The files.
+    document = {"requests": requests}
+    document |= origin_of(a, model.loaded, model.dtype, procs)
+    document["settings"]["order"] = model.order
+    document["settings"]["mode"] = mode
     document["versions"]["lm_eval"] = lm_eval.__version__
     document["task_versions"] = results["versions"]
-    kept = {"results", "groups", "n-samples", "n-shot", "higher_is_better", "configs"}
-    document |= {name: value for name, value in results.items() if name in kept}
-    rows = results.get("samples", {}).items()
+    for name in (
+        "results",
+        "groups",
+        "n-samples",
+        "n-shot",
+        "higher_is_better",
+        "configs",
+    ):
+        if name in results:
+            document[name] = results[name]
+    rows = []
+    for task, of_task in results.get("samples", {}).items():
+        for row in of_task:
+            rows.append({"task": task} | row)
     with outputs:
-        outputs.write_jsonl(
-            a.samples, ({"task": t} | row for t, of in rows for row in of)
-        )
+        outputs.write_jsonl(a.samples, rows)
         outputs.write_json(a.json, document)
 
 
 def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
-    """The task names and YAML files that `wanted`, names or patterns, stand for."""
-    found = []
+    """Return the task names and YAML files that `wanted`, names or patterns, stand
+    for."""
+    tasks = []
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
@@ -274,8 +301,8 @@ def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
                 f"there is no task or prepared data {name!r}; make it with: "
                 f"{command_for(name)}; your own tasks need --include-path"
             )
-        found += matching
-    return found
+        tasks += matching
+    return tasks
 
 
 if __name__ == "__main__":
