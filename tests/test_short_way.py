@@ -17,7 +17,7 @@ from aogpt.training.config import load_toml
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command.
-MOST_OF_SAMPLE = {"functions": 130, "files": 15}
+MOST_OF_SAMPLE = {"functions": 132, "files": 15}
 MOST_OF_SCORE = {"functions": 130, "files": 18}
 SMALL = {
     "vocab_size": 320,

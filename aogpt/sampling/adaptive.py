@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .cached import Step, inputs_kept
+from .cached import Step, inputs_kept, make_steps
 from .plans import Plan
 
 
@@ -45,12 +45,13 @@ def adapt(
             plan.length,
         )
         # The last two: the pass predicts all candidates, and may unmask all.
-        (step,) = engine.steps(
+        (step,) = make_steps(
             cached[None],
             known[None],
             count[None],
             candidates[None],
             candidates[None],
+            engine.device,
         )
         hidden, index = engine.call(engine.predict, step)
         index, scores = reorder(

@@ -24,7 +24,7 @@ from ..runtime.errors import UserError
 from ..systems import log_linear_noise
 from . import cached as caching
 from .adaptive import adapt, reorder
-from .cached import KVCache, Step, decoding_copy, inputs_kept
+from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps
 from .compiled import GraphRunner, few_shapes, ladder, many_shapes
 from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
@@ -533,34 +533,6 @@ class Engine:
             inputs = length
         return (candidates > 0) * inputs
 
-    def steps(
-        self,
-        cached: Tensor,
-        known: Tensor,
-        count: Tensor,
-        candidates: Tensor,
-        size: Tensor,
-        unmask_by: str = "order",
-        grouped: bool = True,
-        first: Tensor | None = None,
-    ) -> list[Step]:
-        """As `make_steps`, of (G, B) numbers; compiled, of few shapes."""
-        steps = caching.make_steps(
-            cached,
-            known,
-            count,
-            candidates,
-            size,
-            self.device,
-            unmask_by,
-            grouped,
-            first,
-        )
-        if self.compiled and self.graphs is None:
-            slots = self.T if self.cache is None else self.cache.unused_slot
-            return [few_shapes(step, slots) for step in steps]
-        return steps
-
     def take_step(self, step: Step) -> None:
         """Predict and unmask. Each stage is tensor code whose shapes follow from the
         numbers of the step."""
@@ -853,7 +825,12 @@ class Engine:
     ):
         """Return stage(step, *tensors), by a CUDA graph where one is recorded. A graph
         could not read forced tokens, which each batch has at another address."""
-        if self.graphs is None or self.forced is not None:
+        if self.graphs is None:
+            if self.compiled:
+                slots = self.T if self.cache is None else self.cache.unused_slot
+                step = few_shapes(step, slots)
+            return stage(step, *tensors)
+        if self.forced is not None:
             return stage(step, *tensors)
         if step.first is not None:  # no graph has such places
             with torch.compiler.set_stance("force_eager"):
@@ -910,12 +887,13 @@ def follow(
             candidates,
             plan.length,
         )
-        steps = engine.steps(
+        steps = make_steps(
             before,
             known,
             count,
             candidates,
             size,
+            engine.device,
             plan.unmask_by,
         )
 

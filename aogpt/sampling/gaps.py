@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Gapped:
 def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
     """Return the tokens and gaps of a text. Raises UserError if the shortest gaps do
     not fit into a block, and for gaps of unknown length that nothing can judge."""
-    parts = read_gaps(text)
+    parts: list[Any] = read_gaps(text)
     texts = parts[0::2]
     lengths = parts[1::2]
     known = [tokenizer.encode(texts[0])]

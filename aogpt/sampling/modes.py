@@ -325,7 +325,8 @@ def check_context(
     scored_from: int,
 ) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
-    check_start(context[0] is not None, scored_from)
+    if scored_from:
+        check_start(context[0] is not None, scored_from)
     if config.l2r_only:
         first = context.index(None)
         if any(token is not None for token in context[first:]):

@@ -353,7 +353,7 @@ def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
     lengths = []
     for plan in plans:
         absent = torch.arange(plan.order.shape[1], T)
-        absent = absent.expand(len(plan), -1)
+        absent = absent.expand(len(plan.order), -1)
         no_step = torch.full_like(absent, -1)
         orders.append(torch.cat([plan.order, absent], dim=1))
         steps.append(torch.cat([plan.step, no_step], dim=1))
@@ -382,7 +382,7 @@ def group_sizes(plan: Plan) -> Tensor:
     # dropped.
     group = starts.cumsum(dim=1) * generated
     groups = int(group.max()) if group.numel() else 0
-    sizes = torch.zeros(len(plan), groups + 1, dtype=torch.long)
+    sizes = torch.zeros(len(plan.order), groups + 1, dtype=torch.long)
     sizes.scatter_add_(1, group, torch.ones_like(group))
     return sizes[:, 1:]
 

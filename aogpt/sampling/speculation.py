@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cached import make_steps
 from .plans import Plan
 from .race import draw, fresh_uniforms
 from .token_choice import ACCEPTED, CORRECTED, probabilities
@@ -285,12 +286,13 @@ def predict_slots(
         first_query = first.to(engine.device)
     count = is_active * inputs
     # The pass predicts `size` candidates in each row, and may unmask all of them.
-    (step,) = engine.steps(
+    (step,) = make_steps(
         cached[None],
         known[None],
         count[None],
         size[None],
         size[None],
+        engine.device,
         grouped=False,
         first=first_query,
     )
