@@ -255,11 +255,15 @@ def command_for(name: str) -> str:
     part: NAME, or NAME_TOKENIZER, as stories_bytes."""
     last = Path(name).name
     is_usual = name in (last, f"data/{last}")
-    out = "" if is_usual else f" --out {name}"
+    out = ""
+    if not is_usual:
+        out = f" --out {name}"
     if last in OF_STUDIES:
         return f"python -m studies.prepare {last}{out}"
     if last in DATASETS:
-        needs = " --source FILE ..." if DATASETS[last].source == "always" else ""
+        needs = ""
+        if DATASETS[last].source == "always":
+            needs = " --source FILE ..."
         return f"python data/prepare.py {last}{needs}{out}"
     start, _, tokenizer = last.rpartition("_")
     folder = name if "/" in name else f"data/{name}"

@@ -96,7 +96,9 @@ def evaluation_split(meta: dict) -> str:
     "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
-    return meta["split"] if meta.get("split") in meta["splits"] else "val"
+    if meta.get("split") in meta["splits"]:
+        return meta["split"]
+    return "val"
 
 
 def load_meta(folder: str | Path) -> Meta:
@@ -192,8 +194,10 @@ def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndar
         if verify and sha256 and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, dtype, mode="r")
-    for start in range(0, count if verify else 1, IDS_AT_ONCE):
-        largest = int(ids[start : start + IDS_AT_ONCE].max())
+    checked = count if verify else 1
+    for start in range(0, checked, IDS_AT_ONCE):
+        part = ids[start : start + IDS_AT_ONCE]
+        largest = int(part.max())
         if largest >= meta["vocab_size"]:
             raise UserError(
                 f"{token_file} holds the id {largest}, but the {meta['tokenizer']} "

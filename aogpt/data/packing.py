@@ -50,7 +50,9 @@ def route(
     the "train" documents that becomes "val". limit: of documents of the first split.
     whole: never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
-        documents = islice(corpus.documents, None if number else limit)
+        documents = iter(corpus.documents)
+        if number == 0:
+            documents = islice(documents, limit)
         if split == "train" and fraction is not None:
             yield from _train_and_val(documents, fraction, whole)
         else:
@@ -83,7 +85,10 @@ def _train_and_val(
             last = math.ceil((group + 1) * size)
             bits = philox_bits(0, group, range(1), 1, SPLIT)
             chosen = first + int(bits[0, 0]) % (last - first)
-        yield "val" if index == chosen else "train", text
+        if index == chosen:
+            yield "val", text
+        else:
+            yield "train", text
 
 
 def _place_to_split(text: str, fraction: float) -> int:
@@ -110,7 +115,9 @@ def encode_documents(
     """Yield the ids (n,) of documents, with end-of-text after each, and no roles."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken releases Python's lock
         # Bytes take less time than handing them to another thread.
-        encode = map if tokenizer.name == "bytes" else pool.map
+        encode = pool.map
+        if tokenizer.name == "bytes":
+            encode = map
         for ids in encode(tokenizer.encode_array, texts):
             end = np.array(tokenizer.eot, ids.dtype)
             yield np.append(ids, end), None

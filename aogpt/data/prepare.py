@@ -457,7 +457,9 @@ class Writer:
         file = self.files[split]
         file.write(text, ids, roles)
         if self.losses:
-            plain = text if roles is None else without_marks(text)
+            plain = text
+            if roles is not None:
+                plain = without_marks(text)
             size, of_tokens = self.losses.add(plain, ids)
             file.text_bytes += size
             file.token_bytes += of_tokens
@@ -530,7 +532,9 @@ class Writer:
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     """Return whether `target` holds the dataset that `meta` describes. Raises UserError
     for other files and, without `overwrite`, for another or a damaged dataset."""
-    names = {path.name for path in target.iterdir()} if target.exists() else set()
+    names = set()
+    if target.exists():
+        names = {path.name for path in target.iterdir()}
     if names and (names - FILES or "meta.json" not in names):
         found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
         raise UserError(
@@ -571,7 +575,9 @@ def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> 
         show(
             f"{split}: {tokens} of {documents}, {entry['dropped_tokens']:,} tokens dropped"
         )
-    blocks = f", blocks of {meta['block_size']} tokens" if meta["block_size"] else ""
+    blocks = ""
+    if meta["block_size"]:
+        blocks = f", blocks of {meta['block_size']} tokens"
     show(
         f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}"
     )

@@ -335,7 +335,9 @@ def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
         raise UserError(f"{name}: this is not JSON ({reason_of(error)})") from None
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
-        values = lists[0] if len(lists) == 1 else [values]
+        values = [values]
+        if len(lists) == 1:
+            values = lists[0]
     if not isinstance(values, list):
         raise UserError(
             f"{name}: this is a {type(values).__name__}, not a list of rows"

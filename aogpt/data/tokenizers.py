@@ -69,7 +69,9 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:  # of token files
-        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+        if self.vocab_size <= 2**16:
+            return "uint16"
+        return "uint32"
 
     @functools.cached_property
     def file(self) -> bytes:
@@ -421,7 +423,9 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
         values = json.loads(read_bounded(file, MAX_SETTINGS))
     except (ValueError, RecursionError):
         raise UserError(f"{file} is not JSON; get it again") from None
-    return values if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return values
+    return {}
 
 
 def _token_id(value: Any, ids: dict[str, int]) -> int | None:
