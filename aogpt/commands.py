@@ -209,7 +209,9 @@ class Fill(Drawing):
 class Generate(Drawing):
     """Continue a text.
 
-    aogpt generate MODEL "Once upon a time" --new-tokens 60"""
+    aogpt generate MODEL "Once upon a time" --mode l2r --top-p 0.9 --new-tokens 60
+
+    Left to right reads best."""
 
     new_tokens: Count = 60
     """Tokens to generate."""
@@ -239,6 +241,13 @@ COMMANDS = {
     "rank": Rank,
     "blanks": Blanks,
     "generate": Generate,
+}
+EXAMPLES = {
+    "score": "The old horse was tired.",
+    "fill": "She[MASK:2-6] home.",
+    "rank": "The [cat|dog|tax] barked.",
+    "blanks": "The cat[MASK] home.",
+    "generate": "Once upon a time",
 }
 
 
@@ -328,9 +337,12 @@ def run(command: str) -> None:
     check_values(a)
     a.check()
     if not a.texts:
-        raise UserError(f'give a text, as aogpt {command} {a.model} "The cat sat."')
+        example = EXAMPLES[command]
+        raise UserError(f'give a text, as in: aogpt {command} {a.model} "{example}"')
     outputs = Outputs({"--json": a.json}, [a.model], a.overwrite)
     device = pick_device(a.device)
+    if sys.stderr.isatty():
+        show(f"loading {a.model}", file=sys.stderr)  # ten seconds of a large model
     model = aogpt.load(
         a.model,
         adapter=a.adapter,

@@ -189,8 +189,7 @@ class TextModel:
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
 
-    # ---- likelihood
-    # ------------------------------------------------------------------------------
+    # ---- likelihood --------------------------------------------------------------------
 
     @overload
     def score(
@@ -447,8 +446,7 @@ class TextModel:
         losses = [losses_of(task, runner, seed, draws) for task in tasks]
         return difference(tasks, losses)
 
-    # ---- generation
-    # ------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------
 
     @overload
     def generate(
@@ -780,8 +778,7 @@ class TextModel:
             modes.check_mode(decoding, config)
             return modes.with_words(decoding, self.tokenizer)
 
-    # ---- blanks and alternatives
-    # -----------------------------------------------------------------
+    # ---- blanks and alternatives -------------------------------------------------------
 
     @overload
     def blanks(self, text: str, top: int = ...) -> list[list[Likely]]: ...

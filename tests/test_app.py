@@ -311,8 +311,13 @@ def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):
 
 def test_mistakes_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ValueError, match="make playground"):
+    with pytest.raises(ValueError, match="make playground, or pip install gradio"):
         app.page("x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sessions, "load", lambda path: pytest.fail("it was loaded"))
+    monkeypatch.setattr(sys, "argv", ["aogpt playground", "x"])
+    with pytest.raises(ValueError, match="pip install gradio"):
+        app.main()
     assert_user_error(
         run_script("-m", "aogpt", "playground", "no/such/run", check=False),
         "no/such/run",

@@ -518,6 +518,20 @@ def test_every_command_answers(tmp_path, command, books):
             command(*words)
 
 
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_a_command_without_a_text_names_one_that_it_takes(
+    name, command, monkeypatch, capsys
+):
+    with pytest.raises(ValueError, match=f"give a text, as in: aogpt {name}") as told:
+        command(name)
+    example = str(told.value).split('"')[1]
+    assert command(name, example)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.argv", [f"aogpt {name}", BOOKS, example])
+    commands.main()
+    assert capsys.readouterr().err.startswith(f"loading {BOOKS}\n")
+
+
 def test_candidates_of_one_length_are_ranked_given_both_sides(books):
     """By the filling, not by the text after it alone."""
     found = books.fill("The old[MASK] barked.", 8, seed=0, num_samples=32)

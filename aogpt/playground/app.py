@@ -8,6 +8,7 @@ models/smollm2. A plain GPT fills gaps by resampling (`sampling.resampling`).
 
 It needs gradio: run `make playground`, or pip install -r requirements-playground.txt."""
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ outlined blank. The order chooses that blank, or you do: click one. Then you can
 token, or write your own. **Run** fills in all blanks; again, it draws another text. One visitor is
 served at a time: *queue: 1* means that another visitor comes first."""
 GAPS = "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a mask."
+NO_GRADIO = "the playground needs gradio: run make playground, or pip install gradio"
 OWN = "Or write your own and press Enter (a word begins with a space)"
 
 
@@ -52,7 +54,7 @@ def page(run: str):
     try:
         import gradio as gr
     except ImportError:
-        raise UserError("the playground needs gradio: run make playground") from None
+        raise UserError(NO_GRADIO) from None
 
     rules = list(RULES.items())
     rules_beside = [(name, rule) for name, rule in rules if rule != "click"]
@@ -176,6 +178,8 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     if a.run == BOOKS and not Path(BOOKS).exists():
         raise UserError("name a model: aogpt playground MODEL")
+    if importlib.util.find_spec("gradio") is None:
+        raise UserError(NO_GRADIO)  # before a model is loaded
     sessions.load(a.run)
     page(a.run).launch(
         server_port=a.port,
