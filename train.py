@@ -26,12 +26,15 @@ import sys
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from aogpt.checkpoints import CheckpointError
 from aogpt.data.loader import (
+    Meta,
     Mixture,
     TokenDataset,
     find_dataset,
@@ -90,7 +93,8 @@ def train(config: Config, procs: Processes) -> int:
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
         files |= val_data.files()
-    data.meta = {**data.meta, "files": files}  # to see at a resume whether they changed
+    # To see at a resume whether they changed.
+    data.meta = cast(Meta, {**data.meta, "files": files})
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     folder = config.run_folder
@@ -189,7 +193,7 @@ def training_loop(
             if has_peers:
                 loss = procs.mean(loss)
             if is_sharded:
-                norm = norm.full_tensor()
+                norm = cast(DTensor, norm).full_tensor()
             update(
                 state, loss, norm
             )  # optimizer step, averages; adds 1 to progress.step
@@ -220,7 +224,7 @@ def training_loop(
             log.training(losses.arrived(wait=True))
             saver.wait()  # for the checkpoint before, which may be progress.best
             best = progress.best
-            if validates:
+            if val_data is not None and validates:
                 val_losses = evaluate(
                     state.model, state.averages, val_data, config, procs
                 )
@@ -246,26 +250,27 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
     """Mean loss of a micro-batch, nats per token."""
-    match config.objective.kind:
-        case "ar" | "ao_ar":
-            return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
-        case "groupwise":
-            _, group = config.stage(step)
-            return groupwise_loss(
-                model,
-                batch.tokens,
-                batch.order,
-                group,
-                weight=batch.weight,
-                given=batch.given,
-            )
-        case "score_entropy":
+    objective = config.objective.facts
+    if batch.masks is not None:  # an encoder's
+        if objective.of_scores:
             # [MASK] is the first id after the tokens.
             vocab_size = config.model.mask_token
+            assert vocab_size is not None
             losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
             return losses.mean(dim=1).mean()
-        case _:  # one loss, other masks
-            return masked_nll(model, batch.tokens, batch.masks).mean()
+        return masked_nll(model, batch.tokens, batch.masks).mean()
+    assert batch.order is not None
+    if objective.in_groups:
+        _, group = config.stage(step)
+        return groupwise_loss(
+            model,
+            batch.tokens,
+            batch.order,
+            group,
+            weight=batch.weight,
+            given=batch.given,
+        )
+    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
 
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
@@ -274,8 +279,9 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
     it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
     for optimizer in state.optimizers:
-        optimizer.grad_scale = None
-        optimizer.found_inf = 1 - finite
+        # Both read found_inf (AdamW's fused kernel with grad_scale): 1 changes nothing.
+        optimizer.grad_scale = None  # type: ignore[attr-defined]  # not declared
+        optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     for ema in state.averages:

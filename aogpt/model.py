@@ -136,15 +136,18 @@ class Pass:
     This is the training pass. Those of scoring, systems/ and sampling/ override
     `attend`, `modulation` and `lookup`."""
 
+    # Passes without target positions have neither.
+    targets: Tensor  # (B, T) the position that each step predicts
+    inverse: Tensor  # (B, T) the step that predicts each position
+
     def __init__(
         self,
         config: ModelConfig,
         targets: Tensor | None,
         condition: Tensor | None = None,
     ):
-        self.targets = targets  # (B, T) the position that each step predicts
-        self.inverse: Tensor | None = None  # (B, T) the step of each position
         if targets is not None:
+            self.targets = targets
             self.inverse = inverse_permutation(targets)
         # (block_size, cond_dim) silu(wtpe), all that adaLN reads
         self.condition = condition
@@ -270,7 +273,7 @@ def inverse_permutation(order: Tensor) -> Tensor:
 #     matrices()     what Muon orthogonalises, with the rows of each part
 #     make_neutral() changes nothing in a model that has been trained without the layer
 
-Matrices = list[tuple[nn.Parameter, list[int]]]
+Matrices = list[tuple[Tensor, list[int]]]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -443,8 +446,9 @@ class Attention(nn.Module):
             values = v
             first = v if first_values is None else first_values
             v = self.mix[0] * v + self.mix[1] * first
-        if p.key_angles is not None:
+        if p.query_angles is not None:
             q = rotate(q, *p.query_angles)
+        if p.key_angles is not None:
             k = rotate(k, *p.key_angles)
         return q, k, v, values
 
@@ -598,6 +602,9 @@ class Transformer(nn.Module):
     mask_queries = False
     has_start = True  # [None] is an input
     pass_type: type[Pass] = Pass  # of training
+    # Final hidden states (B, T, D); every system has inputs of its own.
+    hidden: Callable[..., Tensor]
+    angles: Tensor | None  # of rotary positions
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -662,6 +669,7 @@ class Transformer(nn.Module):
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
+        assert self.angles is not None
         at_least_float32 = torch.promote_types(dtype, torch.float32)
         angles = self.angles.to(at_least_float32)
         rows = angles[positions]  # (B, T, 2, D/H / 2)
@@ -716,6 +724,7 @@ class AOGPT(Transformer):
 
     def condition(self) -> Tensor:
         """What adaLN reads for each target position, (block_size, cond_dim)."""
+        assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
 
     def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
@@ -729,9 +738,9 @@ class AOGPT(Transformer):
                 # target + 1.
                 at_own_input = int(self.config.query_at == "target")
                 p.query_angles = self.angles_at(p.targets + at_own_input, x.dtype)
-        if target == "input":
+        if self.wtpe is not None and target == "input":
             x = x + p.lookup(self.wtpe.weight)
-        elif target == "shared":
+        elif self.wtpe is not None and target == "shared":
             p.added = p.lookup(self.wtpe.weight)
         return self.run_blocks(x, p)
 

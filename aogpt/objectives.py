@@ -235,7 +235,7 @@ def _masks(
 
     n is T, or the number of predicted tokens of a sequence with a prompt."""
     n = (position < NEVER).sum(dim=1)
-    lengths = roles and roles.lengths
+    lengths = None if roles is None else roles.lengths
     if kind == "k_dce":
         k = (share * n).long() + 1
         rank = position.argsort(dim=1).argsort(dim=1)
@@ -265,7 +265,7 @@ def _masks(
     # The network gets the noise level of what is masked among all tokens, as when it
     # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
     # makes it 1 / t.
-    sigma = log_linear_noise(t * n / lengths, eps)
+    sigma = log_linear_noise(t * n / roles.lengths, eps)
     return Masks(masked, sigma.expm1() / t, sigma, lengths)
 
 

@@ -69,6 +69,8 @@ class Encoder(Transformer):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         c = config
+        assert c.mask_token is not None
+        self.mask_token = c.mask_token
         if c.position != "rotary":
             self.wpe = PositionTable(c, c.block_size, c.n_embd)
         self.noise: NoiseEmbedding | None = None
@@ -148,7 +150,7 @@ class Encoder(Transformer):
     def with_masks(self, tokens: Tensor, masked: Tensor) -> Tensor:
         """The tokens, with [MASK] at masked positions."""
         check_boolean(masked, "masked")
-        return torch.where(masked, self.config.mask_token, tokens)
+        return torch.where(masked, self.mask_token, tokens)
 
     def noise_of(self, masked: Tensor, lengths: Tensor | None) -> Tensor:
         """The noise level at which the share of masked tokens is expected, (B,)."""
@@ -158,7 +160,7 @@ class Encoder(Transformer):
 
     def head_logits(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., mask_token): the tokens end at [MASK]."""
-        return self.head(x)[..., : self.config.mask_token]
+        return self.head(x)[..., : self.mask_token]
 
 
 class NoiseEmbedding(nn.Module):

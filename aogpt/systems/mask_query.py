@@ -16,6 +16,7 @@ There is neither [None] nor a shift by one, and nothing else conditions a step o
 target. In two streams (XLNet, A3) a query has no key of its own."""
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -231,7 +232,8 @@ class MaskQuery(QueryDecoder):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, MaskQueryBlock)
-        self.blocks[-1].is_last = True  # nothing reads the contents after it
+        last = cast(MaskQueryBlock, self.blocks[-1])
+        last.is_last = True  # nothing reads the contents after it
 
     @classmethod
     def query_weights(cls, c: ModelConfig) -> int:

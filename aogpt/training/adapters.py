@@ -18,7 +18,7 @@ def add_adapters(model: Transformer, rank: int) -> None:
 
     settings = peft.LoraConfig(
         r=rank,
-        lora_alpha=alpha_of(rank),
+        lora_alpha=int(alpha_of(rank)),
         lora_dropout=0.0,
         target_modules=MODULES,
     )

@@ -2,8 +2,8 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +120,7 @@ def micro_batches(
     config: Config,
     procs: Processes,
     first_step: int,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield this process's micro-batches on its device, from `first_step` on; a thread
     prepares the next ones until the iterator is closed. The sequences of a step do not
     depend on the number of processes: process r has the r-th part of every micro-batch
@@ -166,7 +166,7 @@ def micro_batches(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         # A limit, as data is read here before `check_unchanged` runs for its step.
         count = min(max(AHEAD, micro_steps), MOST)
-        ahead = deque()
+        ahead: deque[Future[Batch]] = deque()
         for step, index in itertools.islice(wanted, count):
             ahead.append(thread.submit(make, step, index))
         try:

@@ -300,7 +300,8 @@ def check_orders(config: Config) -> None:
             "an encoder has no order: set order.kind to 'random', no [[schedule]]",
         )
         return
-    for stage in (config.order, *config.schedule):
+    stages: list[OrderConfig | StageConfig] = [config.order, *config.schedule]
+    for stage in stages:
         # This checks its settings.
         orders = replace(config.order, kind=stage.kind, l2r_prob=stage.l2r_prob)
         orders.check_length(m.block_size)

@@ -1,6 +1,7 @@
 """What a training run may choose on a GPU and nobody needs: kernels that are opt in."""
 
 import importlib.util
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +39,22 @@ class FusedPass(Pass):
 
     def modulated_norm(
         self,
-        norm: RMSNorm,
+        norm: nn.Module,
         x: Tensor,
         shift: Tensor,
         scale: Tensor,
     ) -> Tensor:
         from .norm_kernel import modulated_norm  # which imports Triton
 
+        rms_norm = cast(RMSNorm, norm)
         y, _ = modulated_norm(
             x,
-            norm.weight,
+            rms_norm.weight,
             shift,
             scale,
             self.targets,
             self.inverse,
-            norm.eps,
+            rms_norm.eps,
         )
         return y
 
@@ -77,8 +79,11 @@ def check_fused_norm(model: Transformer, device: torch.device) -> None:
 def activate_flash3(device: torch.device) -> None:
     """Let PyTorch take FlashAttention 3 in place of its own."""
     attention = torch.nn.attention
-    known = getattr(attention, "list_flash_attention_impls", list)()
-    if device.type != "cuda" or "FA3" not in known:
+    # Older versions of PyTorch do not have this function.
+    implementations: list[str] = getattr(
+        attention, "list_flash_attention_impls", list
+    )()
+    if device.type != "cuda" or "FA3" not in implementations:
         raise UserError(
             "train.flash3 needs an NVIDIA GPU and a PyTorch that knows FlashAttention 3: "
             "pass --train.no-flash3"

@@ -185,7 +185,7 @@ class Log:
         text = f"loss {loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
         mfu = None
         if self.peak_flops:
-            mfu = self._mfu(seconds)
+            mfu = self._flops_per_second(seconds) / self.peak_flops
             text += f"  MFU {mfu:.1%}"
         text += f"  gradient norm {self.norm:#.3g}"
         for name, rate in rates.items():
@@ -197,14 +197,14 @@ class Log:
         self._write({"step": step, "loss": loss, **rates, "mfu": mfu})
         self.restart_clock()
 
-    def _mfu(self, seconds: float) -> float:
-        """The share of the GPUs' peak that the last steps reached."""
+    def _flops_per_second(self, seconds: float) -> float:
+        """Operations of each process in the last steps, which took so long."""
         size = self.data.block_size
         tokens = self.clock_tokens
         if self.data.of_records:  # with prompts and padding
             tokens = self.config.train.batch_size * size * self.clock_steps
-        flops_per_second = tokens * flops_per_token(self.config.model, size) / seconds
-        return flops_per_second / (self.peak_flops * self.procs.world_size)
+        flops = tokens * flops_per_token(self.config.model, size)
+        return flops / seconds / self.procs.world_size
 
     def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
         """Log the result of `evaluate`. num_blocks: of the whole split."""

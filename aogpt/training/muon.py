@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # nobody passes a closure
         finite = None
         if self.found_inf is not None:
             finite = self.found_inf == 0
@@ -58,8 +58,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    update = self._momentum(p, p.grad, group["momentum"], finite)
                     weights.append((p, group))
-                    updates.append(self._momentum(p, group["momentum"], finite))
+                    updates.append(update)
         if not weights:
             return
         sizes = [self.rows_of_parts[p] for p, _ in weights]
@@ -77,17 +78,18 @@ class Muon(torch.optim.Optimizer):
     def _momentum(
         self,
         p: Tensor,
+        gradient: Tensor,
         momentum: float,
         finite: Tensor | None,
     ) -> Tensor:
         """Add the gradient to the average; returns Nesterov's update, sharded like
         p."""
         state = self.state[p]
-        gradient = local(p.grad)
+        gradient = local(gradient)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         average = local(state["momentum_buffer"])
-        share = 1 - momentum
+        share: Tensor | float = 1 - momentum
         if finite is not None:
             # NaN times 0 is NaN.
             gradient = gradient.where(finite, torch.zeros_like(gradient))

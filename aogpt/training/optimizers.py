@@ -86,8 +86,9 @@ def muon_matrices(model: Transformer) -> Matrices:
     """What the layers of the model give to Muon, with the rows of each part."""
     matrices: Matrices = []
     for layer in model.modules():
-        if hasattr(layer, "matrices"):
-            matrices += layer.matrices()
+        of_layer = getattr(layer, "matrices", None)
+        if of_layer is not None:
+            matrices += of_layer()
     return matrices
 
 
@@ -96,7 +97,7 @@ def named_state(
     optimizers: list[torch.optim.Optimizer],
 ) -> dict[str, dict[str, Tensor]]:
     """{parameter name: optimizer state}; PyTorch's numbers depend on the groups."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     states = {}
     for optimizer in optimizers:
         for p, values in optimizer.state.items():

@@ -180,7 +180,8 @@ def memory_of(
 @dataclass(frozen=True)
 class PlanOptions:
     world_size: Count = 1  # GPUs, one per process
-    gpu: Literal[*GPUS] = "NVIDIA H100 80GB HBM3"  # device name of the GPUs
+    # device name of the GPUs
+    gpu: Literal[*GPUS] = "NVIDIA H100 80GB HBM3"  # type: ignore[valid-type]
     # assumed share of their bfloat16 peak
     mfu: Annotated[float, Interval(gt=0, le=1)] = 0.4
 

@@ -93,7 +93,7 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
     all_keys = set()
     panel_keys = {key for keys in PANELS.values() for key in keys}
     for run, rows in runs.items():
-        run_keys = set()
+        run_keys: set[str] = set()
         for row in rows:
             run_keys.update(row)
         if run_keys.isdisjoint(panel_keys):

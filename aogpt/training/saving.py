@@ -8,10 +8,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class Writing:
     state: State
     best: dict | None  # progress.best once it is written
     path: Path
+    step: int
 
 
 class Saver:
@@ -87,7 +89,7 @@ class Saver:
         self,
         config: Config,
         procs: Processes,
-        data_meta: dict,
+        data_meta: Mapping[str, Any],
         warn: Callable[[str], None],
     ):
         self.config = config
@@ -144,7 +146,8 @@ class Saver:
             if name is not None:
                 raise UserError(not_finite_message(config, state.progress, name))
         values = plain_values(state, best, config, self.data_meta)
-        path = store.path_of(config.run_folder, state.progress.step)
+        step = state.progress.step
+        path = store.path_of(config.run_folder, step)
         keep = config.checkpoint.keep
         if self.group is not None:
             # `finish` reads only dtypes and shapes of `tensors`: training goes on
@@ -164,11 +167,12 @@ class Saver:
                 self.group,
             )
             self.writing = Writing(
-                future,
-                None,
-                state,
-                best,
-                path,
+                future=future,
+                error=None,
+                state=state,
+                best=best,
+                path=path,
+                step=step,
             )
         else:
             error = None
@@ -179,11 +183,12 @@ class Saver:
                     error = reason_of(failure)
             error = self.procs.gather(error)[0]
             self.writing = Writing(
-                None,
-                error,
-                state,
-                best,
-                path,
+                future=None,
+                error=error,
+                state=state,
+                best=best,
+                path=path,
+                step=step,
             )
             self.wait()
         self.due = False
@@ -214,7 +219,7 @@ class Saver:
         if self.procs.main:
             # This frees its space.
             shutil.rmtree(store.temporary_of(path), ignore_errors=True)
-            last = last_good(self.config, store.step_of(path) - 1)
+            last = last_good(self.config, writing.step - 1)
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
         return None
 

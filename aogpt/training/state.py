@@ -1,9 +1,10 @@
 """The state of a run: start and resume it (saving.py saves it)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class State:
     adapter: dict | None = None
 
 
-def start(config: Config, data_meta: dict, procs: Processes) -> State:
+def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> State:
     """The state of the newest checkpoint, or a new one, with the weights of
     train.init_from if set. Raises UserError for another run's folder, CheckpointError
     if no checkpoint can be read."""
@@ -162,7 +163,7 @@ def start(config: Config, data_meta: dict, procs: Processes) -> State:
 def check_same_tokenizer(
     config: Config,
     source: Loaded,
-    data_meta: dict,
+    data_meta: Mapping[str, Any],
 ) -> None:
     """Raise UserError if the data has another tokenizer than the model to start
     from."""
@@ -182,7 +183,7 @@ def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
     with torch.device("meta"):
         empty = build_model(config.model)
     shapes = {name: p.shape for name, p in empty.named_parameters()}
-    theirs = dict(source.named_parameters())
+    theirs: dict[str, Tensor] = dict(source.named_parameters())
     if shapes == {name: p.shape for name, p in theirs.items()}:
         check_start(empty, source)
         return theirs
@@ -230,7 +231,7 @@ def history_in(folder: Path) -> str | None:
 
 def check_same_run(
     config: Config,
-    meta: dict,
+    meta: Mapping[str, Any],
     path: Path,
     values: dict,
     print0: Callable,
@@ -280,8 +281,8 @@ def check_same_run(
 def changes_of(
     old: Config,
     config: Config,
-    old_meta: dict,
-    meta: dict,
+    old_meta: Mapping[str, Any],
+    meta: Mapping[str, Any],
 ) -> dict[str, tuple]:
     """{key: (before, after)} of keys of the config, the tokenizer and the splits of the
     data that have changed."""
@@ -302,7 +303,11 @@ def entry_of(key: str, table: dict[str, str]) -> str | None:
     return table.get(key, table.get(group))
 
 
-def check_same_data(before: dict, now: dict, procs: Processes) -> None:
+def check_same_data(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    procs: Processes,
+) -> None:
     """Print what is not known to be unchanged in the files of the data since a
     checkpoint. The main process reads them, all must call. Raises UserError for a file
     that does not match its checksum."""
@@ -339,7 +344,7 @@ def plain_values(
     state: State,
     best: dict | None,
     config: Config,
-    data_meta: dict,
+    data_meta: Mapping[str, Any],
 ) -> dict:
     """Everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]
@@ -364,7 +369,7 @@ def restore(state: State, path: Path, values: dict) -> None:
             f"{path} holds {unknown[0]}, which this run does not have; start another with "
             "--name"
         )
-    store.read_tensors(path, values, tensors)
+    store.read_tensors(path, cast(store.State, values), tensors)
     name = not_finite(tensors)
     if name:
         raise CheckpointError(

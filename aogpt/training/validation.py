@@ -45,7 +45,10 @@ def evaluate(
     """Validation losses by weights: "" the first average, "_raw" the last weights,
     "_ema0.99" another average. All processes must call."""
     first, *others = averages
-    weights = {"": first.applied(), "_raw": contextlib.nullcontext()}
+    weights: dict[str, contextlib.AbstractContextManager] = {
+        "": first.applied(),
+        "_raw": contextlib.nullcontext(),
+    }
     for ema in others:
         weights[f"_ema{ema.decay:g}"] = ema.applied()
     orders, _ = validation_orders(config)
