@@ -31,7 +31,7 @@ CHOICE := --temperature 0.7 --top-p 0.9
 quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint docs eval-smoke playground gpu reproduce soak fuzz clean
+.PHONY: quickstart test test-all lint types docs eval-smoke playground gpu reproduce soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -62,6 +62,10 @@ lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 	$(PY) tests/check_words.py
+
+# A minute at first, then seconds.
+types: $(VENV)/.requirements-dev
+	$(PY) -m mypy
 
 # Not --quiet, which keeps --strict from seeing warnings. The variable silences an advertisement of the theme.
 docs: $(DOCS_VENV)/.requirements
