@@ -14,9 +14,9 @@ from studies.gpu_day import Job, Options, run_part
 def jobs_of(tmp_path, monkeypatch):
     """Run a part of these jobs: the exit status, and what became of each by name."""
 
-    def run(*jobs, minutes=None):
+    def run(*jobs, minutes=None, small=False):
         monkeypatch.setattr(gpu_day, "training", lambda o, folder: list(jobs))
-        options = Options(part="training", out=tmp_path, minutes=minutes)
+        options = Options(part="training", out=tmp_path, minutes=minutes, small=small)
         status = run_part(options)
         rows = {}
         for job in jobs:
@@ -67,6 +67,12 @@ time.sleep(60)
     assert saved.read_text() == "state"
     assert rows["long"]["status"] == ("done" if may_be_cut else "cut")
     assert status == (0 if may_be_cut else 1)
+
+
+def test_a_rehearsal_is_limited_by_its_minutes_alone(jobs_of, tmp_path):
+    job = Job("slow", 1, (script(tmp_path, "import time; time.sleep(3)"),))
+    status, rows = jobs_of(job, small=True)
+    assert status == 0 and rows["slow"]["status"] == "done"
 
 
 def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
