@@ -1,6 +1,7 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
 # make test:       from a bare clone to lint and the tests, without those marked as slow.
 # make test-all:   the same with all tests.
+# make types:      mypy on the model, orders, objectives, scoring, sampling and training.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
 # make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.

@@ -194,15 +194,14 @@ def training_loop(
                 loss = procs.mean(loss)
             if is_sharded:
                 norm = cast(DTensor, norm).full_tensor()
-            update(
-                state, loss, norm
-            )  # optimizer step, averages; adds 1 to progress.step
+            # The optimizers' step and the averages; adds 1 to progress.step.
+            update(state, loss, norm)
 
             try:
                 for dataset in datasets:
                     dataset.check_unchanged()
             except (UserError, OSError) as error:
-                stop.error = error
+                stop.error = error  # raised after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must stop, and save, after the same step.
@@ -226,7 +225,11 @@ def training_loop(
             best = progress.best
             if val_data is not None and validates:
                 val_losses = evaluate(
-                    state.model, state.averages, val_data, config, procs
+                    state.model,
+                    state.averages,
+                    val_data,
+                    config,
+                    procs,
                 )
                 log.validation(val_losses, val_data.num_blocks)
                 selecting = val_losses[""][best_by(config)]

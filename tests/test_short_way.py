@@ -116,7 +116,8 @@ def functions_of_step(config, monkeypatch):
 
 @pytest.mark.parametrize("name", ["quickstart", "aogpt_small"])
 def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkeypatch):
-    """A step without a validation, a checkpoint or a row of metrics."""
+    """A step without a validation, a checkpoint or a row of metrics. The thread that
+    prepares the batches ahead of it is not counted."""
     functions = functions_of_step(small(name, data, tmp_path), monkeypatch)
     print(functions.describe())
     assert {("aogpt/model.py", "AOGPT.forward"), ("aogpt/model.py", "MLP.forward")} <= (
