@@ -17,7 +17,7 @@ from aogpt.training.config import load_toml
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command.
-MOST_OF_SAMPLE = {"functions": 132, "files": 15}
+MOST_OF_SAMPLE = {"functions": 130, "files": 15}
 MOST_OF_SCORE = {"functions": 130, "files": 18}
 SMALL = {
     "vocab_size": 320,
@@ -161,7 +161,9 @@ def test_a_sample_runs_through_few_functions(monkeypatch):
 def test_a_score_runs_through_few_functions(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("The old horse was tired, so they gave him water. " * 200)
-    data = prepared("text", tmp_path / "data", text, tokenizer="english")
+    data = prepared(
+        "text", tmp_path / "data", text, tokenizer="english", val_fraction=0.5
+    )
     words = [MODEL, "--datasets", data, "--max-sequences", 2]
     functions = functions_of_command(eval_ppl, words, monkeypatch)
     print(functions.describe())
