@@ -100,23 +100,32 @@ def main() -> None:
 
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
+    """Return the passages of the data set. Raises UserError if there is none."""
     eval_set = open_eval_set(
-        a.data, a.split, loaded, max_sequences=a.num_passages, verify=False
+        a.data,
+        a.split,
+        loaded,
+        max_sequences=a.num_passages,
+        verify=False,
     )
     dataset = eval_set.dataset
     tokenizer = loaded.get_tokenizer()
-    size = loaded.model.config.block_size
     if a.last_word:
-        found = find_last_words(dataset.tokens, tokenizer, a.num_passages, size)
-        what = f"document of two words or more ends among {a.num_passages} documents"
+        block_size = loaded.model.config.block_size
+        passages = find_last_words(
+            dataset.tokens, tokenizer, a.num_passages, block_size
+        )
+        wanted = f"document of two words or more ends among {a.num_passages} documents"
     else:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         documents = eval_set.documents[: len(blocks)]
-        found = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
-        what = f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
-    if not len(found):
-        raise UserError(f"no {what} in {a.data}")
-    return found
+        passages = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
+        wanted = (
+            f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
+        )
+    if len(passages) == 0:
+        raise UserError(f"no {wanted} in {a.data}")
+    return passages
 
 
 def evaluate(
@@ -125,23 +134,25 @@ def evaluate(
     passages: Passages,
     a: Arguments,
 ) -> list[dict]:
-    """A row for each context (left or both sides) and each decoding mode."""
+    """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
-    rows = []
     size = a.decoding.batch_size or modes.BATCH_SIZE
-    sides = (
-        [WORD]
-        if a.last_word
-        else ["left"]
-        if model.config.l2r_only
-        else ["left", "both"]
-    )
-    parts = [passages[start : start + size] for start in range(0, len(passages), size)]
+    sides = ["left", "both"]
+    if a.last_word:
+        sides = [WORD]
+    elif model.config.l2r_only:
+        sides = ["left"]
+    rows = []
     for side in sides:
         both = side == "both"
-        nll = torch.cat([middle_nll(model, part, both) for part in parts]).tolist()
-        ways = ["l2r", "random", "adaptive"] if both else ["l2r"]
-        for mode in [a.decoding.mode] if a.decoding.mode else ways:
+        parts = []
+        for start in range(0, len(passages), size):
+            parts.append(middle_nll(model, passages[start : start + size], both))
+        nll = torch.cat(parts).tolist()
+        side_modes: list = ["l2r", "random", "adaptive"] if both else ["l2r"]
+        if a.decoding.mode is not None:
+            side_modes = [a.decoding.mode]
+        for mode in side_modes:
             options = modes.with_mode_defaults(replace(a.decoding, mode=mode))
             modes.check_mode(options, model.config)
             row = {
@@ -151,35 +162,33 @@ def evaluate(
                 "nll": nll,
                 "documents": passages.document.tolist(),
             }
-            rows.append(row | rouge(fill_in(loaded, passages, both, options, a.seed)))
+            samples = fill_in(loaded, passages, both, options, a.seed)
+            row |= rouge(texts_of(loaded, passages, samples))
+            rows.append(row)
     if a.draws and model.config.l2r_only and not a.last_word:
         rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
     return rows
 
 
 def resampled_row(
-    run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
+    run: str,
+    loaded: Loaded,
+    passages: Passages,
+    draws: int,
+    seed: int,
 ) -> dict:
     """Return the row of a plain GPT that fills in given both sides."""
-    found = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
-    decode = loaded.get_tokenizer().decode
-    pairs = []
-    for sample, true in zip(
-        passages.middle(found.tokens),
-        passages.middle(passages.tokens.tolist()),
-        strict=True,
-    ):
-        pairs.append((decode(sample), decode(true)))
-    return {
+    weighted = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
+    row = {
         "run": run,
         "given": "both",
         "mode": RESAMPLING,
         "draws": draws,
-        "nll": found.nll,
+        "nll": weighted.nll,
         "documents": passages.document.tolist(),
-        "effective_sample_size": found.effective_sample_size,
-        **rouge(pairs),
+        "effective_sample_size": weighted.effective_sample_size,
     }
+    return row | rouge(texts_of(loaded, passages, weighted.tokens))
 
 
 def fill_in(
@@ -188,30 +197,45 @@ def fill_in(
     both: bool,
     options: DecodingOptions,
     seed: int,
-) -> list[tuple[str, str]]:
-    """(sample, true middle) of every passage, as text. both: whether the right side is
-    given."""
+) -> list[list[int]]:
+    """Return a sample of every passage. both: whether the right side is given."""
     N, T = passages.tokens.shape
-    length = torch.full((N,), T) if both else passages.end
+    length = passages.end
+    if both:
+        length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    rows = modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
-    decode = loaded.get_tokenizer().decode
-    pairs = zip(
-        passages.middle(rows), passages.middle(passages.tokens.tolist()), strict=True
+    return modes.generate_rows(
+        loaded.model,
+        contexts,
+        options,
+        loaded.vocab_size,
+        seed,
     )
-    return [(decode(sample), decode(true)) for sample, true in pairs]
+
+
+def texts_of(
+    loaded: Loaded,
+    passages: Passages,
+    samples: list[list[int]],
+) -> list[tuple[str, str]]:
+    """Return the middle of each sample and the true one of its passage, as text."""
+    decode = loaded.get_tokenizer().decode
+    true_middles = passages.middle(passages.tokens.tolist())
+    texts = []
+    for filled, true in zip(passages.middle(samples), true_middles, strict=True):
+        texts.append((decode(filled), decode(true)))
+    return texts
 
 
 def table_of(rows: list[dict]) -> list[str]:
+    """Return the lines of the table and of its notes."""
     cells = []
     for row in rows:
         mean, half = mean_and_half_width(row["nll"], row["documents"])
-        scores = [
-            f"{statistics.mean(row[key]):.3f}"
-            for key in ("rouge_1", "rouge_2", "rouge_l")
-        ]
-        what = [row["run"], row["given"], row["mode"]]
-        cells.append([*what, f"{mean:.4f}", f"± {half:.4f}", *scores])
+        line = [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"± {half:.4f}"]
+        for key in ("rouge_1", "rouge_2", "rouge_l"):
+            line.append(f"{statistics.mean(row[key]):.3f}")
+        cells.append(line)
     return [*markdown_table(HEAD, cells, left=3), "", *notes(rows)]
 
 
@@ -225,10 +249,13 @@ def mean_and_half_width(
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """The legend, and the gain (nats/token) from the right side, paired by passage."""
-    what = "last word" if rows[0]["given"] == WORD else "sentence"
-    how = f"nats/token: of the true {what} from left to right, mean over {what}s"
-    lines = [f"{len(rows[0]['nll'])} {what}s. {how}; ROUGE: F1 of samples against it."]
+    """Return the legend, and the gain (nats/token) from the right side, paired by
+    passage."""
+    middle = "last word" if rows[0]["given"] == WORD else "sentence"
+    lines = [
+        f"{len(rows[0]['nll'])} {middle}s. nats/token: of the true {middle} from left to "
+        f"right, mean over {middle}s; ROUGE: F1 of samples against it."
+    ]
     for row in rows:
         if row["mode"] == RESAMPLING:
             size = statistics.mean(row["effective_sample_size"])
@@ -238,15 +265,16 @@ def notes(rows: list[dict]) -> list[str]:
             )
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
-        if len(nll) == 2 and len(nll["left"]) > 1:
-            gains = [
-                left - both for left, both in zip(nll["left"], nll["both"], strict=True)
-            ]
-            mean, half = mean_and_half_width(gains, rows[0]["documents"])
-            interval = f"95% interval {mean - half:.4f} to {mean + half:.4f}"
-            lines.append(
-                f"{run}: the right side is worth {mean:.4f} nats/token, {interval}"
-            )
+        if len(nll) < 2 or len(nll["left"]) < 2:
+            continue
+        gains = []
+        for left, both in zip(nll["left"], nll["both"], strict=True):
+            gains.append(left - both)
+        mean, half = mean_and_half_width(gains, rows[0]["documents"])
+        lines.append(
+            f"{run}: the right side is worth {mean:.4f} nats/token, 95% interval "
+            f"{mean - half:.4f} to {mean + half:.4f}"
+        )
     return lines
 
 
