@@ -109,11 +109,11 @@ def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(proje
     project.edit("aogpt/model.py", '    "rotary",\n', '    "rotary",\n    "queries",\n')
     project.edit(
         "aogpt/model.py",
-        "        self.q_norm = self.make_head_norm(c)\n",
+        "        self.q_norm: nn.Module = nn.Identity()\n",
         "        self.wtpe = None\n"
         '        if c.target == "queries":\n'
         "            self.wtpe = TargetTable(c, c.n_head * c.head_dim)\n"
-        "        self.q_norm = self.make_head_norm(c)\n",
+        "        self.q_norm: nn.Module = nn.Identity()\n",
     )
     project.edit(
         "aogpt/model.py",
