@@ -25,7 +25,6 @@ from ..runtime.validation import (
     LARGEST,
     Count,
     NonNegative,
-    check_value,
     check_values,
     flag,
 )
@@ -202,8 +201,6 @@ def with_mode_defaults(
 def check_combination(options: DecodingOptions) -> None:
     """Raise UserError for values that exclude each other. options: with the mode's
     defaults."""
-    if options.mode == "order":
-        parse_order(str(options.order), "--order")
     if options.mode == "speculative":
         if options.noise != "float64":
             raise UserError(
@@ -214,8 +211,8 @@ def check_combination(options: DecodingOptions) -> None:
                 "--mode speculative draws exactly: leave out --repetition-penalty and "
                 "--no-repeat-ngram and --ban"
             )
-        kinds = Literal["random", "l2r"]
-        check_value(options.order, kinds, "--order of --mode speculative")
+    if options.mode in ("order", "speculative"):
+        parse_order(str(options.order), "--order")
     if options.unmask_by == "random":
         limits = (options.threshold, options.entropy_bound, options.block)
         if limits != (None, None, None):
@@ -613,7 +610,7 @@ def _mode_plan(
                 B,
                 length,
                 o.draft,
-                generator=keys if o.order == "random" else None,
+                generator=keys,
                 given=given,
                 draft_by=o.draft_by,
             )
