@@ -15,7 +15,7 @@ import train
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
-from studies import music
+from studies import music, prepare
 from studies.chorales import CROP, TOKENIZER, VOICES, pitches_of
 from studies.music import BAR, TICKS, midi_file, piano_rolls
 
@@ -169,16 +169,20 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp
         )
 
 
-def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
+def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, script):
     data = tmp_path / "data"
     voices = tmp_path / "voices.npy"
-    script = helpers.run_script
-    made = ("chorales", "--source", source[0], "--out", data)
-    done = script("-m", "studies.prepare", *made)
+
+    def done(module, *words):
+        status, out, err = script(module, *words)
+        assert status == 0, err
+        return out
+
+    told = done(prepare, "chorales", "--source", source[0], "--out", data)
     config = "studies/configs/chorales.toml"
-    assert f"next: python train.py {config} --name data --data.folder" in done.stdout
-    assert "</s> (id 47) ends a document" in done.stdout
-    assert "come back" not in done.stdout  # no note is lost
+    assert f"next: python train.py {config} --name data --data.folder" in told
+    assert "</s> (id 47) ends a document" in told
+    assert "come back" not in told  # no note is lost
     words = (
         "--data.folder",
         data,
@@ -189,16 +193,16 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path):
         "--optim.warmup-steps",
         1,
     )
-    script("train.py", config, *words, "--train.no-compile")
+    done(train, config, *words, "--train.no-compile")
     np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
     rows = tmp_path / "made.jsonl"
     words = ("--num-samples", 1, "--jsonl", rows, "--mode", "order")
-    script("sample.py", tmp_path / "chorales", *words, "--order", f"file:file={voices}")
+    done(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
     [record] = helpers.read_lines(rows)
     assert record["order"] == np.load(voices)[0].tolist()
     midi = tmp_path / "made.mid"
     svg = tmp_path / "made.svg"
-    script("-m", "studies.music", rows, "--midi", midi, "--svg", svg)
+    done(music, rows, "--midi", midi, "--svg", svg)
     pitches = pitches_of(record["tokens"])
     assert midi.read_bytes() == midi_file([pitches])
     assert svg.read_text() == piano_rolls([pitches])

@@ -597,8 +597,8 @@ def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_the_help_names_every_dataset():
-    told = run_script("data/prepare.py", "--help").stdout
+def test_the_help_names_every_dataset(script):
+    _, told, _ = script(prepare_module, "--help")
     assert all(re.search(rf"\b{name}\b", told) for name in catalogue.DATASETS)
 
 
@@ -806,7 +806,7 @@ def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, number
     assert tree(out) == before and names(tmp_path) == ["a.jsonl", "o"]
 
 
-def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
+def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, script):
     """A folder has the form of a repository: its files, or README.md, say what the
     splits are."""
     pytest.importorskip("datasets")
@@ -819,7 +819,9 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path):
     files += "  - split: train\n    path: fine/*.jsonl\n"
     (folder / "README.md").write_text(f"---\n{files}---\n")
     how = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
-    run_script("data/prepare.py", "hub", folder, *how, "--out", tmp_path / "out")
+    options = ("--out", tmp_path / "out")
+    status, _, err = script(prepare_module, "hub", folder, *how, *options)
+    assert status == 0, err
     found = {s: documents(tmp_path / "out", s) for s in ("train", "val")}
     assert sorted(found["train"] + found["val"]) == sorted(row["story"] for row in rows)
     assert len(found["val"]) == 4

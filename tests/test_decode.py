@@ -832,17 +832,19 @@ class FactoryFunctions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "mdm --steps 3",
-        "entropy --group-size 2",
-        "entropy --entropy-bound 0.95",
-        "speculative --order l2r --draft 3",
-        "speculative --order l2r --draft-by ngram --draft 2",
-    ],
-)
-@pytest.mark.parametrize(
-    "system", ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"]
+    "system, mode",
+    some_slow(
+        itertools.product(
+            ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"],
+            modes("""
+                mdm --steps 3, entropy --group-size 2, entropy --entropy-bound 0.95,
+                speculative --order l2r --draft 3,
+                speculative --order l2r --draft-by ngram --draft 2
+            """),
+        ),
+        lambda system, mode: system == "AO-GPT" or mode.startswith("mdm"),
+        SAME_WAY,
+    ),
 )
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
@@ -1114,19 +1116,21 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
 
 @pytest.mark.parametrize(
     "system, mode, top_p",
-    [
-        ("AO-GPT", "even --steps 2", 0.9),
-        ("AO-GPT", "entropy --group-size 5", 1.0),
-        ("AO-GPT", "confidence --threshold 0.45 --block 3", 1.0),
-    ]
-    + [
-        ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4", 0.9),
-        ("two_stream", "speculative --order l2r --draft 4", 0.9),
-        ("mask_query", "speculative --order l2r --draft 4", 0.9),
-        ("mask_query", "even --steps 2", 1.0),
-        ("SEDD", "even --steps 2", 0.9),
-    ]
-    + [("encoder AO-GPT", "confidence --group-size 6", 1.0)],
+    some_slow(
+        [
+            ("AO-GPT", "even --steps 2", 0.9),
+            ("AO-GPT", "entropy --group-size 5", 1.0),
+            ("AO-GPT", "confidence --threshold 0.45 --block 3", 1.0),
+            ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4", 0.9),
+            ("two_stream", "speculative --order l2r --draft 4", 0.9),
+            ("mask_query", "speculative --order l2r --draft 4", 0.9),
+            ("mask_query", "even --steps 2", 1.0),
+            ("SEDD", "even --steps 2", 0.9),
+            ("encoder AO-GPT", "confidence --group-size 6", 1.0),
+        ],
+        lambda system, mode, top_p: mode == "even --steps 2" or system == "two_stream",
+        "each is compiled",
+    ),
 )
 def test_compiled_generation_is_eager_generation_and_compiles_once(
     system, mode, top_p, counted_graphs

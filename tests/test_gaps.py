@@ -387,7 +387,8 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
         r["text"] for r in found[3:]
     ]
     words = (*words, "--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1)
-    told = run_script("sample.py", *words, "--infill", "She[MASK:2-4] home.").stdout
+    infill = ("--infill", "She[MASK:2-4] home.")
+    told = run_main(sample, monkeypatch, capsys, *words, *infill)
     assert told.count("=== sample") == 1 and "log p a token" in told
     for text, word in (
         ("a[MASK:1-2]", "needs text after"),
@@ -462,8 +463,7 @@ def command(monkeypatch, capsys, books):
 def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeypatch):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")
-    words = ("-m", "aogpt", "score", BOOKS, *texts, "--top", 2, "--json", path)
-    told = run_script(*words).stdout
+    told = command("score", *texts, "--top", 2, "--json", path)
     plain, ranked, blanks = json.loads(path.read_text())["results"]
     assert abs(plain["log_prob"] + books.score("The old horse.").nats) < 1e-4
     assert [row["text"] for row in ranked["alternatives"]] == [
