@@ -210,6 +210,8 @@ class Gather:
     """Run folders of short runs on the same tokens in the same orders."""
     long: Path
     """Folder of the run that went on."""
+    adapter: Path
+    """Its adapter, as convert.py wrote it, which filled in the sentences."""
 
     def run(self) -> None:
         rows = {}
@@ -221,6 +223,8 @@ class Gather:
             }
         rows["starts"] = {run.name: losses_of(run) for run in self.starts}
         rows["long"] = losses_of(self.long)
+        settings = json.loads((self.adapter / "config.json").read_text())
+        rows["long"]["exported_step"] = settings["step"]
         write_json(ROWS, rows)
 
 

