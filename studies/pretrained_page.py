@@ -76,7 +76,8 @@ def head(rows: dict) -> str:
         text += (
             f"\n\n**What {trained_tokens(rows):,} tokens buy.** On books that were held "
             f"out, any order goes from {gains['random']['a']:.2f} to "
-            f"{gains['random']['b']:.2f} nats a token, and left to right "
+            f"{gains['random']['b']:.2f} nats a token, infilling from "
+            f"{gains['infill']['a']:.2f} to {gains['infill']['b']:.2f}, and left to right "
             f"from {gains['l2r']['a']:.2f} to {gains['l2r']['b']:.2f}. Any order still "
             f"costs {gains['random']['b'] - gains['l2r']['b']:.2f} nats a token more than "
             "left to right, so no adapter is shipped. What fills gaps today is the "
