@@ -87,12 +87,10 @@ SELECTION = {
         8: "confidence, 8 a pass",
     },
     "entropy": {
-        1: "entropy, 1 a pass",
         4: "entropy, 4 a pass",
         8: "entropy, 8 a pass",
     },
     "margin": {
-        1: "margin, 1 a pass",
         4: "margin, 4 a pass",
         8: "margin, 8 a pass",
     },
@@ -109,6 +107,8 @@ FAMILIES = {
     "one token a pass, random order": ("#0072B2", "s"),
     "one token a pass, left to right": ("#000000", "s"),
     "speculative, left to right": ("#000000", "o"),
+    "one token a pass, slots": ("#56B4E9", "s"),
+    "speculative, slots": ("#56B4E9", "o"),
     "even": ("#D55E00", "^"),
     "mdm": ("#E69F00", "v"),
     "confidence above": ("#009E73", "D"),
@@ -155,10 +155,9 @@ def main() -> None:
 def all_rows() -> dict[str, str]:
     """Return the words of eval_gen.py for every row by its name."""
     rows = EXACT | APPROXIMATE
-    for group_size in (8, 4, 1):  # what takes longest comes last
-        for rule, names in SELECTION.items():
-            words = f"--mode {rule} --group-size {group_size}"
-            rows.setdefault(names[group_size], words)
+    for rule, names in SELECTION.items():
+        for group_size, name in names.items():
+            rows.setdefault(name, f"--mode {rule} --group-size {group_size}")
     return rows
 
 
@@ -362,8 +361,6 @@ def page(rows: dict[str, dict]) -> str:
     ]
     for rule, names in SELECTION.items():
         for name in names.values():
-            if name not in rows:
-                continue
             row = rows[name]
             interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
             selection.append(
@@ -380,6 +377,11 @@ def page(rows: dict[str, dict]) -> str:
     values = {
         "TABLE": "\n".join(lines),
         "SELECTION": "\n".join(selection),
+        "PPL_CONFIDENCE_1": f"{rows[SELECTION['confidence'][1]]['perplexity']:.1f}",
+        "PPL_CONFIDENCE_4": f"{rows[SELECTION['confidence'][4]]['perplexity']:.1f}",
+        "PPL_ENTROPY_4": f"{rows[SELECTION['entropy'][4]]['perplexity']:.1f}",
+        "PPL_MARGIN_4": f"{rows[SELECTION['margin'][4]]['perplexity']:.1f}",
+        "PPL_RANDOM_4": f"{rows[SELECTION['random'][4]]['perplexity']:.1f}",
         "RATE_SLOTS": f"{tokens_a_pass(rows['speculative, slots of 8, draft 16']):.1f}",
         "PPL_SLOTS": f"{rows[SLOTS]['perplexity']:.1f}",
         "PPL_SLOTS_16": f"{rows['speculative, slots of 8, draft 16']['perplexity']:.1f}",
