@@ -151,7 +151,7 @@ class Drawing(Command, TokenChoice):
     ..."""
 
     def __post_init__(self):
-        check_values(self)
+        """Check nothing yet: `run` does, where a mistake is told in one line."""
 
     def choice(self) -> dict[str, Any]:
         """Return the options of `TokenChoice`, as of `TextModel.fill` and `generate`."""

@@ -4,7 +4,7 @@ what does any-order training of it buy?
     python -m studies.pretrained agree FOLDER --data DATA --json agree.json
     python -m studies.pretrained fill FOLDER --json plain.json
     python -m studies.pretrained fill FOLDER --adapter ADAPTER --json adapter.json
-    python -m studies.pretrained gather REPORTS --starts RUN ... --long RUN
+    python -m studies.pretrained gather REPORTS --starts RUN ... --long RUN --adapter ADAPTER
     python -m studies.pretrained page
 
 `agree` compares with `transformers`; `fill` fills in ten fixed sentences. `gather` puts

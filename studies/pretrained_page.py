@@ -1,4 +1,4 @@
-"""The page results/pretrained.md. `rows`: what `python -m studies.pretrained gather` put
+"""The page results/pretrained.md. `rows`: what the command `gather` of studies.pretrained put
 together, by the name of each report; a part whose report is missing is named as not
 run."""
 

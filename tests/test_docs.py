@@ -30,6 +30,7 @@ from studies import (
     findings,
     gpu_day,
     music,
+    pretrained,
     puzzle_answers,
     reproduce,
     speculation,
@@ -68,6 +69,7 @@ SCRIPTS = {
     "studies.gpu_day": gpu_day,
     "studies.music": music,
     "studies.prepare": study_data,
+    "studies.pretrained": pretrained,
     "studies.puzzle_answers": puzzle_answers,
     "studies.reproduce": reproduce,
     "studies.speculation": speculation,
@@ -90,6 +92,9 @@ MADE = (
     "books_english",
     "questions",
     "chorales_alto",
+    "books_smollm2",
+    "ptb_smollm2",
+    "wikitext103_smollm2",
 )  # folders under data/ that users make
 
 
@@ -167,6 +172,10 @@ def parse(monkeypatch):
         elif script == "studies.bench":
             for name in ("bench_decode", "bench_train", "bench_gpu"):
                 monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
+        elif script == "studies.pretrained":
+            for part in ("Agree", "Fill", "Gather", "Page"):
+                one = getattr(pretrained, part)
+                monkeypatch.setattr(one, "run", stop(one.run))
         else:
             monkeypatch.setattr(tyro, "cli", parse_only)
         monkeypatch.setattr("sys.argv", [script, *words])

@@ -146,7 +146,10 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
     N = 1200
     passages = Passages(
-        torch.zeros(N, 8).long(), torch.zeros(N).long(), torch.full((N,), 8)
+        torch.zeros(N, 8).long(),
+        torch.zeros(N).long(),
+        torch.full((N,), 8),
+        torch.arange(N),
     )
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
     eval_infill.fill_in(loaded, passages, True, options, 0)

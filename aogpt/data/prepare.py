@@ -6,12 +6,12 @@ train.roles.bin, ... for prompts, and meta.json. An interrupted run leaves nothi
 behind; a finished dataset is not made twice.
 
 examples:
-  python data/prepare.py stories python data/prepare.py text --source book1.txt
-  book2.md.gz --tokenizer bytes --out data/books python data/prepare.py text --source
-  train.jsonl.xz --val val.csv --field text python data/prepare.py records --source
-  questions.jsonl --block-size 128 --out data/questions python data/prepare.py ptb
-  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out
-  data/wiki512"""
+  python data/prepare.py stories
+  python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
+  python data/prepare.py text --source train.jsonl.xz --val val.csv --field text
+  python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
+  python data/prepare.py ptb
+  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
 
 import os
 import shlex
