@@ -260,7 +260,7 @@ def test_a_format_of_files_is_a_reader_and_a_line(project):
     project.run(
         "data/prepare.py",
         "text",
-        *("film.srt", "--val", "short.srt"),
+        *("--source", "film.srt", "--val", "short.srt"),
         *("--tokenizer", "bytes", "--out", "data/film"),
     )
     project.data = project.folder / "data" / "film"
