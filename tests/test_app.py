@@ -373,6 +373,7 @@ def filled(tab, count, column=0):
     tab.locator("section .scores th", has_text=f"{count} of").nth(column).wait_for()
 
 
+@pytest.mark.slow(reason="drives a browser, which waits for ever at times")
 def test_a_text_is_filled_in_by_clicks(tab):
     begin(tab, "The old horse[MASK:4] home.")
     tab.locator(
@@ -411,6 +412,7 @@ def test_a_text_is_filled_in_by_clicks(tab):
     wait_for(lambda: tab.locator(".scores").count() == 1)
 
 
+@pytest.mark.slow(reason="drives a browser, which waits for ever at times")
 def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     hostile = "${document.title='x'}<img src=x onerror=\"document.title='y'\">`{{value}}\\u0041"
     begin(tab, hostile + "[MASK:9]")
@@ -426,6 +428,7 @@ def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     )
 
 
+@pytest.mark.slow(reason="drives a browser, which waits for ever at times")
 def test_a_second_visitor_is_told_that_he_waits(tab):
     other = tab.context.browser.new_page()
     other.set_default_timeout(120_000)
@@ -441,6 +444,7 @@ def test_a_second_visitor_is_told_that_he_waits(tab):
     other.close()
 
 
+@pytest.mark.slow(reason="drives a browser, which waits for ever at times")
 def test_an_error_is_told_in_one_line(tab):
     begin(tab, "no gap")
     tab.locator(".error", has_text="there is no mask").wait_for()
