@@ -13,7 +13,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,23 +211,24 @@ class Runner:
                 tuning[names] = pool.submit(self.tune, recipe, chosen)
         entries: dict[str, dict] = {}
         for one in run_configs.values():
-            try:
-                pairs = tuning[tuple(self.tuned_on(one))].result()
-            except MissingRow:
-                if not self.partial:
-                    raise
-                continue
-            entries[one.name] = self.entry(recipe, one, pairs, seeds, pool)
+            pairs = self.result_at_hand(tuning[tuple(self.tuned_on(one))])
+            if pairs is not None:
+                entries[one.name] = self.entry(recipe, one, pairs, seeds, pool)
         complete = {}
         for name, entry in entries.items():
-            try:
-                runs = [future.result() for future in entry["runs"]]
-            except MissingRow:
-                if not self.partial:
-                    raise
-                continue
-            complete[name] = entry | {"runs": runs}
+            runs = [self.result_at_hand(future) for future in entry["runs"]]
+            if None not in runs:
+                complete[name] = entry | {"runs": runs}
         return complete
+
+    def result_at_hand(self, future: Future):
+        """Return the result of a future; None if it lacks a row and results may be partial."""
+        try:
+            return future.result()
+        except MissingRow:
+            if not self.partial:
+                raise
+            return None
 
     def entry(
         self,

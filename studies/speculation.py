@@ -338,8 +338,8 @@ def grouped(by_distance: dict[str, list]) -> list[tuple[str, float, float]]:
     return groups
 
 
-def page(rows: dict[str, dict]) -> str:
-    """The page: TEMPLATE with its table and numbers filled in."""
+def sampler_table(rows: dict[str, dict]) -> str:
+    """Return Markdown: a line for each exact and each approximate sampler."""
     lines = [
         "| sampler | exact | passes | tokens a pass | perplexity, 95% | entropy "
         "| 2-gram divergence | CPU s |",
@@ -348,26 +348,38 @@ def page(rows: dict[str, dict]) -> str:
     for name, row in rows.items():
         if name not in EXACT and name not in APPROXIMATE:
             continue
-        interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
+        exact = "yes" if name in EXACT else "no"
         lines.append(
-            f"| {name} | {'yes' if name in EXACT else 'no'} | {row['nfe']:.1f} "
-            f"| {tokens_a_pass(row):.2f} | {row['perplexity']:.1f} ({interval}) "
-            f"| {row['entropy']:.2f} | {row['js_2']:.3f} | {row['seconds']:.0f} |"
+            f"| {name} | {exact} | {row['nfe']:.1f} | {tokens_a_pass(row):.2f} "
+            f"| {quality_cells(row)} | {row['seconds']:.0f} |"
         )
-    selection = [
+    return "\n".join(lines)
+
+
+def selection_table(rows: dict[str, dict]) -> str:
+    """Return Markdown: a line for each rule and number of tokens a pass in SELECTION."""
+    lines = [
         "| first is filled the position | tokens a pass | perplexity, 95% | entropy "
         "| 2-gram divergence |",
         "|---|---:|---|---:|---:|",
     ]
     for rule, names in SELECTION.items():
-        for name in names.values():
-            row = rows[name]
-            interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
-            selection.append(
-                f"| {RULES[rule]} | {tokens_a_pass(row):.0f} "
-                f"| {row['perplexity']:.1f} ({interval}) "
-                f"| {row['entropy']:.2f} | {row['js_2']:.3f} |"
-            )
+        for tokens, name in names.items():
+            lines.append(f"| {RULES[rule]} | {tokens} | {quality_cells(rows[name])} |")
+    return "\n".join(lines)
+
+
+def quality_cells(row: dict) -> str:
+    """Return the cells of both tables that say how good samples are."""
+    interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
+    return (
+        f"{row['perplexity']:.1f} ({interval}) | {row['entropy']:.2f} "
+        f"| {row['js_2']:.3f}"
+    )
+
+
+def page(rows: dict[str, dict]) -> str:
+    """The page: TEMPLATE with its tables and numbers filled in."""
     acceptance = rows["acceptance"]["by_place"]
     groups = grouped(rows["acceptance"]["by_distance"])
     one = rows[ONE_AT_A_TIME]
@@ -375,8 +387,8 @@ def page(rows: dict[str, dict]) -> str:
     left_to_right = rows["speculative, left to right, draft 16"]
     even = rows["even, 32 steps"]
     values = {
-        "TABLE": "\n".join(lines),
-        "SELECTION": "\n".join(selection),
+        "TABLE": sampler_table(rows),
+        "SELECTION": selection_table(rows),
         "PPL_CONFIDENCE_1": f"{rows[SELECTION['confidence'][1]]['perplexity']:.1f}",
         "PPL_CONFIDENCE_4": f"{rows[SELECTION['confidence'][4]]['perplexity']:.1f}",
         "PPL_ENTROPY_4": f"{rows[SELECTION['entropy'][4]]['perplexity']:.1f}",

@@ -75,7 +75,15 @@ class Weighted:
     def resampled(self, count: int, seed: int) -> list[int]:
         """Return the numbers of `count` fillings, drawn by weight, each
         independently."""
-        uniforms = to_uniform(philox_bits(seed, RESAMPLED, range(count), 1, RESAMPLING))
+        uniforms = to_uniform(
+            philox_bits(
+                seed,
+                RESAMPLED,
+                range(count),
+                1,
+                RESAMPLING,
+            )
+        )
         return _inverse(
             torch.tensor(self.weights).double(), torch.from_numpy(uniforms[:, 0])
         )
@@ -150,7 +158,13 @@ class Rows:
         self.token_forwards += int(count.sum())
         self.cached = self.cached + count
         tokens = self.tokens.to(self.order.device)
-        return cached_hidden(self.model, tokens, self.order, step, self.cache)
+        return cached_hidden(
+            self.model,
+            tokens,
+            self.order,
+            step,
+            self.cache,
+        )
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log p (rows, V) of the next token after each state, in float64."""
@@ -255,7 +269,12 @@ def fill_by_resampling(
         )
     lengths = _lengths_that_fit(gapped, model.config.block_size)
     longest = [sizes[-1] for sizes in lengths]
-    rows = Rows(model, gapped.known[0], draws, len(gapped.context(longest)))
+    rows = Rows(
+        model,
+        gapped.known[0],
+        draws,
+        len(gapped.context(longest)),
+    )
     log_gaps = torch.zeros(draws, dtype=torch.float64)  # log p of what fills them
     log_right = torch.zeros(draws, dtype=torch.float64)  # of the known text after them
     weights = torch.zeros(draws, dtype=torch.float64)  # their logarithms
@@ -265,14 +284,30 @@ def fill_by_resampling(
     texts_after = gapped.known[1:]
     for number, (sizes, after) in enumerate(zip(lengths, texts_after, strict=True)):
         start = rows.known
-        proposals = _draw(rows, sizes, after, choice, vocab_size, seed, number)
+        proposals = _draw(
+            rows,
+            sizes,
+            after,
+            choice,
+            vocab_size,
+            seed,
+            number,
+        )
         # 1. Choose K of all rows and lengths.
         by_length = torch.cat([weights + proposals[n].log_weight for n in sizes])
         weights, found = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
         effective = min(effective, found)
         shift = float(
-            to_uniform(philox_bits(seed, number, range(1), 1, RESAMPLING))[0, 0]
+            to_uniform(
+                philox_bits(
+                    seed,
+                    number,
+                    range(1),
+                    1,
+                    RESAMPLING,
+                )
+            )[0, 0]
         )
         strata = (torch.arange(draws).double() + shift) / draws
         chosen = _inverse(weights, strata)
