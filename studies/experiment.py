@@ -173,6 +173,14 @@ class Experiment:
         return configuration.from_dict(values, f"run config {run_config.name}")
 
     @property
+    def run_configs(self) -> list[str]:
+        """Names of the run configs of all recipes, each once."""
+        names: dict[str, None] = {}
+        for run_configs in self.recipes.values():
+            names.update(dict.fromkeys(run_configs))
+        return list(names)
+
+    @property
     def success(self) -> float | None:
         """The figure from which on a run succeeds, if claims are about the number of those."""
         return next((c.success for c in self.claims if c.success is not None), None)

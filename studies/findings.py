@@ -2,6 +2,7 @@
 
     python -m studies.findings E13 --seeds 1 --quick   # does it run? Three minutes
     python -m studies.findings E13 --jobs 2            # what is missing: results/findings/E13.*
+    python -m studies.findings E13 --run-configs l2r0 # some now, the others later
     python -m studies.findings details E13             # all its figures, claims, rates tried
     python -m studies.findings page                    # all pages of what has results
 
@@ -34,6 +35,8 @@ class Arguments(RunOptions):
     words: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """An experiment (a file of studies/configs/findings without its suffix), `details` and an
     experiment, or `page`."""
+    run_configs: tuple[str, ...] = ()
+    """Only these run configs. Their rows are saved, results go to out/findings/part."""
 
 
 def main() -> None:
@@ -56,13 +59,23 @@ def run(experiment: Experiment, a: Arguments) -> None:
     left out there is no page, whose text may speak of them, and the figure is in out/findings."""
     name = experiment.name
     seeds = a.seeds or experiment.seeds
-    complete = seeds >= experiment.seeds and not a.quick
+    complete = seeds >= experiment.seeds and not a.quick and not a.run_configs
+    for chosen in a.run_configs:
+        if chosen not in experiment.run_configs:
+            names = ", ".join(experiment.run_configs)
+            raise UserError(f"{name} has no run config {chosen!r}, but {names}")
     file = None
     if a.quick:
         prepare_quick_text(experiment)
     else:
         file = pages.RESULTS / f"{name}.runs.jsonl"
-    runner = Runner(experiment, Results(file), jobs=a.jobs, quick=a.quick)
+    runner = Runner(
+        experiment,
+        Results(file),
+        jobs=a.jobs,
+        quick=a.quick,
+        chosen=a.run_configs,
+    )
     recipes = pages.reported(experiment, runner.train(seeds))
     show(*pages.details_of(experiment, recipes), sep="\n")
     folder = pages.RESULTS

@@ -181,6 +181,7 @@ class Runner:
     processes: int = 1  # of each run
     quick: bool = False
     partial: bool = False  # leave out run configs whose rows are missing
+    chosen: tuple[str, ...] = ()  # names of run configs; all if empty
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def train(self, seeds: int) -> Recipes:
@@ -202,13 +203,16 @@ class Runner:
         self, recipe: str, seeds: int, pool: ThreadPoolExecutor
     ) -> dict[str, dict]:
         """Tune, train and measure the run configs of a recipe."""
-        run_configs = self.experiment.recipes[recipe]
+        run_configs = {}
+        for name, one in self.experiment.recipes[recipe].items():
+            if not self.chosen or name in self.chosen:
+                run_configs[name] = one
         tuning = {}
         for one in run_configs.values():
             names = tuple(self.tuned_on(one))
             if names not in tuning:
-                chosen = [run_configs[name] for name in names]
-                tuning[names] = pool.submit(self.tune, recipe, chosen)
+                tuned = [self.experiment.recipes[recipe][name] for name in names]
+                tuning[names] = pool.submit(self.tune, recipe, tuned)
         entries: dict[str, dict] = {}
         for one in run_configs.values():
             pairs = self.result_at_hand(tuning[tuple(self.tuned_on(one))])

@@ -618,13 +618,17 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         ({"tune_on": ["a", "b"]}, [3.0, 3.0, 3.0]),
         ({"as": "a"}, [2.0, 2.0, 5.0]),
         ({"tune_by": "lowest_training"}, [5.0, 1.0, 1.0]),
+        ({"as": "a", "chosen": ("b",)}, [2.0]),
     ):
         others = configs | {
             "b": dataclasses.replace(configs["b"], tuned_as=more.get("as", ""))
         }
-        how = {key: value for key, value in more.items() if key != "as"}
-        experiment = experiments.Experiment(name="X", recipes={"r": others}, **how)
-        found = runner.Runner(experiment, runner.Results()).train(1)["r"]
+        options = dict(more)
+        options.pop("as", None)
+        chosen = options.pop("chosen", ())
+        experiment = experiments.Experiment(name="X", recipes={"r": others}, **options)
+        made = runner.Runner(experiment, runner.Results(), chosen=chosen)
+        found = made.train(1)["r"]
         assert [entry["tuned"]["optim.lr"] for entry in found.values()] == tuned
 
 
