@@ -29,7 +29,7 @@ def convert(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     weights: Literal["ema", "raw"] = "ema",
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16"] | None = None,
     checkpoint: str = "last",
     hub: bool = False,
     adapter: bool = False,
@@ -45,8 +45,9 @@ def convert(
         destination: New folder; written completely or not at all.
         weights: ema: the averaged weights, if the source has them; raw: those of the
             last step.
-        dtype: Type of the weights. bfloat16 takes half the space and rounds to 8
-            significant bits; this project loads both as float32.
+        dtype: Type of the weights; float32, of adapters bfloat16, unless given. bfloat16
+            takes half the space and rounds to 8 significant bits; this project loads
+            both as float32.
         checkpoint: Which one of a run: last, best (lowest validation loss) or the
             number of a step.
         hub: Write a folder that transformers.AutoModel loads without this project: with
@@ -65,8 +66,10 @@ def convert(
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
         )
+    if dtype is None:
+        dtype = "bfloat16" if adapter else "float32"
     if adapter:
-        count = write_adapter(source, destination, weights, checkpoint)
+        count = write_adapter(source, destination, weights, checkpoint, dtype)
         show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
         if push:
             show(f"uploaded to {push_folder(destination, push)}")
@@ -127,18 +130,29 @@ def write_folder(
         raise CheckpointError(f"could not write {destination}: {reason}") from error
 
 
-def write_adapter(source: str, destination: Path, weights: str, which: str) -> int:
+def write_adapter(
+    source: str, destination: Path, weights: str, which: str, dtype: str
+) -> int:
     """Write the adapters of a run; returns their number of parameters. Raises
     CheckpointError for a run without."""
-    newest = store.read_newest(expand_home(source), which=which)
-    if newest is None or not newest[1].get("adapter"):
-        raise CheckpointError(f"{source} is not a run with --train.lora-rank")
-    path, values = newest
     prefix = "ema." if weights == "ema" else "model."
+
+    def read(path: Path) -> tuple[store.State, dict[str, Tensor]]:
+        values = store.read_values(path, prefix=prefix)
+        if not values.get("adapter"):
+            return values, {}
+        return values, store.read_all(path, values, prefix)
+
+    # Values and tensors are read together: a run that is training may replace the
+    # checkpoint at any time, and then its newest one is read.
+    newest = store.read_newest(expand_home(source), read, which=which)
+    if newest is None or not newest[1][0].get("adapter"):
+        raise CheckpointError(f"{source} is not a run with --train.lora-rank")
+    path, (values, found) = newest
     tensors = {}
-    for name, tensor in store.read_all(path, values, prefix).items():
+    for name, tensor in found.items():
         tensors[name.replace(".default.", ".")] = tensor
-    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    data = file_of(tensors, getattr(torch, dtype))
     settings = {
         "format": adapters.FORMAT,
         "model": values["model_config"],

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import (
     ALONE,
@@ -95,7 +96,7 @@ def test_merged_adapters_compute_what_peft_does_unmerged(tuned, weights):
 
 def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_path):
     config, base = tuned
-    convert(str(config.run_folder), tmp_path / "adapter", adapter=True)
+    convert(str(config.run_folder), tmp_path / "adapter", adapter=True, dtype="float32")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter.safetensors",
         "config.json",
@@ -114,6 +115,61 @@ def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_pa
     convert(str(tmp_path / "adapter"), tmp_path / "merged")
     found = parameters(load(tmp_path / "merged").model)
     assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+def test_an_exported_adapter_is_bfloat16_unless_another_type_is_named(tuned, tmp_path):
+    """Half the space. Each factor is rounded to 8 bits, so each entry of a product moves
+    by at most 2^-7 of the sum of the absolute values that it adds up."""
+    config, base = tuned
+    run = str(config.run_folder)
+    convert(run, tmp_path / "half", adapter=True)
+    convert(run, tmp_path / "whole", adapter=True, dtype="float32")
+    small, large = [
+        safetensors.torch.load_file(tmp_path / name / "adapter.safetensors")
+        for name in ("half", "whole")
+    ]
+    assert {tensor.dtype for tensor in small.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in large.values()} == {torch.float32}
+    found = parameters(load(tmp_path / "half").model)
+    expected = parameters(load(tmp_path / "whole").model)
+    before = parameters(load(base).model)
+    moved = 0
+    for name, tensor in large.items():
+        module, _, factor = name.partition(".lora_")
+        if factor != "A.weight":
+            continue
+        other = large[f"{module}.lora_B.weight"]
+        weight = f"{module}.weight"
+        limit = 2 * 2**-7 * (other.abs() @ tensor.abs())  # alpha / rank is 2
+        difference = (found[weight] - expected[weight]).abs()
+        assert (difference <= limit + 1e-6).all()
+        assert not torch.equal(found[weight], before[weight])
+        moved += int((difference > 0).sum())
+    assert moved > 0, "the rounding shows"
+
+
+def test_an_adapter_whose_checkpoint_is_replaced_meanwhile_is_the_newest(
+    tuned, tmp_path, monkeypatch
+):
+    """A run that is training removes the checkpoint between its values and its
+    tensors."""
+    config, _ = tuned
+    run = shutil.copytree(config.run_folder, tmp_path / "run")
+    path = store.find(run)[-1]
+    read_all = store.read_all
+
+    def replaced(checkpoint, values, prefix=""):
+        if checkpoint == path:
+            path.rename(store.path_of(run, 9))
+        return read_all(checkpoint, values, prefix)
+
+    monkeypatch.setattr(store, "read_all", replaced)
+    convert(str(run), tmp_path / "adapter", adapter=True)
+    convert(str(run), tmp_path / "merged")
+    assert not path.exists()
+    expected = parameters(load(config.run_folder).model)
+    merged = parameters(load(tmp_path / "merged").model)
+    assert all(torch.equal(merged[name], p) for name, p in expected.items())
 
 
 def test_another_base_a_damaged_file_and_a_run_without_adapters_are_refused(
