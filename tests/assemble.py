@@ -1,7 +1,11 @@
 """Assemble every Triton kernel for a GPU that need not be here, and print a line of
-JSON each:
+JSON each; or make a table of such lines:
 
-python tests/assemble.py 90"""
+python tests/assemble.py 90 >> kernels.jsonl
+python tests/assemble.py table kernels.jsonl
+
+ptxas and cuobjdump are those of Triton's wheel. spilled_bytes: what a thread keeps in
+memory because the registers do not suffice."""
 
 import json
 import os
@@ -16,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from aogpt.runtime.outputs import markdown_table
 from aogpt.sampling import attention_kernel, kernels
 from aogpt.training import norm_kernel
 
@@ -157,8 +162,35 @@ def assemble_norm(gpu: int) -> None:
             )
 
 
+def table(rows: list[dict]) -> list[str]:
+    """Return the lines of a table with a line for each kernel, in bytes, the GPUs side
+    by side."""
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    kernels: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        kernels.setdefault(row["kernel"], {})[row["gpu"]] = row
+    head = ["kernel"]
+    for gpu in gpus:
+        head += [f"{gpu}: registers", "spilled", "shared memory"]
+    cells = []
+    for kernel, by_gpu in kernels.items():
+        cells.append([kernel])
+        for gpu in gpus:
+            row = by_gpu[gpu]
+            cells[-1] += [
+                str(row["registers"]),
+                str(row["spilled_bytes"]),
+                f"{row['shared_bytes']:,}",
+            ]
+    return markdown_table(head, cells, left=1)
+
+
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
+    if sys.argv[1] == "table":
+        lines = Path(sys.argv[2]).read_text().splitlines()
+        print(*table([json.loads(line) for line in lines]), sep="\n")
+        sys.exit()
     target = int(sys.argv[1])
     assemble_choice(target)
     assemble_attention(target)

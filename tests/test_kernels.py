@@ -601,6 +601,21 @@ def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
 # ---- assembled -----------------------------------------------------------------------
 
 
+def test_the_table_of_registers_is_of_its_rows_and_none_spills():
+    file = ROOT / "results" / "gpu" / "kernels.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"} and len(rows) == 2 * 19
+    assert all(row["spilled_bytes"] == 0 for row in rows)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "assemble.py", "table", file],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout in (ROOT / "results" / "gpu" / "kernels.md").read_text()
+
+
 @pytest.mark.slow(reason="assembles nineteen kernels")
 @pytest.mark.parametrize("gpu", [90, 80])
 def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
