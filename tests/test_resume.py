@@ -28,6 +28,7 @@ from aogpt.checkpoints import CheckpointError, store
 from aogpt.data.loader import TokenDataset
 from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import sha256_file
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training.config import StageConfig
@@ -370,6 +371,23 @@ def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not
     with pytest.raises(UserError, match=f"{file} has changed since the run last"):
         train.train(change(config, train__steps=10), ALONE)
     assert_same(newest(config), before)
+
+
+def test_data_that_was_prepared_again_is_told(tmp_path, data, capsys):
+    """Its checksum is right, but it is not that of the run's last start."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    config = tiny_config(folder, tmp_path, steps=6)
+    train.train(config, ALONE)
+    train.train(change(config, train__steps=7), ALONE)
+    assert "other data" not in capsys.readouterr().out
+    flip_byte(folder / "train.bin", at=4, mask=1)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"]["sha256"] = sha256_file(folder / "train.bin")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    train.train(change(config, train__steps=8), ALONE)
+    note = f"{folder / 'train.bin'} holds other data than when the run last started"
+    assert note in capsys.readouterr().out
 
 
 def test_data_without_a_checksum_that_has_another_time_is_told(tmp_path, capsys):

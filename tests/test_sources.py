@@ -99,8 +99,14 @@ def test_text_with_the_mark_of_another_encoding_is_converted(
     out = prepared("text", tmp_path / "p", tmp_path / "b.jsonl.gz", split="test")
     assert documents(out) == [text]
     assert "note: 1 file in UTF-16 or UTF-32 is converted" in capsys.readouterr().out
-    (tmp_path / "c.txt").write_bytes(("plain text " * 9).encode("utf-16-le"))
-    with pytest.raises(UserError, match="c.txt: every other character is NUL.*iconv"):
+
+
+@pytest.mark.parametrize("text", ["plain text ", "naïve text – "])
+@pytest.mark.parametrize("encoding", ["utf-16le", "utf-16be"])
+def test_text_in_utf16_without_its_mark_is_told(tmp_path, text, encoding):
+    (tmp_path / "c.txt").write_bytes((text * 9).encode(encoding))
+    words = f"c.txt: every other byte is 0.*iconv -f {encoding} -t utf-8"
+    with pytest.raises(UserError, match=words):
         prepared("text", tmp_path / "q", tmp_path / "c.txt")
 
 
@@ -171,6 +177,12 @@ def test_rows_of_two_splits_are_counted(tmp_path, capsys):
     prepared("text", tmp_path / "p", source, val=(held_out,))
     said = capsys.readouterr().out
     assert "note: 1 of 3 documents of val are in train, too" in said
+    # A copy with other line ends is no other text.
+    text = "one line\nand another one\n" * 50
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.txt").write_bytes(text.replace("\n", "\r\n").encode() + b"\n")
+    prepared("text", tmp_path / "r", tmp_path / "a.txt", val=(tmp_path / "b.txt",))
+    assert "note: 1 of 1 document of val are in train" in capsys.readouterr().out
     other = write_jsonl(tmp_path / "c.jsonl", [f"row {i}" for i in range(200)])
     prepared("text", tmp_path / "q", other)
     assert "in train, too" not in capsys.readouterr().out
@@ -180,6 +192,8 @@ def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
     with pytest.raises(UserError, match=r"--split-at '\\\\n\\\\n' occurs nowhere in"):
         prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at=r"\n\n")
+    with pytest.raises(UserError, match="--split-at is empty"):
+        prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at="")
     options = {"split_at": "\n\n", "split": "test"}
     out = prepared("text", tmp_path / "o", tmp_path / "a.txt", **options)
     assert documents(out) == ["one", "two", "three"]
@@ -281,8 +295,12 @@ def test_token_files_of_another_width_or_vocabulary_are_refused(tmp_path):
     assert read_tokens(folder, "train").tolist() == ids
     for dtype in (np.uint32, np.int64):
         folder = write_ids(tmp_path / np.dtype(dtype).name, ids, dtype)
-        with pytest.raises(UserError, match="of its ids are 0 if they have 16 bits"):
+        with pytest.raises(UserError, match="% are 0 and every other.*32 or 64"):
             load_meta(folder)
+    # No upper half is 0.
+    folder = write_ids(tmp_path / "large", np.array(ids) + 2**16, np.uint32)
+    with pytest.raises(UserError, match="0% are 0 and every other one is at most 1"):
+        load_meta(folder)
     letters = np.random.default_rng(0).integers(0, 65, 5000)
     folder = write_ids(tmp_path / "letters", letters, np.uint16)
     with pytest.raises(UserError, match="its largest id is 64: these are not"):

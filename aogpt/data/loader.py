@@ -43,6 +43,7 @@ PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
 # What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!"
 # has the id 0, and the first 512 ids are bytes and the most frequent pairs.
 MOST_ZEROS = 0.25
+FEW_IDS = 16
 COMMON_IDS = 512
 FEW_TOKENS = 100
 ADVICE = "prepare the dataset again"
@@ -157,10 +158,13 @@ def check_nanogpt(path: Path) -> None:
     if len(ids) < FEW_TOKENS:
         return
     zeros = float((ids == 0).mean())
-    if zeros > MOST_ZEROS:
+    # The upper halves of ids of 32 bits, in either order of bytes: at most 3.
+    upper_halves = int(ids[1::2].max())
+    if zeros > MOST_ZEROS or upper_halves < FEW_IDS:
         raise UserError(
-            f"{path} has no meta.json, and {zeros:.0%} of its ids are 0 if they have 16 "
-            "bits: they have 32 or 64. Write them as uint16, or prepare the text again"
+            f"{path} has no meta.json, and if its ids have 16 bits, {zeros:.0%} are 0 "
+            f"and every other one is at most {upper_halves}: they have 32 or 64. Write "
+            "them as uint16, or prepare the text again"
         )
     if ids.max() < COMMON_IDS:
         raise UserError(
@@ -503,8 +507,8 @@ def _name_and_share(text: str) -> tuple[str, int]:
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Notes on files that have another size or time than `before`
-    (`TokenDataset.files`), and no checksum that would show whether they changed. Raises
+    """Notes on files that hold other data than `before` (`TokenDataset.files`), or have
+    another size or time and no checksum that would show whether they changed. Raises
     UserError for a file that does not match its checksum."""
     notes = []
     for path, recorded in now.items():
@@ -521,6 +525,8 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
                 f"{path} has changed since the run last started: it does not match its "
                 f"checksum; copy it, or {ADVICE}"
             )
+        elif path in before and recorded["sha256"] != before[path]["sha256"]:
+            notes.append(f"{path} holds other data than when the run last started")
     return notes
 
 

@@ -32,8 +32,8 @@ from .tokenizers import Tokenizer, text_bytes, without_lone_surrogates
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
-CHECKED = 100  # documents that are decoded again, to see what a tokenizer loses
-CHECKED_BYTES = 1 << 20  # of text in them, at most
+WHITE_SPACE = b" \t\r\n"  # in which copies of a document may differ
+CHECKED_BYTES = 1 << 24  # of text that are decoded again, to see what a tokenizer loses
 SHOWN = 40  # characters of a text in a note
 # Where a single document may be divided: at the last line end or word end in this part
 # of the validation share before its beginning.
@@ -168,7 +168,7 @@ class Losses:
         of_tokens = int(self.tokenizer.count_bytes(ids).sum())
         self.documents += 1
         is_changed = size != of_tokens
-        is_first = self.documents <= CHECKED and self.decoded <= CHECKED_BYTES
+        is_first = self.decoded <= CHECKED_BYTES
         if is_changed and not self.first or is_first:
             self.decoded += size
             decoded = self.tokenizer.decode(ids)
@@ -200,7 +200,8 @@ class SplitFile:
         self.dtype = dtype
         self.tokens = 0
         self.ends = array("q")  # the place after each document
-        self.hashes = array("Q")  # of the text of each document that is not empty
+        # Of each document's text without white space, unless nothing is left.
+        self.hashes = array("Q")
         self.text_bytes = 0
         self.token_bytes = 0  # what the ids stand for, if no text was lost
         self.has_roles = False  # whether a token is not predicted
@@ -219,8 +220,8 @@ class SplitFile:
             self.has_roles |= bool(roles.any())
         self.tokens += ids.size
         self.ends.append(self.tokens)
-        if text:
-            data = text.encode("utf-8", "surrogatepass")
+        data = text.encode("utf-8", "surrogatepass").translate(None, WHITE_SPACE)
+        if data:
             digest = hashlib.blake2b(data, digest_size=8).digest()
             self.hashes.append(int.from_bytes(digest, "little"))
 

@@ -270,18 +270,20 @@ def _as_utf8(
 def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """Yield the file as one document, with line ends of Unix; nothing if it is
     empty."""
+    data = stream.read()
+    if data.count(0) > len(data) / 4:
+        order = "be" if data[0] == 0 else "le"
+        raise UserError(
+            f"{name}: every other byte is 0, as in UTF-16 without its mark; "
+            f"convert it first, e.g. iconv -f utf-16{order} -t utf-8"
+        )
     try:
-        text = stream.read().decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name}: not UTF-8 ({error.reason}); convert it first, "
             "e.g. iconv -f latin1 -t utf-8"
         ) from error
-    if text.count("\0") > len(text) / 4:
-        raise UserError(
-            f"{name}: every other character is NUL, as in UTF-16 without its mark; "
-            "convert it first, e.g. iconv -f utf-16le -t utf-8"
-        )
     reading.counts[WINDOWS] += text.count("\r\n")
     if text:
         yield text.replace("\r\n", "\n")
