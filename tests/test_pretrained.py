@@ -260,6 +260,10 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"rope_theta": "abc", "rope_parameters": None}, "rope_theta is 'abc'"),
         ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
         ({"rope_parameters": [1]}, "rope_parameters is"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rotary positions for each kind of layer",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling is"),
         ({"layer_types": 5}, "layer_types is 5"),
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
@@ -298,7 +302,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     [
         (torch.zeros(24, 23), "k_proj.weight is"),
         (torch.tensor(1.0), "q_proj.weight is"),
-        (torch.zeros(20, 24), "qkv.weight is"),
+        (torch.zeros(20, 24), "q_proj.weight has 20 rows, not 24"),
         (torch.zeros(24, 24, dtype=torch.float8_e4m3fn), "quantised"),
     ],
 )
@@ -306,6 +310,18 @@ def test_odd_tensors_are_refused_by_name(llama, tmp_path, value, words):
     shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
     change_tensors(tmp_path, lambda tensors: tensors.update({Q_PROJ: value}))
     with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
+def test_parts_of_a_joined_tensor_have_their_own_sizes(llama, tmp_path):
+    """As many rows in all as queries, keys and values have together."""
+    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
+    parts = {
+        Q_PROJ: torch.zeros(12, 24),
+        Q_PROJ.replace("q_", "k_"): torch.ones(24, 24),
+    }
+    change_tensors(tmp_path, lambda tensors: tensors.update(parts))
+    with pytest.raises(CheckpointError, match="q_proj.weight has 12 rows, not 24"):
         load(tmp_path)
 
 

@@ -97,6 +97,7 @@ END = {"<|endoftext|>": 256, "<|im_end|>": 257, "<s>": 258}
         ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, "<|im_end|>"),
         ({"config": {"eos_token_id": 257}}, "<|im_end|>"),
         ({"config": {"eos_token_id": [257, 256]}}, "<|im_end|>"),
+        ({"config": {"eos_token_id": [99_999, 257]}}, "<|im_end|>"),
         ({"generation_config": {"eos_token_id": [257]}}, "<|im_end|>"),
         ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
         ({"config": {"eos_token_id": 99_999}}, "<|endoftext|>"),  # no such id
@@ -295,6 +296,11 @@ def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 of 2 documents do not come back" in said
     assert "'THE cat' -> 'the cat'" in said
+    # However late.
+    texts = ["the cat"] * 200 + ["THE cat"] * 5
+    source = write_jsonl(tmp_path / "b.jsonl", texts)
+    prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
+    assert "5 of 205 documents do not come back" in capsys.readouterr().out
 
 
 @needs_gpt2

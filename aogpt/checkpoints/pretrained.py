@@ -74,6 +74,8 @@ class RopeSettings(TypedDict):
     high_freq_factor: NotRequired[Positive]
     original_max_position_embeddings: NotRequired[Count]
     partial_rotary_factor: NotRequired[Positive | None]
+    full_attention: NotRequired[Any]  # such a table for each kind of layer
+    sliding_attention: NotRequired[Any]
 
 
 @schema
@@ -124,11 +126,15 @@ def read(
     config = config_of(settings, has_start=bool(tokenizer.starts))
     tensors = LazyTensors()
     unused = {name for name in state if not name.endswith("rotary_emb.inv_freq")}
+    width = config.head_dim
+    heads = (config.n_head, config.kv_heads, config.kv_heads)
+    qkv_rows = [count * width for count in heads]
     for ours, theirs in module_names(config).items():
         for kind in ("weight", "bias"):
             names = [f"{module}.{kind}" for module in theirs]
+            rows = qkv_rows if ours.endswith("attn.qkv") else None
             if unused.issuperset(names):
-                tensors.data[f"{ours}.{kind}"] = partial(joined, state, names)
+                tensors.data[f"{ours}.{kind}"] = partial(joined, state, names, rows)
                 unused.difference_update(names)
     if config.tied_head:
         unused.discard(HEAD)
@@ -164,8 +170,13 @@ def module_names(config: ModelConfig) -> dict[str, list[str]]:
     return names
 
 
-def joined(state: MutableMapping[str, Tensor], names: list[str]) -> Tensor:
-    """Join the rows of tensors. Raises UserError for quantised or odd ones."""
+def joined(
+    state: MutableMapping[str, Tensor],
+    names: list[str],
+    rows: list[int] | None = None,
+) -> Tensor:
+    """Join the rows of tensors. rows: how many each has, where that is not checked
+    with the joined tensor's. Raises UserError for quantised or odd ones."""
     parts = [state[name] for name in names]
     for name, part in zip(names, parts, strict=True):
         if not isinstance(part, Tensor):
@@ -176,6 +187,9 @@ def joined(state: MutableMapping[str, Tensor], names: list[str]) -> Tensor:
             raise UserError(
                 f"{name} is {tuple(part.shape)}, {names[0]} {tuple(parts[0].shape)}"
             )
+    for name, part, count in zip(names, parts, rows or [], strict=False):
+        if len(part) != count:
+            raise UserError(f"{name} has {len(part)} rows, not {count}")
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -254,6 +268,9 @@ def refuse_what_differs(settings: Settings) -> None:
         and window_of(settings) is None,
         "layers without positions (no_rope_layers)": settings.get("no_rope_layers"),
         "partly rotated heads (partial_rotary_factor)": rotated not in (None, 1.0),
+        "rotary positions for each kind of layer (rope_parameters)": "full_attention"
+        in rope_settings(settings)
+        or "sliding_attention" in rope_settings(settings),
     }
     for part, is_there in differs.items():
         if is_there:

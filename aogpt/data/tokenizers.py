@@ -430,9 +430,13 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
 
 def _token_id(value: Any, ids: dict[str, int]) -> int | None:
     """Return the id that a config file means: by an id, a token, {"content": token}, or
-    a list, of which the first one counts. None if the vocabulary does not have it."""
+    a list, of which the first one that there is counts. None if the vocabulary does not
+    have it."""
     if isinstance(value, list):
-        value = value[0] if value else None
+        for one in value:
+            if (token := _token_id(one, ids)) is not None:
+                return token
+        return None
     if isinstance(value, dict):
         value = value.get("content")
     if isinstance(value, str):
