@@ -97,16 +97,17 @@ class Score(Command):
             )
         else:
             scored = model.score(text, self.order, self.seed, end=self.end)
+            bits = scored.bits_per_byte
             values = {
                 "log_prob": -scored.nats,
                 "scored": scored.scored,
                 "nats_per_token": scored.nats_per_token,
-                "bits_per_byte": scored.bits_per_byte,
+                "bits_per_byte": None if math.isnan(bits) else bits,
             }
             lines = token_table(model, scored)
             lines.append(
                 f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} tokens, "
-                f"{scored.bits_per_byte:.4f} bits a byte"
+                f"{number(bits, 4)} bits a byte"
             )
         return values | asdict(scored), lines
 
@@ -251,11 +252,11 @@ EXAMPLES = {
 }
 
 
-def number(value: float | None) -> str:
-    """A number with three decimals, "-" for none."""
+def number(value: float | None, decimals: int = 3) -> str:
+    """A number with this number of decimals, "-" for none."""
     if value is None or math.isnan(value):
         return "-"
-    return f"{value:.3f}"
+    return f"{value:.{decimals}f}"
 
 
 def one_line(text: str) -> str:

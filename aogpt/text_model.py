@@ -75,8 +75,11 @@ class Scored:
 
     @property
     def bits_per_byte(self) -> float:
-        """-log2 p of the tokens that are scored, by their bytes."""
-        return self.nats / math.log(2) / max(1, self.bytes)
+        """-log2 p of the tokens that are scored, by their bytes; NaN where these have
+        none, as the end of a text alone."""
+        if not self.bytes:
+            return math.nan
+        return self.nats / math.log(2) / self.bytes
 
 
 class Generated(str):
@@ -243,8 +246,13 @@ class TextModel:
         ids_of_texts = []
         blocks = []
         orders = []
-        for text in texts:
-            ids = self._ids_to_score(text, end)
+        for place, text in enumerate(texts, 1):
+            try:
+                ids = self._ids_to_score(text, end)
+            except UserError as error:
+                if len(texts) == 1:
+                    raise
+                raise UserError(f"text {place} of {len(texts)}: {error}") from None
             ids_of_texts.append(ids)
             for number, start in enumerate(range(0, len(ids), self.block_size)):
                 block = ids[start : start + self.block_size]

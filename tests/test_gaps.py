@@ -594,6 +594,8 @@ def test_lists_in_lists_out(books):
     assert all(text.startswith("Once") for text in samples[0])
     gapped = ["She[MASK:2] home.", "He[MASK:1-2] away."]
     assert books.fill(gapped, seed=1) == [books.fill(text, seed=1) for text in gapped]
+    with pytest.raises(aogpt.UserError, match="text 2 of 3: there is no text to"):
+        books.score(["one", "", "two"])
     brackets = ["The [cat|dog] sat.", "It was [dark|old]."]
     shares = [[row.share for row in rows] for rows in books.rank(brackets)]
     assert [len(row) for row in shares] == [2, 2]
@@ -659,6 +661,9 @@ def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
     with pytest.raises(ValueError, match="put a word before them"):
         other.rank("[He|~|Q] said.")
     assert len(other.rank("He [ran|sat].")) == 2
+    # The end alone is scored: no bytes to divide by.
+    scored = other.score("H", end=True)
+    assert scored.scored == 1 and scored.bytes == 0 and math.isnan(scored.bits_per_byte)
 
 
 # ---- plain GPTs: sampling-importance-resampling --------------------------------------------------
