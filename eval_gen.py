@@ -28,7 +28,12 @@ from aogpt.evaluation.scoring import (
     score_samples,
 )
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.command_line import (
+    ModelOptions,
+    check_repeated,
+    run_script,
+    show,
+)
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
@@ -171,6 +176,7 @@ def main() -> None:
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
     check_values(a)
+    check_repeated(a)
     if not a.runs and not a.samples:
         raise UserError(
             "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"

@@ -28,7 +28,12 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
-from aogpt.runtime.command_line import ModelOptions, run_script, show
+from aogpt.runtime.command_line import (
+    ModelOptions,
+    check_repeated,
+    run_script,
+    show,
+)
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
@@ -78,6 +83,7 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
+    check_repeated(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
     rouge([])  # reports a missing package before the work

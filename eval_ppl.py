@@ -38,7 +38,13 @@ from aogpt.evaluation.perplexity_table import (
 )
 from aogpt.model import ModelConfig
 from aogpt.orders import parse_order, parse_settings
-from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show
+from aogpt.runtime.command_line import (
+    TEXT,
+    RunOptions,
+    check_repeated,
+    run_script,
+    show,
+)
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
@@ -98,6 +104,7 @@ def check_arguments(a: Arguments) -> Outputs:
     """The files to write. Raises UserError for impossible options, before the work
     begins."""
     check_values(a)
+    check_repeated(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError(
             "ensembles do not combine with --group or --bound iw: leave out --ensemble"

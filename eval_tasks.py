@@ -27,7 +27,12 @@ from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
 from aogpt.evaluation import harness
 from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
-from aogpt.runtime.command_line import RunOptions, run_script, show
+from aogpt.runtime.command_line import (
+    RunOptions,
+    check_repeated,
+    run_script,
+    show,
+)
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -98,6 +103,7 @@ def main(judges: Mapping[str, Judge] | None = None) -> None:
     """Answer the tasks of the command line. judges: see `open_questions`."""
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
+    check_repeated(a)
     if not a.tasks:
         raise UserError(
             "--tasks names no task; give at least one, such as --tasks data/questions"

@@ -25,6 +25,7 @@ from aogpt.data.tokenizers import Tokenizer
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
+    check_repeated,
     counted,
     run_script,
     show,
@@ -62,9 +63,10 @@ class Arguments(RunOptions, OutputOptions):
     A plain GPT draws at least 64 continuations, at 0.75 where --temperature is 1, and takes
     --num-samples of them in proportion to how probable they and the rest of the text are."""
     candidates: Count | None = None
-    """Infilling: show only this many distinct fillings, ranked by the log-probability per token of
-    the known text on their right (a plain GPT: of the whole text). By default 1 if a mask has
-    several lengths, else all."""
+    """Infilling: show only this many distinct fillings, the best first. Those of one length are
+    ranked by their probability given both sides, others by the log-probability per token of the
+    known text on their right (a plain GPT: of the whole text). By default 1 if a mask has several
+    lengths, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
     {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder of a prepared
@@ -181,6 +183,7 @@ def sample(a: Arguments, procs: Processes) -> None:
 def check_arguments(a: Arguments, procs: Processes) -> None:
     """Raise UserError for options that exclude each other."""
     check_values(a)
+    check_repeated(a)
     if a.length and a.new_tokens:
         raise UserError(
             "--length counts the prompt, --new-tokens does not: give one of them"
@@ -449,7 +452,7 @@ class Report:
                     outputs.write(self.a.html, self.page())
         if self.with_banned:
             show(
-                f"note: {counted(self.with_banned, 'samples have')} a word of --ban, given, "
+                f"note: {counted(self.with_banned, 'samples')} with a word of --ban, given, "
                 "as part of another word, in other tokens, or drawn in one step; one "
                 "token a step helps",
                 file=sys.stderr,

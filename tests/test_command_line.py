@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import eval_ppl
 import sample
 from aogpt.checkpoints import load
+from aogpt.data import prepare
 from aogpt.data.loader import find_dataset
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import RMSNorm
@@ -42,6 +43,18 @@ SMALLER = "use a smaller batch or fewer samples:"
 RAISE = "raise their limit (ulimit -u)"
 NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def test_an_option_of_several_values_is_not_given_twice(script, run, tmp_path):
+    """The last one alone would count."""
+    status, _, err = script(sample, run, "--ban", "a", "--num-samples", 1, "--ban=b")
+    assert status == 2 and "--ban is given twice; give all values after one" in err
+    words = ("--datasets", "x", "--orders", "l2r", "--orders", "random")
+    status, _, err = script(eval_ppl, run, *words)
+    assert status == 2 and "--orders is given twice" in err
+    file = tmp_path / "a.txt"
+    status, _, err = script(prepare, "text", "--source", file, "--source", file)
+    assert status == 2 and "--source is given twice" in err
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])

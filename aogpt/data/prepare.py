@@ -26,7 +26,7 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-from ..runtime.command_line import counted, show
+from ..runtime.command_line import check_repeated, counted, show
 from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
@@ -154,7 +154,9 @@ def parse(options: type[Prepare], description: str) -> Prepare:
     """Return the command line as a Prepare, or a subclass of it."""
     names = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
     config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(options, description=description, config=config)
+    args = tyro.cli(options, description=description, config=config)
+    check_repeated(args)
+    return args
 
 
 def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
@@ -308,6 +310,7 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             args.prompt_field and not examples,
             "--prompt-field is for records; leave it out",
         ),
+        (args.split_at == "", "--split-at is empty; leave it out"),
         (
             args.split_at and (source != "always" or examples),
             f"--split-at is for text, not for {name}; leave it out",

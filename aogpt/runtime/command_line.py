@@ -6,14 +6,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from .errors import UserError
-from .validation import Count, Seed, expand_home
+from .validation import Count, Seed, expand_home, flag
 
 # Control characters except newline and tab, line separators, and marks that reverse the
 # direction.
@@ -72,6 +72,19 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
     """`print` with control characters escaped, as they may come from a file or a
     model."""
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
+
+
+def check_repeated(options: Any) -> None:
+    """Raise UserError for an option of several values that the command line has twice,
+    of which the last one alone would count. options: the parsed dataclass."""
+    names = [word.partition("=")[0] for word in sys.argv]
+    for field in fields(options):
+        value = getattr(options, field.name)
+        name = flag(field.name)
+        if is_dataclass(value):
+            check_repeated(value)
+        elif isinstance(value, tuple) and names.count(name) > 1:
+            raise UserError(f"{name} is given twice; give all values after one {name}")
 
 
 def run_script(main: Callable[[], int | None]) -> None:
