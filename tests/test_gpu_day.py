@@ -2,6 +2,10 @@
 stopped."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -67,6 +71,38 @@ time.sleep(60)
     assert saved.read_text() == "state"
     assert rows["long"]["status"] == ("done" if may_be_cut else "cut")
     assert status == (0 if may_be_cut else 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_does_not_outlive_the_script(number, tmp_path):
+    """A job that did would still run beside the same command given again."""
+    work = f"""
+import signal, sys, time
+
+def save(*_):
+    open({str(tmp_path / "saved")!r}, 'w').write('state')
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, save)
+open({str(tmp_path / "begun")!r}, 'w').close()
+time.sleep(300)
+"""
+    day = f"""
+import sys
+from studies import gpu_day
+job = gpu_day.Job("long", 300, ({script(tmp_path, work)!r},))
+gpu_day.training = lambda o, folder: [job]
+sys.argv = ["gpu_day", "training", "--out", {str(tmp_path)!r}]
+gpu_day.main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", day], cwd=gpu_day.ROOT)
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait() != 0
+    assert (tmp_path / "saved").read_text() == "state"
+    assert not (tmp_path / "training" / "long.done.json").exists(), "it is done again"
 
 
 def test_a_rehearsal_is_limited_by_its_minutes_alone(jobs_of, tmp_path):
