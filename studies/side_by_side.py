@@ -1,20 +1,18 @@
-"""Is this checkout as fast as another one? The same benchmarks of both on a CPU, in whole
-processes that take turns.
+"""Is this checkout as fast as another one? The benchmarks of both on a CPU, in turn.
 
     git worktree add ../before d5e37c3
     python -m studies.side_by_side ../before --json results/side_by_side_cpu.json
 
-Each repetition runs bench decode and bench train of one checkout, then of the other; the next
-one begins with the other. What counts is the processor's time of one thread, which other work of
-the machine hardly changes. A ratio is this checkout's time divided by the other one's in the same
-repetition."""
+Each checkout has a process of its own, with one thread. They take turns: one decodes a plan or
+takes some training steps while the other waits, then the other does the same. In every other pair
+the other one begins. What counts is the processor's time. Even that changes by a fifth within a
+minute on a busy machine, so a ratio is of the two halves of a pair, which are seconds apart."""
 
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -35,18 +33,49 @@ from aogpt.runtime.validation import Count, check_values
 from studies.bench_common import cpu_name
 from studies.runs import ROOT
 
-STEPS = ("64", "256", "1024")
-DECODE = ("decode", "--lengths", "1024", "--systems", "ours", "--steps", *STEPS)
-TRAIN = ("train", "--systems", "aogpt", "gpt", "--no-compile", "--warmup", "2")
+PAIRS = {64: 31, 256: 21, 1024: 11}  # of plans, by their steps
+TRAINING_PAIRS = 31
+TRAINING_STEPS = 5  # of a turn
+LENGTH = 1024  # tokens of a sample
 LIMIT = 1.03
-HEAD = ["what", "here, s", "other, s", "ratio", "95% interval", "target"]
-# The benchmarks read this clock.
-CLOCK = """\
-import runpy, sys, time
-time.perf_counter = time.process_time
+HEAD = ["what", "here, ms", "other, ms", "pairs", "ratio", "95% interval", "target"]
+# Answers each line with the seconds of the turn that it names. It runs in both checkouts, so
+# it uses only what both have.
+WORKER = """\
+import json, sys, time
+time.perf_counter = time.process_time  # the clock of the benchmarks
 sys.path.insert(0, "")
-sys.argv = ["bench", *sys.argv[1:]]
-runpy.run_module("studies.bench", run_name="__main__")
+import torch
+from studies import bench_common, decoding_speed, step_speed
+
+size, batch_size, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+bench_common.measure_rates = lambda *_: {"flops": 1.0, "bandwidth": 1.0}
+device = torch.device("cpu")
+options = decoding_speed.DecodeOptions(size=size, systems=("ours",))
+bench = decoding_speed.DecodeBench(options, batch_size, length, device, torch.float32)
+options = step_speed.TrainOptions(
+    size=size,
+    batch_size=batch_size,
+    length=bench_common.SIZES[size][0].block_size,
+    compile=False,
+)
+trainee = step_speed.Trainee("aogpt", options, device, torch.float32)
+for line in sys.stdin:
+    turn = json.loads(line)
+    if "steps" in turn:
+        generator = bench_common.seeded(turn["number"])
+        plan = decoding_speed.plans.mdm_plan(
+            batch_size, length, turn["steps"], generator
+        )
+        seconds = bench.time("ours", plan)["seconds"]
+    else:
+        first = turn["number"] * turn["training_steps"]
+        seconds = 0.0
+        for step in range(first, first + turn["training_steps"]):
+            seconds += trainee.step(step)["seconds"]
+        seconds /= turn["training_steps"]
+    print(json.dumps(seconds), flush=True)
 """
 
 
@@ -54,16 +83,51 @@ runpy.run_module("studies.bench", run_name="__main__")
 class Arguments(OutputOptions):
     other: Annotated[Path, tyro.conf.Positional]
     """Folder of the other checkout."""
-    repeats: Count = 7
-    """Processes of each checkout and benchmark."""
+    share: Annotated[float, tyro.conf.arg(metavar="SHARE")] = 1.0
+    """Of the pairs; at least seven are measured."""
     size: str = "tiny"
     """Of the models, as in studies.bench."""
     batch_size: Count = 4
     """Samples that are decoded, and sequences in a training step."""
-    training_steps: Count = 20
-    """Timed steps of a process."""
     json: Path | None = None
     """Write every time, with settings and versions."""
+
+
+class Checkout:
+    """A process that runs the benchmarks of a checkout."""
+
+    def __init__(self, folder: Path, a: Arguments):
+        self.folder = folder
+        words = ["-c", WORKER, a.size, str(a.batch_size), str(LENGTH)]
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def take(self, turn: dict) -> float:
+        """Return the seconds of a turn. Raises UserError if the process has ended."""
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        try:
+            self.process.stdin.write(json.dumps(turn) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words are read below
+        answer = self.process.stdout.readline()
+        if not answer:
+            said = self.process.stderr.read().strip().splitlines() or ["nothing"]
+            raise UserError(f"the benchmarks of {self.folder} failed: {said[-1]}")
+        return json.loads(answer)
+
+    def commit(self) -> str:
+        """Return the commit, with "-dirty" if files have changed."""
+        words = ["git", "-C", str(self.folder), "describe", "--always", "--dirty"]
+        said = subprocess.run(words, capture_output=True, text=True).stdout
+        return said.strip() or "unknown"
 
 
 def main() -> None:
@@ -72,27 +136,34 @@ def main() -> None:
     if not (a.other / "studies" / "bench.py").is_file():
         raise UserError(f"{a.other} is not a checkout of this project: name its folder")
     outputs = Outputs({"--json": a.json}, (), a.overwrite)
-    folders = {"here": ROOT, "other": a.other.resolve()}
-    times: dict[str, dict[str, list[float]]] = {}
-    for repeat in range(a.repeats):
-        names = list(folders)
-        if repeat % 2:
-            names.reverse()
-        for name in names:
-            for what, seconds in measure(folders[name], a).items():
-                both = times.setdefault(what, {"here": [], "other": []})
-                both[name].append(seconds)
-        show(f"repetition {repeat + 1} of {a.repeats}", file=sys.stderr, flush=True)
-    rows = [row_of(what, both) for what, both in times.items()]
-    settings = {
-        key: getattr(a, key) for key in ("size", "batch_size", "training_steps")
-    }
+    here = Checkout(ROOT, a)
+    other = Checkout(a.other.resolve(), a)
+    rows = []
+    try:
+        for steps, pairs in PAIRS.items():
+            what = f"decoding, {steps:,} steps"
+            rows.append(
+                compare(
+                    what, here, other, {"steps": steps}, max(7, int(a.share * pairs))
+                )
+            )
+        pairs = max(7, int(a.share * TRAINING_PAIRS))
+        turn = {"training_steps": TRAINING_STEPS}
+        rows.append(compare("a training step", here, other, turn, pairs))
+    finally:
+        here.process.kill()
+        other.process.kill()
     report = {
         "command": command(),
-        "commits": {name: commit_of(folder) for name, folder in folders.items()},
+        "commits": {"here": here.commit(), "other": other.commit()},
         "versions": versions(),
         "processor": cpu_name(),
-        "settings": settings | {"repeats": a.repeats, "threads": 1},
+        "settings": {
+            "size": a.size,
+            "batch_size": a.batch_size,
+            "length": LENGTH,
+            "threads": 1,
+        },
         "rows": rows,
     }
     with outputs:
@@ -100,78 +171,41 @@ def main() -> None:
         show(*table_of(rows), sep="\n")
 
 
-def commit_of(folder: Path) -> str:
-    """Return the commit of a checkout, with "-dirty" if its files have changed."""
-    words = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    found = subprocess.run(words, capture_output=True, text=True).stdout
-    return found.strip() or "unknown"
-
-
-def measure(folder: Path, a: Arguments) -> dict[str, float]:
-    """Return the seconds of the processor that a checkout takes, by what it does."""
-    common = ("--size", a.size, "--threads", "1", "--device", "cpu")
-    batch = ("--batch-size", str(a.batch_size))
-    decoded = run_bench(folder, *DECODE, *common, *batch, "--repeats", "1")
-    trained = run_bench(
-        folder, *TRAIN, *common, *batch, "--repeats", str(a.training_steps)
-    )
-    seconds = {}
-    for row in decoded:
-        seconds[f"decoding, {row['steps']:,} steps"] = row["seconds"]
-    for row in trained:
-        if row["system"] == "aogpt":
-            seconds["a training step"] = row["seconds"]
-    return seconds
-
-
-def run_bench(folder: Path, *words: str) -> list[dict]:
-    """Return the rows of a benchmark of a checkout, a process of its own. Raises UserError if it
-    fails."""
-    with tempfile.TemporaryDirectory() as made:
-        file = Path(made) / "rows.json"
-        done = subprocess.run(
-            [sys.executable, "-c", CLOCK, *words, "--json", str(file)],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise UserError(f"studies.bench {words[0]} failed in {folder}: {last}")
-        return json.loads(file.read_text())["rows"]
-
-
-def row_of(what: str, seconds: dict[str, list[float]]) -> dict:
-    """Return the ratio of two checkouts: the median over repetitions, and the interval in which
-    the median lies at 95% at least."""
+def compare(what: str, here: Checkout, other: Checkout, turn: dict, pairs: int) -> dict:
+    """Return the times of the turns of two checkouts, in seconds, and the median of their ratios
+    with its interval. The first turn of each is a warm-up."""
+    here.take(turn | {"number": 0})
+    other.take(turn | {"number": 0})
+    times: dict[str, list[float]] = {"here": [], "other": []}
+    for number in range(1, pairs + 1):
+        both = [("here", here), ("other", other)]
+        if number % 2:
+            both.reverse()
+        for name, checkout in both:
+            times[name].append(checkout.take(turn | {"number": number}))
     ratios = []
-    for here, other in zip(seconds["here"], seconds["other"], strict=True):
-        ratios.append(here / other)
-    low, high = median_interval(ratios)
+    for ours, theirs in zip(times["here"], times["other"], strict=True):
+        ratios.append(ours / theirs)
+    show(f"{what}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)
     return {
         "what": what,
-        "seconds": seconds,
-        "ratios": ratios,
+        "seconds": times,
         "ratio": statistics.median(ratios),
-        "interval": [low, high],
+        "interval": median_interval(ratios),
     }
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return an interval of order statistics that covers the median with a probability of at
-    least 95%; of less than six values the smallest and the largest, which cover it less
-    often."""
+    """Return two of the values, between which the median lies with a probability of at least 95%
+    (sign test); of fewer than six values the smallest and the largest, which is less sure."""
     ordered = sorted(values)
     count = len(ordered)
-    coin = torch.distributions.Binomial(count, torch.tensor(0.5))
-    below = coin.log_prob(torch.arange(count + 1.0)).exp().cumsum(0)
-    skipped = 0
-    # Skipping k values at each end misses the median with probability 2 P(at most k heads).
-    while 2 * float(below[skipped]) <= 0.05:
-        skipped += 1
-    first = max(skipped - 1, 0)
-    return ordered[first], ordered[count - 1 - first]
+    heads = torch.distributions.Binomial(count, torch.tensor(0.5).double())
+    at_most = heads.log_prob(torch.arange(count + 1).double()).exp().cumsum(0)
+    # Leaving out k values at each end misses the median with probability 2 P(at most k heads).
+    left_out = int((2 * at_most <= 0.05).sum()) - 1
+    left_out = max(left_out, 0)
+    return ordered[left_out], ordered[count - 1 - left_out]
 
 
 def table_of(rows: list[dict]) -> list[str]:
@@ -179,15 +213,20 @@ def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
         low, high = row["interval"]
-        verdict = "met" if high <= LIMIT else "not met" if low > LIMIT else "open"
+        verdict = "open"
+        if high <= LIMIT:
+            verdict = "met"
+        elif low > LIMIT:
+            verdict = "missed"
         cells.append(
             [
                 row["what"],
-                f"{statistics.median(row['seconds']['here']):.3g}",
-                f"{statistics.median(row['seconds']['other']):.3g}",
+                f"{1000 * statistics.median(row['seconds']['here']):.3g}",
+                f"{1000 * statistics.median(row['seconds']['other']):.3g}",
+                str(len(row["seconds"]["here"])),
                 f"{row['ratio']:.3f}",
                 f"{low:.3f} to {high:.3f}",
-                f"<= {LIMIT}: {verdict}",
+                f"at most {LIMIT}: {verdict}",
             ]
         )
     return markdown_table(HEAD, cells, left=1)
