@@ -2,20 +2,23 @@
 what does any-order training of it buy?
 
     python -m studies.pretrained agree FOLDER --data DATA --json agree.json
+    python -m studies.pretrained lambada FOLDER --source FILE --rows lambada_ours.jsonl
     python -m studies.pretrained fill FOLDER --json plain.json
     python -m studies.pretrained fill FOLDER --adapter ADAPTER --json adapter.json
     python -m studies.pretrained gather REPORTS --starts RUN ... --long RUN --adapter ADAPTER
     python -m studies.pretrained page
 
-`agree` compares with `transformers`; `fill` fills in ten fixed sentences. `gather` puts
-their reports, those of eval_ppl.py, eval_infill.py and eval_tasks.py, and the losses of
-runs into results/pretrained.json, of which `page` makes results/pretrained.md."""
+`agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA;
+`fill` fills in ten fixed sentences. `gather` puts their reports, those of eval_ppl.py
+and eval_infill.py, and the losses of runs into results/pretrained.json, in place of
+older ones of the same names. `page` makes results/pretrained.md of it."""
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -23,7 +26,9 @@ from torch import Tensor
 
 import aogpt
 from aogpt.data.loader import TokenDataset, find_dataset
+from aogpt.evaluation import harness
 from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import commit
 from aogpt.scoring import token_log_probs
@@ -43,6 +48,7 @@ PROMPTS = (
 NEW_TOKENS = 16
 SCORED = 1024  # tokens that are compared with transformers one by one
 BLOCK = 1024  # tokens of a block of an evaluation set
+CHUNK = 20  # passages that are written at once
 SENTENCES = (
     "The doctor[MASK:3-8] and closed the door.",
     "He poured the hot[MASK:1-2] into a cup.",
@@ -152,6 +158,98 @@ def compare_greedy(ours: aogpt.TextModel, theirs, prompt: str) -> dict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lambada:
+    """Predict the last word of each passage of LAMBADA, left to right or also given the
+    full stop after it. A row is written for each passage; the same command goes on."""
+
+    model: Path_
+    source: Path
+    """The test file of OpenAI, a JSON object with the key `text` a line."""
+    rows: Path
+    """JSON lines to write."""
+    reader: Literal["ours", "hf", "both_sides"] = "ours"
+    """ours: this project's scores for the harness; hf: those of the harness's own model;
+    both_sides: fill the word in by resampling, given a full stop after it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    passages: int | None = None
+    """The first ones; by default all."""
+
+    def run(self) -> None:
+        lines = self.source.read_text().splitlines()[: self.passages]
+        texts = [json.loads(line)["text"].strip() for line in lines]
+        done = 0
+        if self.rows.exists():
+            done = len(self.rows.read_text().splitlines())
+        if done == len(texts):
+            return
+        answer = self.scorer()
+        with self.rows.open("a") as file:
+            for start in range(done, len(texts), CHUNK):
+                chunk = texts[start : start + CHUNK]
+                for row in answer(chunk, start):
+                    file.write(json.dumps(row) + "\n")
+                file.flush()
+                show(f"{start + len(chunk)} of {len(texts)}", flush=True)
+
+    def scorer(self) -> Callable[[list[str], int], list[dict]]:
+        """Return a function of passages and the number of the first one, which returns
+        their rows."""
+        if self.reader == "both_sides":
+            model = aogpt.load(self.model)
+            return lambda texts, start: [
+                filled_word(model, text, start + i) for i, text in enumerate(texts)
+            ]
+        if self.reader == "ours":
+            scores = harness.HarnessModel(
+                self.model, device="cpu", dtype=self.dtype, batch_size=8
+            )
+        else:
+            from lm_eval.models.huggingface import HFLM
+
+            scores = HFLM(self.model, device="cpu", dtype=self.dtype, batch_size=8)
+        return lambda texts, start: last_words(scores, texts)
+
+
+def divided(text: str) -> tuple[str, str]:
+    """Return a passage without its last word, and that word."""
+    context, _, word = text.rpartition(" ")
+    return context, word
+
+
+def last_words(scores, texts: list[str]) -> list[dict]:
+    """Return log p of each last word with the space before it, nats, and whether each
+    of its tokens is the most probable one. scores: a model of the harness."""
+    from lm_eval.api.instance import Instance
+
+    requests = []
+    for number, text in enumerate(texts):
+        context, word = divided(text)
+        requests.append(
+            Instance(
+                request_type="loglikelihood",
+                doc={},
+                arguments=(context, f" {word}"),
+                idx=number,
+            )
+        )
+    rows = []
+    for log_prob, greedy in scores.loglikelihood(requests, disable_tqdm=True):
+        rows.append({"log_prob": round(float(log_prob), 6), "right": bool(greedy)})
+    return rows
+
+
+def filled_word(model: aogpt.TextModel, text: str, seed: int) -> dict:
+    """Return whether the best filling of the last word is right, given the text before
+    it and a full stop after it."""
+    context, word = divided(text)
+    (filling,) = model.fill(f"{context}[MASK:1-4].", 1, seed=seed)
+    return {
+        "right": filling.text == f"{context} {word}.",
+        "effective_sample_size": round(filling.effective_sample_size, 3),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fill:
     """Fill in ten fixed sentences; the fillings are the best ones of one seed."""
 
@@ -205,27 +303,42 @@ class Gather:
     """Put reports and the losses of runs into one file."""
 
     reports: Annotated[Path, tyro.conf.Positional]
-    """Folder of the reports, NAME.json."""
-    starts: tuple[Path, ...]
+    """Folder of the reports, NAME.json, and of the rows of `lambada`, NAME.jsonl."""
+    starts: tuple[Path, ...] = ()
     """Run folders of short runs on the same tokens in the same orders."""
-    long: Path
+    long: Path | None = None
     """Folder of the run that went on."""
-    adapter: Path
+    adapter: Path | None = None
     """Its adapter, as convert.py wrote it, which filled in the sentences."""
 
     def run(self) -> None:
-        rows = {}
+        if (self.long is None) != (self.adapter is None):
+            raise UserError("give --long and --adapter together: a run and its adapter")
+        rows = json.loads(ROWS.read_text()) if ROWS.exists() else {"starts": {}}
+        for path in sorted(self.reports.glob("*.jsonl")):
+            rows[path.stem] = columns_of(path)
         for path in sorted(self.reports.glob("*.json")):
             report = json.loads(path.read_text())
             # Paths of one machine say nothing elsewhere.
             rows[path.stem] = {
                 key: value for key, value in report.items() if key not in LOCAL
             }
-        rows["starts"] = {run.name: losses_of(run) for run in self.starts}
-        rows["long"] = losses_of(self.long)
-        settings = json.loads((self.adapter / "config.json").read_text())
-        rows["long"]["exported_step"] = settings["step"]
+        for run in self.starts:
+            rows["starts"][run.name] = losses_of(run)
+        if self.long and self.adapter:
+            rows["long"] = losses_of(self.long)
+            settings = json.loads((self.adapter / "config.json").read_text())
+            rows["long"]["exported_step"] = settings["step"]
         write_json(ROWS, rows)
+
+
+def columns_of(path: Path) -> dict[str, list]:
+    """Return rows of JSON lines as a list for each key."""
+    columns: dict[str, list] = {}
+    for line in path.read_text().splitlines():
+        for key, value in json.loads(line).items():
+            columns.setdefault(key, []).append(value)
+    return columns
 
 
 def losses_of(run: Path) -> dict:
@@ -273,7 +386,13 @@ class Page:
 
 def main() -> None:
     command = tyro.extras.subcommand_cli_from_dict(
-        {"agree": Agree, "fill": Fill, "gather": Gather, "page": Page},
+        {
+            "agree": Agree,
+            "lambada": Lambada,
+            "fill": Fill,
+            "gather": Gather,
+            "page": Page,
+        },
         description=__doc__,
     )
     command.run()

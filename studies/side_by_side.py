@@ -3,10 +3,11 @@
     git worktree add ../before d5e37c3
     python -m studies.side_by_side ../before --json results/side_by_side_cpu.json
 
-Each checkout has a process of its own, with one thread. They take turns: one decodes a plan or
-takes some training steps while the other waits, then the other does the same. In every other pair
-the other one begins. What counts is the processor's time. Even that changes by a fifth within a
-minute on a busy machine, so a ratio is of the two halves of a pair, which are seconds apart."""
+A repetition starts a process of each checkout, with one thread, both on one processor core. They
+take turns: one decodes a plan or takes some training steps while the other waits, then the other
+does the same. In every other pair the other one begins. What counts is the processor's time. Even
+that changes by a fifth within a minute on a busy machine, but the halves of a pair are seconds
+apart. A repetition's ratio is the median of its pairs."""
 
 import json
 import os
@@ -33,12 +34,18 @@ from aogpt.runtime.validation import Count, check_values
 from studies.bench_common import cpu_name
 from studies.runs import ROOT
 
-PAIRS = {64: 31, 256: 21, 1024: 11}  # of plans, by their steps
-TRAINING_PAIRS = 31
 TRAINING_STEPS = 5  # of a turn
+# What is compared, and the number of pairs of turns in a repetition.
+TURNS = {
+    "decoding, 64 steps": ({"steps": 64}, 5),
+    "decoding, 256 steps": ({"steps": 256}, 3),
+    "decoding, 1,024 steps": ({"steps": 1024}, 2),
+    "a training step": ({"training_steps": TRAINING_STEPS}, 5),
+}
+WARM_UP = ("decoding, 64 steps", "a training step")
 LENGTH = 1024  # tokens of a sample
 LIMIT = 1.03
-HEAD = ["what", "here, ms", "other, ms", "pairs", "ratio", "95% interval", "target"]
+HEAD = ["what", "here, ms", "other, ms", "ratio", "interval", "target"]
 # Answers each line with the seconds of the turn that it names. It runs in both checkouts, so
 # it uses only what both have.
 WORKER = """\
@@ -83,8 +90,8 @@ for line in sys.stdin:
 class Arguments(OutputOptions):
     other: Annotated[Path, tyro.conf.Positional]
     """Folder of the other checkout."""
-    share: Annotated[float, tyro.conf.arg(metavar="SHARE")] = 1.0
-    """Of the pairs; at least seven are measured."""
+    repeats: Count = 7
+    """Processes of each checkout."""
     size: str = "tiny"
     """Of the models, as in studies.bench."""
     batch_size: Count = 4
@@ -108,6 +115,8 @@ class Checkout:
             stderr=subprocess.PIPE,
             text=True,
         )
+        # One core for both: another may be shared with other work.
+        os.sched_setaffinity(self.process.pid, {max(os.sched_getaffinity(0))})
 
     def take(self, turn: dict) -> float:
         """Return the seconds of a turn. Raises UserError if the process has ended."""
@@ -123,39 +132,29 @@ class Checkout:
             raise UserError(f"the benchmarks of {self.folder} failed: {said[-1]}")
         return json.loads(answer)
 
-    def commit(self) -> str:
-        """Return the commit, with "-dirty" if files have changed."""
-        words = ["git", "-C", str(self.folder), "describe", "--always", "--dirty"]
-        said = subprocess.run(words, capture_output=True, text=True).stdout
-        return said.strip() or "unknown"
-
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
     if not (a.other / "studies" / "bench.py").is_file():
         raise UserError(f"{a.other} is not a checkout of this project: name its folder")
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("this machine cannot bind a process to a core: use Linux")
     outputs = Outputs({"--json": a.json}, (), a.overwrite)
-    here = Checkout(ROOT, a)
-    other = Checkout(a.other.resolve(), a)
-    rows = []
-    try:
-        for steps, pairs in PAIRS.items():
-            what = f"decoding, {steps:,} steps"
-            rows.append(
-                compare(
-                    what, here, other, {"steps": steps}, max(7, int(a.share * pairs))
-                )
-            )
-        pairs = max(7, int(a.share * TRAINING_PAIRS))
-        turn = {"training_steps": TRAINING_STEPS}
-        rows.append(compare("a training step", here, other, turn, pairs))
-    finally:
-        here.process.kill()
-        other.process.kill()
+    folders = {"here": ROOT, "other": a.other.resolve()}
+    repetitions = []
+    for number in range(a.repeats):
+        repetitions.append(repetition(folders, a, number))
+        said = [f"{what} {ratio_of(repetitions[-1][what]):.3f}" for what in TURNS]
+        show(
+            f"{number + 1} of {a.repeats}: {', '.join(said)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    rows = [row_of(what, [r[what] for r in repetitions]) for what in TURNS]
     report = {
         "command": command(),
-        "commits": {"here": here.commit(), "other": other.commit()},
+        "commits": {name: commit_of(folder) for name, folder in folders.items()},
         "versions": versions(),
         "processor": cpu_name(),
         "settings": {
@@ -171,25 +170,57 @@ def main() -> None:
         show(*table_of(rows), sep="\n")
 
 
-def compare(what: str, here: Checkout, other: Checkout, turn: dict, pairs: int) -> dict:
-    """Return the times of the turns of two checkouts, in seconds, and the median of their ratios
-    with its interval. The first turn of each is a warm-up."""
-    here.take(turn | {"number": 0})
-    other.take(turn | {"number": 0})
-    times: dict[str, list[float]] = {"here": [], "other": []}
-    for number in range(1, pairs + 1):
-        both = [("here", here), ("other", other)]
-        if number % 2:
-            both.reverse()
-        for name, checkout in both:
-            times[name].append(checkout.take(turn | {"number": number}))
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, with "-dirty" if files have changed."""
+    words = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    said = subprocess.run(words, capture_output=True, text=True).stdout
+    return said.strip() or "unknown"
+
+
+Seconds = dict[str, list[float]]  # of "here" and of "other", by pair
+
+
+def repetition(
+    folders: dict[str, Path], a: Arguments, number: int
+) -> dict[str, Seconds]:
+    """Return the times of the turns of a new process of each checkout, by what they do."""
+    checkouts = {name: Checkout(folder, a) for name, folder in folders.items()}
+    seconds: dict[str, Seconds] = {}
+    try:
+        for checkout in checkouts.values():
+            for what in WARM_UP:
+                checkout.take(TURNS[what][0] | {"number": 0})
+        for what, (turn, pairs) in TURNS.items():
+            seconds[what] = {"here": [], "other": []}
+            for pair in range(1, pairs + 1):
+                names = list(checkouts)
+                if (number + pair) % 2:
+                    names.reverse()
+                for name in names:
+                    taken = checkouts[name].take(turn | {"number": pair})
+                    seconds[what][name].append(taken)
+    finally:
+        for checkout in checkouts.values():
+            checkout.process.kill()
+            checkout.process.wait()
+    return seconds
+
+
+def ratio_of(seconds: Seconds) -> float:
+    """Return the median over pairs of this checkout's time divided by the other one's."""
     ratios = []
-    for ours, theirs in zip(times["here"], times["other"], strict=True):
-        ratios.append(ours / theirs)
-    show(f"{what}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)
+    for here, other in zip(seconds["here"], seconds["other"], strict=True):
+        ratios.append(here / other)
+    return statistics.median(ratios)
+
+
+def row_of(what: str, repetitions: list[Seconds]) -> dict:
+    """Return the median of the repetitions' ratios, and its interval."""
+    ratios = [ratio_of(seconds) for seconds in repetitions]
     return {
         "what": what,
-        "seconds": times,
+        "seconds": repetitions,
+        "ratios": ratios,
         "ratio": statistics.median(ratios),
         "interval": median_interval(ratios),
     }
@@ -218,17 +249,15 @@ def table_of(rows: list[dict]) -> list[str]:
             verdict = "met"
         elif low > LIMIT:
             verdict = "missed"
-        cells.append(
-            [
-                row["what"],
-                f"{1000 * statistics.median(row['seconds']['here']):.3g}",
-                f"{1000 * statistics.median(row['seconds']['other']):.3g}",
-                str(len(row["seconds"]["here"])),
-                f"{row['ratio']:.3f}",
-                f"{low:.3f} to {high:.3f}",
-                f"at most {LIMIT}: {verdict}",
-            ]
-        )
+        cells.append([row["what"]])
+        for name in ("here", "other"):
+            times = [value for r in row["seconds"] for value in r[name]]
+            cells[-1].append(f"{1000 * statistics.median(times):.3g}")
+        cells[-1] += [
+            f"{row['ratio']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"at most {LIMIT}: {verdict}",
+        ]
     return markdown_table(HEAD, cells, left=1)
 
 
