@@ -42,7 +42,15 @@ SIZES = {
     "60M": (12, 640, 10),
     "120M": (12, 896, 14),
 }  # layers, width, heads
-KINDS = ("gpt", "aogpt", "encoder")
+KINDS = {  # options of the fast recipe
+    "gpt": ["--model.target", "none", "--objective.kind", "ar", "--order.kind", "l2r"],
+    "aogpt": [],
+    "encoder": [
+        *("--model.attention", "full", "--model.target", "none"),
+        *("--model.mask-token", "2048", "--objective.kind", "lambda_dce"),
+        *("--order.kind", "random"),
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -301,10 +309,11 @@ def sizes(o: Options, folder: Path) -> list[Job]:
     jobs = [prepare(o, data, "english")]
     chosen = {"30M": SIZES["30M"]} if o.small else SIZES
     for size, (layers, width, heads) in chosen.items():
-        for kind in KINDS:
+        for kind, options in KINDS.items():
             name = f"{kind}_{size}"
             words = [
-                f"configs/{kind}_small_fast.toml",
+                "configs/aogpt_small_fast.toml",
+                *options,
                 *run_options(folder, data, name, o.small),
             ]
             words += SMALL_VOCABULARY
@@ -313,8 +322,6 @@ def sizes(o: Options, folder: Path) -> list[Job]:
             else:
                 words += ["--model.n-layer", str(layers), "--model.n-embd", str(width)]
                 words += ["--model.n-head", str(heads)]
-            if kind == "encoder":
-                words += ["--model.mask-token", "2048"]
             words += ["--train.steps", "4" if o.small else "1600"]
             jobs.append(Job(name, 240, ("train.py", *words)))
             jobs.append(

@@ -10,8 +10,11 @@ import time
 import pytest
 
 from aogpt.runtime.errors import UserError
+from aogpt.training.config import from_command_line
 from studies import gpu_day
 from studies.gpu_day import Job, Options, run_part
+
+OBJECTIVES = {"gpt": "ar", "encoder": "lambda_dce"}
 
 
 @pytest.fixture
@@ -118,9 +121,10 @@ def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
     assert "no time is left" in capsys.readouterr().out
 
 
-def test_every_part_lists_jobs_that_exist(tmp_path):
+def test_every_part_lists_jobs_that_exist(tmp_path, monkeypatch):
     """Full size and small; the limits of a part fit into its minutes where jobs take
-    them."""
+    them. Runs have settings that exist."""
+    monkeypatch.chdir(gpu_day.ROOT)
     folder = tmp_path / "model"
     for part in gpu_day.MINUTES:
         made = getattr(gpu_day, part)
@@ -134,6 +138,12 @@ def test_every_part_lists_jobs_that_exist(tmp_path):
                 target = job.words[0]
                 if target.endswith(".py"):
                     assert (gpu_day.ROOT / target).exists()
+                if target == "train.py" and "--train.init-from" not in job.words:
+                    config = from_command_line(list(job.words[1:]), "")
+                    assert config.name == job.name and config.optim.kind == "muon"
+                    kind = job.name.partition("_")[0]
+                    assert config.objective.kind == OBJECTIVES.get(kind, "ao_ar")
+                    assert (config.model.mask_token is None) == (kind != "encoder")
     with pytest.raises(UserError, match="--folder"):
         gpu_day.pretrained(Options(part="pretrained"), tmp_path)
 
