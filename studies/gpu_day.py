@@ -79,7 +79,7 @@ class Job:
 def main() -> int:
     options = tyro.cli(Options, description=__doc__)
     check_values(options)
-    # Whoever limits the time of this script sends SIGTERM: as with Ctrl-C, its job ends with it.
+    # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends with it.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     return run_part(options)
 
