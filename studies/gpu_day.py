@@ -80,8 +80,13 @@ def main() -> int:
     options = tyro.cli(Options, description=__doc__)
     check_values(options)
     # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends with it.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, interrupt)
     return run_part(options)
+
+
+def interrupt(*_) -> None:
+    """Do what Ctrl-C does, also where a shell's `&` makes a script ignore Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def run_part(o: Options) -> int:

@@ -78,7 +78,8 @@ time.sleep(60)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_does_not_outlive_the_script(number, tmp_path):
-    """A job that did would still run beside the same command given again."""
+    """A job that did would still run beside the same command given again. In the
+    background of a shell, Ctrl-C is ignored and SIGTERM is not."""
     work = f"""
 import signal, sys, time
 
@@ -91,10 +92,12 @@ open({str(tmp_path / "begun")!r}, 'w').close()
 time.sleep(300)
 """
     day = f"""
-import sys
+import signal, sys
 from studies import gpu_day
 job = gpu_day.Job("long", 300, ({script(tmp_path, work)!r},))
 gpu_day.training = lambda o, folder: [job]
+if {number == signal.SIGTERM}:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.argv = ["gpu_day", "training", "--out", {str(tmp_path)!r}]
 gpu_day.main()
 """
