@@ -135,8 +135,11 @@ def continued(folder: Path, case: dict) -> dict:
     padded = torch.nn.functional.pad(tokens, (3, 0))
     mask = torch.nn.functional.pad(torch.ones_like(tokens), (3, 0))
     greedy = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
+    begun = tokens.index_fill(1, torch.tensor(0), model.config.start_token_id)
     with torch.no_grad():
         logits = model(padded, attention_mask=mask).logits[:, 3:]
+        after_begin = model(begun).logits
+        without_begin = model(begun[:, 1:]).logits
         made = model.generate(padded, attention_mask=mask, **greedy)
         sampled = model.generate(
             tokens, do_sample=True, top_p=0.9, max_new_tokens=5, pad_token_id=0
@@ -150,6 +153,8 @@ def continued(folder: Path, case: dict) -> dict:
     fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
     return {
         "causal": logits,
+        "after begin": (after_begin, without_begin),
+        "refused masks": refusal(model, "forward", {"input_ids": case["gap"]}),
         "continued": made[:, 3:],
         "sampled": sampled.shape,
         "padded": batch.attention_mask,

@@ -325,8 +325,13 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, sys
             if tokens.shape[1] == 12:
                 torch.testing.assert_close(result["causal"], logits, rtol=0, atol=1e-5)
             if tokens.shape[1] < 17:
-                tokens = torch.cat([tokens, logits[:, -1:].argmax(dim=-1)], dim=1)
+                known = logits[:, -1:, :VOCABULARY]  # ids that the tokenizer has
+                tokens = torch.cat([tokens, known.argmax(dim=-1)], dim=1)
     assert torch.equal(result["continued"], tokens)
+    # A begin-of-text stands for [None]: it is not read beside it.
+    after_begin, without_begin = result["after begin"]
+    torch.testing.assert_close(after_begin[:, 1:], without_begin, rtol=0, atol=1e-5)
+    assert "no [MASK] is continued" in result["refused masks"]
     assert result["sampled"] == (2, 17)
     assert result["padded"].tolist()[0].count(0) > 0
     assert result["text"].startswith("The cat")

@@ -328,16 +328,31 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         self, input_ids: Tensor, attention_mask=None, labels=None, **ignored
     ) -> CausalLMOutput:
         """Predict each next token. attention_mask (B, T): 0 at padding, on any side,
-        whose logits mean nothing. labels (B, T): -100 for positions without loss."""
-        size = input_ids.shape[1]
-        limit = self.model.config.block_size - 1
-        if size > limit:
-            raise UserError(f"{size} tokens a sequence; this model continues {limit}")
+        whose logits mean nothing. labels (B, T): -100 for positions without loss.
+
+        A begin-of-text that the tokenizer writes is the model's own [None]."""
         known = real_tokens(input_ids, attention_mask)
         place = padding_last(known)
-        tokens = F.pad(input_ids.gather(1, place), (0, 1))
-        steps = torch.arange(size + 1, device=tokens.device).expand(len(tokens), -1)
-        hidden = self.model.hidden(tokens, steps)[:, 1:]
+        tokens = input_ids.gather(1, place).masked_fill(~known.gather(1, place), 0)
+        if (known & (input_ids == self.config.mask_token_id)).any():
+            raise UserError("no [MASK] is continued; generate of AutoModel fills it in")
+        check_tokens(self.model, tokens, tokens)
+        start = self.config.start_token_id
+        begins = tokens[:, 0] == (-1 if start is None else start)
+        first = 1
+        if begins.all():
+            tokens = tokens[:, 1:]
+            first = 0
+        elif begins.any():
+            raise UserError("only some of the texts have a begin-of-text")
+        size = tokens.shape[1] + 1
+        limit = self.model.config.block_size
+        if size > limit:
+            raise UserError(
+                f"{size - 1} tokens a sequence; this model continues {limit - 1}"
+            )
+        steps = torch.arange(size, device=tokens.device).expand(len(tokens), -1)
+        hidden = self.model.hidden(F.pad(tokens, (0, 1)), steps)[:, first:]
         logits = self.model.head_logits(take(hidden, inverse_permutation(place)))
         loss = None
         if labels is not None:
@@ -354,5 +369,9 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
 
     def generate(self, *inputs, **options):
         """Continue texts as every model of transformers: do_sample, top_p, num_beams,
-        ..."""
+        ... No id is drawn that the tokenizer does not have."""
+        rows = self.model.config.vocab_size
+        beyond = list(range(self.config.aogpt["vocab_size"], rows))
+        if beyond:
+            options.setdefault("suppress_tokens", beyond)
         return GenerationMixin.generate(self, *inputs, use_cache=False, **options)
