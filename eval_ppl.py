@@ -50,6 +50,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
+from aogpt.sampling.gaps import refuse_masks
 from aogpt.sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
@@ -126,6 +127,8 @@ def check_arguments(a: Arguments) -> Outputs:
         raise UserError(
             "--lines is for texts: give --datasets FILE.txt, or leave it out"
         )
+    if a.text is not None:
+        refuse_masks(a.text, "aogpt blanks takes masks")
     names = [Path(name).name for name in a.datasets]
     if a.text is not None:
         names.append("text")

@@ -45,6 +45,7 @@ from .scoring import masked_log_probs, masked_logits
 
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
 NUM_SAMPLES = 4  # fillings of each length, if the caller does not say
+Draws = Annotated[int, Interval(ge=1, le=1024)]  # random orders of a block
 SampleCount = Annotated[int, Interval(ge=1, le=4096)]
 Texts = list[str] | tuple[str, ...]
 
@@ -432,7 +433,7 @@ class TextModel:
             order: as of `score`.
             seed: of the orders.
             draws: random orders of each block, the same for both models."""
-        check_value(draws, Count, "draws")
+        check_value(draws, Draws, "draws")
         check_value(seed, Seed, "seed")
         with _python_names():
             orders = parse_order(order, "order")

@@ -241,7 +241,11 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
 def test_what_cannot_be_compared_or_scored_is_told(
     script, run, raw, plain, encoder, data, tmp_path
 ):
-    for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
+    for name, content in (
+        ("empty.txt", b""),
+        ("latin.txt", b"\xe9 \xff"),
+        ("wide.txt", b"a\0b\0"),
+    ):
         (tmp_path / name).write_bytes(content)
     other = shutil.copytree(raw, tmp_path / "other")
     settings = json.loads((raw / "config.json").read_text())
@@ -277,7 +281,9 @@ def test_what_cannot_be_compared_or_scored_is_told(
             "text has 0 tokens, of which none can be scored: give a longer text",
         ),
         ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
-        ([run, "--datasets", tmp_path / "latin.txt"], "save the file as UTF-8"),
+        ([run, "--datasets", tmp_path / "latin.txt"], "latin.txt: not UTF-8"),
+        ([run, "--datasets", tmp_path / "wide.txt"], "iconv -f utf-16le -t utf-8"),
+        ([run, "--text", "The cat[MASK] home."], "the text has a mask, [MASK]"),
         (
             [run, "--datasets", tmp_path / "none.txt"],
             "No such file or directory: '" + str(tmp_path / "none.txt"),

@@ -600,6 +600,11 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
     for share in ("nan", "inf", "-inf", "0", "1", "-0.5"):
         with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
             mixed(share)
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for twice in (("a=0.1",), ("b=0.1", "b=0.2"), ("b=0.1", "link=0.2")):
+        mix = tuple(f"{tmp_path}/{part}" for part in twice)
+        with pytest.raises(UserError, match="this data set is in the mixture twice"):
+            open_training_data(tmp_path / "a", 4, False, 0, mix)
     data = mixed("0.002")
     first = data.indices(0, 0, range(5000), 5000)
     assert (first >= 150).sum() == 10

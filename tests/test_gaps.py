@@ -614,6 +614,8 @@ def test_a_mask_that_is_no_gap_is_told(books):
         with pytest.raises(aogpt.UserError, match=f"the text has a mask, .*{words}"):
             call()
     assert books.score("[MASKED] men").nats > 0  # that is no mask
+    with pytest.raises(aogpt.UserError, match="draws is 1000000000"):
+        books.compare(books, "a b", "random", draws=10**9)
 
 
 def test_mistakes_are_told_in_the_words_of_python(books):

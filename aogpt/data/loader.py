@@ -464,10 +464,15 @@ def open_training_data(
         return data
     parts = [data]
     shares = []
+    folders = {folder.resolve()}
     for text in mix:
         name, share = _name_and_share(text)
         shares.append(share)
-        part = TokenDataset(find_dataset(name), "train", data.block_size, verify)
+        place = find_dataset(name)
+        if place.resolve() in folders:
+            raise UserError(f"data.mix {text}: this data set is in the mixture twice")
+        folders.add(place.resolve())
+        part = TokenDataset(place, "train", data.block_size, verify)
         if any(part.meta.get(key) != data.meta.get(key) for key in RECORDED):
             raise UserError(
                 f"data.mix {name} has another tokenizer than {folder}; prepare it again"

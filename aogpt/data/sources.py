@@ -267,10 +267,9 @@ def _as_utf8(
     return stream
 
 
-def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the file as one document, with line ends of Unix; nothing if it is
-    empty."""
-    data = stream.read()
+def decoded(data: bytes, name: str) -> str:
+    """Return the text of a file in UTF-8. Raises UserError, which begins with its
+    name."""
     if data.count(0) > len(data) / 4:
         order = "be" if data[0] == 0 else "le"
         raise UserError(
@@ -278,12 +277,18 @@ def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
             f"convert it first, e.g. iconv -f utf-16{order} -t utf-8"
         )
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name}: not UTF-8 ({error.reason}); convert it first, "
             "e.g. iconv -f latin1 -t utf-8"
         ) from error
+
+
+def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+    """Yield the file as one document, with line ends of Unix; nothing if it is
+    empty."""
+    text = decoded(stream.read(), name)
     reading.counts[WINDOWS] += text.count("\r\n")
     if text:
         yield text.replace("\r\n", "\n")

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoints import Loaded
 from ..data import loader
 from ..data.loader import TokenDataset
+from ..data.sources import decoded
 from ..data.tokenizers import get_tokenizer, other_tokenizer
 from ..orders import Roles
 from ..runtime.errors import UserError
@@ -319,9 +320,5 @@ def open_texts(
 
 def read_text(path: str) -> str:
     """Return a text file or standard input, with line ends of Unix."""
-    data = expand_home(path).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: this is not UTF-8; save the file as UTF-8") from None
+    text = decoded(expand_home(path).read_bytes(), path)
     return text.replace("\r\n", "\n")
