@@ -122,6 +122,9 @@ class Experiment:
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
     figure: str = ""  # curves, points, lines, scatter or runs: see figures.py
+    # curves: the loss that is drawn of run configs for which the compared one means nothing.
+    figure_losses: dict[str, str] = field(default_factory=dict)
+    figure_top: float | None = None  # curves: the upper end of the axis of losses
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
     # Run configs in a table of costs, and those that stand for them where compute is equal.

@@ -220,14 +220,11 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         rows = [row for row in entry["runs"] if row["tokens"]]
         if kind not in rows[0]["losses"]:
             kind = "training"
-        draw_curve(
-            axes,
-            rows,
-            kind,
-            label_of(name, entry),
-            styles[name],
-            number,
-        )
+        label = label_of(name, entry)
+        drawn = experiment.figure_losses.get(name, kind)
+        if drawn != kind:
+            label += f": {title_of(drawn)}"
+        draw_curve(axes, rows, drawn, label, styles[name], number)
     measured = rows[0]["measured"]
     if "excess" in measured:
         axes.axhline(
@@ -239,6 +236,8 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         )
     axes.set_xlabel("tokens, millions")
     axes.set_ylabel(f"loss, {title_of(kind)}, nats per token")
+    if experiment.figure_top is not None:
+        axes.set_ylim(top=experiment.figure_top)
 
 
 def draw_curve(

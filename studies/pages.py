@@ -295,13 +295,17 @@ def interval_of(recipes: Recipes) -> str:
 
 def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
     """Return the figures of each run config under each recipe: the compared one and, as far as
-    there is room in four columns and for some 18 numbers, others."""
+    there is room in four columns, others that some run has."""
     descriptions = {}
     for entries in recipes.values():
         for name, entry in entries.items():
             descriptions.setdefault(name, entry["description"] or name)
-    room = max(1, min(4, 18 // len(descriptions)) // len(recipes))
-    kinds = list(dict.fromkeys([experiment.kind, *experiment.shown]))[:room]
+    room = max(1, 4 // len(recipes))
+    kinds = [experiment.kind]
+    for kind in experiment.shown:
+        if kind not in kinds and is_measured(kind, recipes):
+            kinds.append(kind)
+    kinds = kinds[:room]
     columns = [(recipe, kind) for recipe in recipes for kind in kinds]
     lines = []
     for name, description in descriptions.items():
@@ -324,6 +328,15 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
     if len(recipes) > 1 and len(kinds) == 1:
         corner = f"{title_of(kinds[0])}, {corner}"
     return markdown_table([corner, *head], lines)
+
+
+def is_measured(kind: str, recipes: Recipes) -> bool:
+    """Return whether some run has this loss or measure."""
+    for entries in recipes.values():
+        for entry in entries.values():
+            if any(figure_of(row, kind) for row in entry["runs"]):
+                return True
+    return False
 
 
 def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
