@@ -304,6 +304,26 @@ def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
 
 
 @needs_gpt2
+def test_a_gpt2_with_another_vocab_json_alone_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=300, **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    letters = byte_letters()
+    ids = {}
+    for token, i in get_tokenizer("gpt2").ranks.items():
+        ids["".join(letters[byte] for byte in token)] = i
+    ids["<|endoftext|>"] = 50256
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    assert load(tmp_path).tokenizer == "gpt2"
+    ids["the"], ids["Ġthe"] = ids["Ġthe"], ids["the"]
+    for other in (ids, {"日": 0}, {}):
+        (tmp_path / "vocab.json").write_text(json.dumps(other))
+        with pytest.raises(UserError, match="vocab.json is not GPT-2's"):
+            load(tmp_path)
+
+
+@needs_gpt2
 def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
     gpt2 = get_tokenizer("gpt2")
     letters = byte_letters()

@@ -23,6 +23,7 @@ from ..data.tokenizers import (
     Tokenizer,
     get_tokenizer,
     is_gpt2s,
+    is_gpt2s_vocabulary,
 )
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
@@ -45,6 +46,7 @@ EXPORT_FORMAT = "aogpt-export-2"
 EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
 WEIGHTS_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")
 ADVICE = "get it again"
+VOCABULARY = "vocab.json"
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
         for name in weights or ("config.json",):
             patterns = ["config.json", HUB, OWN, HUB_SETTINGS, name]
             patterns.append("generation_config.json")  # it may name the end of a text
+            patterns.append(VOCABULARY)
             if name == INDEX:
                 patterns.append("model-*-of-*.safetensors")
             local = Path(
@@ -324,7 +327,8 @@ def from_release(
     contents: dict, settings: dict | None, weights: str, folder: Path
 ) -> tuple[Transformer, dict]:
     """Make the model of released weights; see `released.read`. A GPT-2 whose folder has
-    another tokenizer.json than OpenAI's is read with that one."""
+    another tokenizer.json than OpenAI's is read with that one; one that has another
+    vocab.json alone is refused."""
     config, tensors, origin = released.read(contents, settings, weights)
     if origin["system"] == "GPT-2" and (folder / HUB).is_file():
         tokenizer = HubTokenizer(folder / HUB)
@@ -332,6 +336,12 @@ def from_release(
             origin["tokenizer"] = HUB
             origin["tokenizer_sha256"] = tokenizer.sha256
             origin["vocab_size"] = tokenizer.vocab_size
+    elif origin["system"] == "GPT-2" and (folder / VOCABULARY).is_file():
+        if not is_gpt2s_vocabulary(folder / VOCABULARY):
+            raise UserError(
+                f"its {VOCABULARY} is not GPT-2's, and it has no {HUB}: write one with "
+                "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
     return make_model(config, tensors), origin
 
 

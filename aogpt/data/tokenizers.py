@@ -24,7 +24,7 @@ import numpy as np
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import write_atomically, write_json
-from ..runtime.validation import check_value, expand_home, read_bounded
+from ..runtime.validation import check_value, expand_home, read_bounded, read_json
 
 TOKENIZERS = ("gpt2", "english", "bytes")
 OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its file
@@ -483,6 +483,20 @@ def is_gpt2s(tokenizer: HubTokenizer) -> bool:
     tokens = tokenizer.bytes[:GPT2_SIZE]
     file = vocabulary_file(dict(enumerate(tokens)))
     return hashlib.sha256(file).hexdigest() == GPT2_SHA256
+
+
+def is_gpt2s_vocabulary(path: Path) -> bool:
+    """Whether a vocab.json, which older folders of GPT-2 have in place of a
+    tokenizer.json, is GPT-2's own. Raises FileError."""
+    ids = read_json(path, dict[str, int], "get it again")
+    ids.pop(END_OF_TEXT, None)
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    if not letters.keys() >= set("".join(ids)):
+        return False
+    tokens = {}
+    for token, i in ids.items():
+        tokens[i] = bytes(letters[letter] for letter in token)
+    return hashlib.sha256(vocabulary_file(tokens)).hexdigest() == GPT2_SHA256
 
 
 def vocabulary_file(tokens: Mapping[int, bytes]) -> bytes:
