@@ -2,12 +2,15 @@
 they are."""
 
 import json
+import re
+import statistics
+from pathlib import Path
 
 import pytest
-from helpers import run_main
+from helpers import ROOT, run_main
 
 from aogpt.runtime.errors import UserError
-from studies import tasks
+from studies import pages, tasks
 from studies.answer_pages import (
     RESULTS,
     details,
@@ -124,3 +127,55 @@ def test_the_tables_and_the_pages_say_what_the_results_are():
         and "5.0M tokens" in text
     )
     assert figure({"star": entries})[:4] == b"\x89PNG"
+
+
+def cells_of(path: Path, title: str) -> list[str]:
+    """Return the cells of a table's row after its title, which has these words."""
+    for line in path.read_text().splitlines():
+        cells = line.split("|")[1:-1]
+        if cells and title in cells[0]:
+            return cells[1:]
+    raise AssertionError(f"{path} has no row {title!r}")
+
+
+def numbers_in(cell: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", cell)
+
+
+@pytest.mark.parametrize(
+    ("title", "task"),
+    [
+        ("star graph", "star"),
+        ("6x6 Sudoku", "sudoku6"),
+        ("asked backwards", "reversal"),
+        ("in its other form", "exchanged"),
+        ("colouring", "colouring"),
+    ],
+)
+def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
+    shown = cells_of(ROOT / "README.md", title)
+    gpt, aogpt, _, encoder = cells_of(ROOT / "results" / "tasks" / "README.md", task)
+    for cell, source in zip(shown, (gpt, aogpt, encoder), strict=True):
+        values = numbers_in(cell)
+        exact = numbers_in(source)
+        assert len(values) == len(exact) == 3
+        for value, number in zip(values, exact, strict=True):
+            unit = 10.0 ** -len(value.partition(".")[2])
+            assert abs(float(value) - float(number)) <= unit / 2 + 1e-9
+
+
+def test_the_front_table_has_the_numbers_of_the_runs_on_chorales():
+    entries = pages.load_results("E21")[1]["chorales"]
+    _, aogpt, encoder = cells_of(ROOT / "README.md", "chorales")
+    shown = [*numbers_in(aogpt), *numbers_in(encoder)]
+    names = ["mask_query", "adaln_rotary", "adaln", "mask_query_half", "encoder"]
+    for name, value in zip(names, shown, strict=True):
+        losses = [row["measured"]["eval_random"][0] for row in entries[name]["runs"]]
+        assert value == f"{statistics.mean(losses):.3f}"
+
+
+def test_the_front_table_has_the_losses_of_the_page_of_books():
+    text = (ROOT / "results" / "books.md").read_text()
+    losses = [f"{float(number):.3f}" for number in re.findall(r"\d\.\d{4}\b", text)]
+    for cell in cells_of(ROOT / "README.md", "loss on [books]"):
+        assert set(numbers_in(cell)) <= set(losses)
