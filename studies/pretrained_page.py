@@ -2,6 +2,7 @@
 together, by the name of each report; a part whose report is missing is named as not
 run."""
 
+import math
 import statistics
 
 import torch
@@ -33,6 +34,8 @@ def page(rows: dict) -> str:
         sentences(rows),
         starts(rows),
         agreement(rows),
+        lambada(rows),
+        fresh(rows),
         commands(rows),
         not_run(rows),
     ]
@@ -156,7 +159,40 @@ def infilling(rows: dict) -> str:
             f"{count} sentences of held-out books, 6 to 20 tokens each, in blocks of 128. "
             "`resampling` draws continuations and weights them by the text after the gap; "
             "its nats/token are a lower bound on average, so they flatter it. ± by document.",
+            "",
+            verdict(rows),
         ]
+    ).rstrip()
+
+
+def verdict(rows: dict) -> str:
+    """Return whether the adapter fills in better than the untouched model by
+    resampling, paired by sentence."""
+    found = {}
+    for name in ("infill_plain", "infill_adapter"):
+        for row in rows.get(name, {}).get("rows", []):
+            if row["given"] == "both":
+                found[name] = row
+    if len(found) < 2:
+        return ""
+    cells = {}
+    better = False
+    for key in ("nll", "rouge_1"):
+        theirs = found["infill_plain"][key]
+        ours = found["infill_adapter"][key]
+        gains = [a - b for a, b in zip(ours, theirs, strict=True)]
+        estimated = estimate(
+            torch.tensor(gains),
+            documents=torch.tensor(found["infill_plain"]["documents"]),
+        )
+        cells[key] = f"{estimated.nll:+.3f} ± {estimated.half_width:.3f}"
+        if key == "nll":
+            better = estimated.nll + estimated.half_width < 0
+    said = "fills in better" if better else "does not fill in better"
+    return (
+        f"**The adapter {said} than resampling without training**, given "
+        f"both sides: {cells['nll']} nats a token and {cells['rouge_1']} of ROUGE-1, paired "
+        "by sentence. Less of the first and more of the second would be better."
     )
 
 
@@ -186,6 +222,14 @@ def sentences(rows: dict) -> str:
         f"{min(sizes):.1f} to {max(sizes):.1f} of 64, median "
         f"{statistics.median(sizes):.1f}.",
     ]
+    whole = rows.get("whole")
+    if whole:
+        seconds = [row["cpu_seconds"] for row in whole["rows"]]
+        lines[-1] += (
+            " As a whole process, `aogpt fill FOLDER` takes "
+            f"{min(seconds):.1f} to {max(seconds):.1f} CPU seconds for the first sentence "
+            f"({len(seconds)} times, one thread)."
+        )
     if adapter:
         seconds = [row["cpu_seconds"] for row in adapter["rows"]]
         tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
@@ -203,33 +247,33 @@ def starts(rows: dict) -> str:
     if not runs:
         return ""
     four = {name: run for name, run in runs.items() if name in NAMES}
-    count = min(len(run["losses"]) for run in four.values())
-    half = count // 2
-    lines = ["## Where to start", ""]
+    lengths = sorted({len(run["losses"]) for run in four.values()})
+    head = ["where queries stand", "first gradient norm"]
+    parts = []  # (first, last) step of each column
+    first = 1
+    for last in lengths:
+        head.append(f"step {first}" if first == last else f"steps {first} to {last}")
+        parts.append((first, last))
+        first = last + 1
     cells = []
-    for name, run in four.items():
-        cells.append(
-            [
-                NAMES[name],
-                f"{run['grad_norms'][0]:.1f}",
-                f"{statistics.mean(run['losses'][:half]):.3f}",
-                f"{statistics.mean(run['losses'][half:count]):.3f}",
-            ]
-        )
+    for name in NAMES:
+        run = four.get(name)
+        if run is None:
+            continue
+        cells.append([NAMES[name], f"{run['grad_norms'][0]:.1f}"])
+        for first, last in parts:
+            if last <= len(run["losses"]):
+                mean = statistics.mean(run["losses"][first - 1 : last])
+                cells[-1].append(f"{mean:.3f}")
+            else:
+                cells[-1].append("not run")
     run = four["s_exact"]
-    tokens = run["tokens_a_step"]
-    head = [
-        "where queries stand",
-        "first gradient norm",
-        f"steps 1 to {half}",
-        f"steps {half + 1} to {count}",
-    ]
-    lines += markdown_table(head, cells, left=1)
+    lines = ["## Where to start", "", *markdown_table(head, cells, left=1)]
     lines += [
         "",
-        f"Mean training loss (nats a token) of {count} steps of {tokens:,} tokens; every "
-        "run has the same texts in the same orders (80% uniform, 20% left to right), and "
-        f"each text is new to it. All weights, learning rate {run['lr']:g}. Two streams "
+        f"Mean training loss (nats a token) of steps of {run['tokens_a_step']:,} tokens; "
+        "every run has the same texts in the same orders (80% uniform, 20% left to right), "
+        f"and each text is new to it. All weights, learning rate {run['lr']:g}. Two streams "
         "take about twice the operations a token.",
     ]
     adapters = {name: run for name, run in runs.items() if run["lora_rank"]}
@@ -282,27 +326,8 @@ def agreement(rows: dict) -> str:
             "",
         ]
     )
-    ours = rows.get("lambada_ours")
-    theirs = rows.get("lambada_hf")
-    if ours and theirs:
-        a = ours["results"]["lambada_local"]
-        b = theirs["results"]["lambada_local"]
-        count = ours["n-samples"]["lambada_local"]["effective"]
-        for key, label in (("acc", "accuracy"), ("perplexity", "perplexity")):
-            cells.append(
-                [
-                    f"LAMBADA, first {count} passages, {label}",
-                    f"{a[f'{key},none']:.4f}",
-                    f"{b[f'{key},none']:.4f}",
-                ]
-            )
     head = ["what", "here", "transformers / harness"]
     note = "float32 on a CPU, the first blocks of each test file."
-    if ours and theirs:
-        note += (
-            " LAMBADA: OpenAI's test file, by lm-evaluation-harness with its own `hf` "
-            "model and with this project's."
-        )
     return "\n".join(
         [
             "## Numbers that a stranger can check",
@@ -313,6 +338,109 @@ def agreement(rows: dict) -> str:
         ]
     )
 
+
+PASSAGES = 5153  # of LAMBADA's test set
+READERS = {
+    "lambada_part": "left to right, float32",
+    "lambada_hf": "the harness's own model, float32",
+    "lambada_ours": "left to right, bfloat16",
+    "lambada_both": "by resampling, given a full stop after the word",
+}
+
+
+def share_cell(right: list[bool]) -> str:
+    """Return a share and half of its 95% interval (normal approximation)."""
+    share = statistics.mean(right)
+    half = 1.96 * math.sqrt(share * (1 - share) / len(right))
+    return f"{share:.3f} ± {half:.3f}"
+
+
+def perplexity_cell(log_probs: list[float]) -> str:
+    """Return exp of the mean of -log p of a word, and the 95% interval of the mean."""
+    mean = -statistics.mean(log_probs)
+    half = 1.96 * statistics.stdev(log_probs) / math.sqrt(len(log_probs))
+    low = math.exp(mean - half)
+    high = math.exp(mean + half)
+    return f"{math.exp(mean):.2f} ({low:.1f} to {high:.1f})"
+
+
+def lambada(rows: dict) -> str:
+    cells = []
+    for name, label in READERS.items():
+        found = rows.get(name)
+        if not found:
+            continue
+        perplexity = ""
+        if "log_prob" in found:
+            perplexity = perplexity_cell(found["log_prob"])
+        count = len(found["right"])
+        cells.append([label, f"{count:,}", share_cell(found["right"]), perplexity])
+    if not cells:
+        return ""
+    head = ["last word", "first passages", "accuracy", "perplexity of the word"]
+    lines = ["## LAMBADA", "", *markdown_table(head, cells, left=1), ""]
+    text = (
+        "OpenAI's test file of 5,153 passages. A word counts as right if each of its "
+        "tokens is the most probable one; by resampling, if the best filling of 1 to 4 "
+        "tokens is the word. ± and brackets: 95%, by passage."
+    )
+    ours = rows.get("lambada_part")
+    theirs = rows.get("lambada_hf")
+    if ours and theirs:
+        count = min(len(ours["right"]), len(theirs["right"]))
+        pairs = list(zip(ours["log_prob"], theirs["log_prob"], strict=False))
+        largest = max(abs(a - b) for a, b in pairs)
+        same = sum(a == b for a, b in zip(ours["right"], theirs["right"], strict=False))
+        text += (
+            f" This project and lm-evaluation-harness agree on {same} of {count} words; "
+            f"log p differs by at most {largest:.1e}."
+        )
+    both = rows.get("lambada_both")
+    if ours and both:
+        gains = []
+        for given_both, left in zip(both["right"], ours["right"], strict=False):
+            gains.append(float(given_both) - float(left))
+        half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
+        text += (
+            f" On the same {len(gains)} passages the full stop changes the accuracy by "
+            f"{statistics.mean(gains):+.3f} ± {half:.3f}."
+        )
+    return "\n".join([*lines, text])
+
+
+def fresh(rows: dict) -> str:
+    report = rows.get("fresh")
+    if not report:
+        return ""
+    cells = []
+    for row in report["rows"]:
+        versions = row["versions"]
+        cells.append(
+            [
+                EXPORTS[row["export"]],
+                row["class"],
+                f"{row['tokens']}",
+                f"{row['largest_difference']:.1e}",
+                f"{versions['torch']}, {versions['transformers']}",
+            ]
+        )
+    head = ["export", "class", "tokens", "largest difference", "torch, transformers"]
+    return "\n".join(
+        [
+            "## Exports where this project is not installed",
+            "",
+            *markdown_table(head, cells, left=2),
+            "",
+            "Log p of each token in nats, beside this project's, float32. The environment "
+            "has torch and transformers alone; the files came from `convert.py`.",
+        ]
+    )
+
+
+EXPORTS = {
+    "hub": "`--hub`, the code is in the folder",
+    "plain": "`--layout transformers`, a Llama without code",
+}
 
 COMMANDS = """\
 python data/prepare.py books --tokenizer FOLDER/tokenizer.json --out data/books_smollm2
@@ -328,7 +456,20 @@ python data/prepare.py ptb --source ptb.test.txt --protocol full \\
     --tokenizer FOLDER/tokenizer.json --out data/ptb_smollm2
 python -m studies.pretrained agree FOLDER --data data/books_smollm2 \\
     --sets data/ptb_smollm2 data/wikitext103_smollm2 --json agree.json
+python -m studies.pretrained lambada FOLDER --source lambada_test.jsonl \\
+    --rows lambada_ours.jsonl --dtype bfloat16
+python -m studies.pretrained lambada FOLDER --source lambada_test.jsonl \\
+    --rows lambada_part.jsonl --passages 60
+python -m studies.pretrained lambada FOLDER --source lambada_test.jsonl \\
+    --rows lambada_hf.jsonl --passages 60 --reader hf
+python -m studies.pretrained lambada FOLDER --source lambada_test.jsonl \\
+    --rows lambada_both.jsonl --passages 60 --reader both_sides
+python convert.py FOLDER hub --hub
+python convert.py FOLDER plain --layout transformers
+python -m studies.pretrained fresh hub plain --python VENV/bin/python \\
+    --data data/books_smollm2 --json fresh.json
 python -m studies.pretrained fill FOLDER --json fill_plain.json
+python -m studies.pretrained whole FOLDER --json whole.json
 python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode l2r \\
     --temperature 0.7 --num-samples 4 --json fill_adapter.json"""
 
@@ -355,10 +496,9 @@ def not_run(rows: dict) -> str:
         "the curriculum of A3 (two streams, groups that grow to 8)",
         "a long run: other work had the machine, and an adapter that fills better than "
         "resampling is not shipped",
-        "LAMBADA as a whole (5,153 passages); its last word has no right side, so there "
-        "is no row for both sides",
-        "a folder for transformers of the adapter in an environment without this project",
         "several seeds, and the learning rates of the starts",
+        "infilling orders beside uniform orders at an equal budget: the uniform run "
+        "stopped after 10 of 24 steps",
     ]
     for key, label in (
         ("ppl_ptb", "Penn Treebank before and after"),
@@ -367,10 +507,15 @@ def not_run(rows: dict) -> str:
         ("infill_adapter", "sentences with the adapter"),
         ("agree", "log p and greedy tokens beside transformers, on this page"),
         ("lambada_hf", "LAMBADA against lm-evaluation-harness"),
+        ("lambada_both", "LAMBADA's last word given both sides"),
+        ("fresh", "exports in an environment without this project"),
         ("fill_adapter", "the ten sentences with the adapter"),
     ):
         if key not in rows:
             lines.append(label)
+    words = len(rows.get("lambada_ours", {}).get("right", []))
+    if words < PASSAGES:
+        lines.append(f"LAMBADA as a whole: {words:,} of {PASSAGES:,} passages")
     for name, label in NAMES.items():
         if name not in rows["starts"]:
             lines.append(f"the start: {label}")

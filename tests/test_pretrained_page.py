@@ -22,3 +22,58 @@ def test_a_report_that_is_missing_is_named_as_not_run():
     _, missing = page.split("## Not run")
     assert "the ten sentences with the adapter" in missing
     assert "## Ten fixed sentences" not in page
+
+
+def test_last_words_have_intervals_and_are_compared_passage_by_passage():
+    rows = {
+        "lambada_part": {
+            "log_prob": [-1.0, -2.0, -3.0, -2.0],
+            "right": [True, False] * 2,
+        },
+        "lambada_hf": {"log_prob": [-1.0, -2.5], "right": [True, True]},
+        "lambada_both": {"right": [True, True, True, False]},
+    }
+    text = pretrained_page.lambada(rows)
+    # mean 2, sample deviation 0.816: exp(2 ± 1.96 * 0.408)
+    assert "0.500 ± 0.490" in text and "7.39 (3.3 to 16.4)" in text
+    assert "agree on 1 of 2 words; log p differs by at most 5.0e-01" in text
+    assert "changes the accuracy by +0.250 ± 0.490" in text
+    assert "4 of 5,153" in pretrained_page.not_run(
+        {"starts": {}, "lambada_ours": rows["lambada_part"]}
+    )
+
+
+def test_starts_are_compared_over_the_steps_that_all_have():
+    def run(losses):
+        return {
+            "losses": losses,
+            "grad_norms": [1.0],
+            "tokens_a_step": 1024,
+            "lr": 2e-4,
+            "lora_rank": 0,
+        }
+
+    runs = {"s_exact": run([4.0, 2.0, 6.0]), "s_target": run([8.0])}
+    text = pretrained_page.starts({"starts": runs})
+    assert "step 1 | steps 2 to 3" in text.replace("  ", "")
+    (row,) = [
+        line for line in text.splitlines() if line.startswith("| at the target  ")
+    ]
+    assert "8.000" in row and "not run" in row
+
+
+def test_the_verdict_on_infilling_is_that_of_its_interval():
+    def row(nll):
+        values = {"given": "both", "nll": nll, "rouge_1": [0.1, 0.2, 0.3]}
+        return {"rows": [values | {"documents": [0, 1, 2]}]}
+
+    worse = {
+        "infill_plain": row([1.0, 1.0, 1.0]),
+        "infill_adapter": row([3.0, 3.1, 3.0]),
+    }
+    assert "does not fill in better" in pretrained_page.verdict(worse)
+    better = {
+        "infill_plain": worse["infill_adapter"],
+        "infill_adapter": worse["infill_plain"],
+    }
+    assert "**The adapter fills in better" in pretrained_page.verdict(better)
