@@ -924,7 +924,7 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
         return adaptive_plan(*rows, o.unmask_by, seeded(seed), given, **limits_of(o))
     if o.mode == "speculative":
         generator = seeded(seed) if o.order == "random" else None
-        return speculative_plan(*rows, o.draft, generator, given, o.draft_by)
+        return speculative_plan(*rows, o.draft, generator, given)
     return mdm_plan(*rows, o.steps, seeded(seed), given, o.mode == "even", o.schedule)
 
 

@@ -75,8 +75,7 @@ ADAPTIVE = (
     + BLOCKS
 )
 SPECULATIVE = modes("""
-    speculative --order l2r --draft 3, speculative --draft 2,
-    speculative --draft-by ngram --draft 3
+    speculative --order l2r --draft 3, speculative --draft 2
 """)
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 
@@ -103,15 +102,12 @@ AOGPT_MODES = modes("""
     confidence --group-size 2, entropy, entropy --group-size 2,
     entropy --group-size 3, speculative --order l2r --draft 2,
     speculative --order l2r --draft 3, speculative --order l2r --draft 4,
-    speculative --draft 2, speculative --draft 3, margin, margin --group-size 3,
-    speculative --order l2r --draft-by ngram --draft 2,
-    speculative --order l2r --draft-by ngram --draft 4,
-    speculative --draft-by ngram --draft 3
+    speculative --draft 2, speculative --draft 3, margin, margin --group-size 3
 """)
 DECODER_MODES = modes("""
     random, mdm --steps 3 --schedule cosine, even --steps 3 --schedule cosine,
     confidence --group-size 2, entropy, speculative --draft 4,
-    speculative --order l2r --draft-by ngram --draft 2
+    speculative --order l2r --draft 2
 """)
 ENUMERATED = [  # systems, seed, modes
     (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
@@ -137,7 +133,7 @@ ENUMERATED = [  # systems, seed, modes
             *DECODER_MODES,
             *modes("""
     random --group-size 2, l2r --group-size 2, mdm --steps 2,
-    speculative --order l2r --draft-by ngram --draft 4
+    speculative --order l2r --draft 4
 """),
         ],
     ),
@@ -207,7 +203,7 @@ QUICK_MODES = {
 """),
     "target rotary": modes("""
     random, confidence --group-size 2, mdm --steps 3,
-    speculative --order l2r --draft-by ngram --draft 2
+    speculative --order l2r --draft 2
 """),
     "RADD": modes("l2r, mdm --steps 3, confidence --group-size 2"),
     "SEDD": modes("""
@@ -838,8 +834,7 @@ class FactoryFunctions(TorchDispatchMode):
             ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"],
             modes("""
                 mdm --steps 3, entropy --group-size 2, entropy --entropy-bound 0.95,
-                speculative --order l2r --draft 3,
-                speculative --order l2r --draft-by ngram --draft 2
+                speculative --order l2r --draft 3
             """),
         ),
         lambda system, mode: system == "AO-GPT" or mode.startswith("mdm"),
@@ -849,10 +844,7 @@ class FactoryFunctions(TorchDispatchMode):
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
 ):
-    if system == "SEDD" and mode in (
-        "speculative --order l2r --draft 3",
-        "speculative --order l2r --draft-by ngram --draft 2",
-    ):
+    if system == "SEDD" and mode == "speculative --order l2r --draft 3":
         return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
@@ -1121,7 +1113,7 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
             ("AO-GPT", "even --steps 2", 0.9),
             ("AO-GPT", "entropy --group-size 5", 1.0),
             ("AO-GPT", "confidence --threshold 0.45 --block 3", 1.0),
-            ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4", 0.9),
+            ("AO-GPT", "speculative --order l2r --draft 4", 0.9),
             ("two_stream", "speculative --order l2r --draft 4", 0.9),
             ("mask_query", "speculative --order l2r --draft 4", 0.9),
             ("mask_query", "even --steps 2", 1.0),

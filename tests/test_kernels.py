@@ -322,7 +322,7 @@ def small_system(system):
             ("shared", "confidence --threshold 0.45 --block 3"),
             ("per_block", "mdm --steps 3 --schedule cosine"),
             ("AO-GPT", "entropy --entropy-bound 0.95"),
-            ("AO-GPT", "speculative --order l2r --draft-by ngram --draft 4"),
+            ("AO-GPT", "speculative --order l2r --draft 4"),
             ("AO-GPT", "entropy --group-size 3"),
             ("SEDD", "even --steps 3"),
         ],

@@ -138,7 +138,6 @@ EVERY_MODE = MODES | {
     "refined": ["--mode", "l2r", "--refine", 2, "--refine-share", 0.3],
     "refined at random, in groups": [*"--mode random --group-size 3 --refine 2".split()]
     + [*"--refine-by random --no-repeat-ngram 2 --repetition-penalty 1.5".split()],
-    "speculative by pairs": ["--mode", "speculative", "--draft-by", "ngram"],
 }
 
 

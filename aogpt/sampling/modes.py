@@ -54,7 +54,6 @@ MODE_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "block": (None, ("adaptive",)),
     "order": ("random", ("order", "speculative")),
     "draft": (8, ("speculative",)),
-    "draft_by": ("model", ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
 # Defaults of what goes with `refine`.
@@ -103,9 +102,6 @@ class DecodingOptions(TokenChoice):
     order.kind in a training config; random is the default of speculative."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens drafted at once; by default 8."""
-    draft_by: Literal["model", "ngram"] | None = None
-    """speculative: drafted by the model in parallel (default), or without it, as what most often
-    follows the token on the left in the sample so far."""
     ban: tuple[str, ...] = ()
     """Words that no sample holds, with or without a space before them. Tokens of one step
     do not see each other: for words of several tokens take one token a step."""
@@ -612,7 +608,6 @@ def _mode_plan(
                 o.draft,
                 generator=keys,
                 given=given,
-                draft_by=o.draft_by,
             )
     raise AssertionError(f"there is no mode {o.mode}")
 

@@ -24,7 +24,6 @@ Score = Literal["confidence", "entropy", "margin"]
 # oracle: the probability of the true token, which is forced
 RuleScore = Literal[Score, "oracle"]
 UnmaskBy = Literal["order", RuleScore]
-DraftBy = Literal["model", "ngram"]
 Length = int | Tensor
 Given = Tensor | None
 Generator = torch.Generator | Tensor
@@ -99,7 +98,6 @@ class Plan:
     draft: positions that are drafted, then verified one after the other; the steps are
         then those of the groups at best.
     pace: nor is that number fixed; steps only say what is given.
-    draft_by: the model, in parallel, or from pairs of known neighbors.
     block: positions of blocks that are filled in one after the other (pace)."""
 
     order: Tensor
@@ -108,7 +106,6 @@ class Plan:
     unmask_by: UnmaskBy = "order"
     draft: int = 0
     pace: Pace | None = None
-    draft_by: DraftBy = "model"
     block: int | None = None
 
     def __post_init__(self):
@@ -313,15 +310,11 @@ def speculative_plan(
     draft: int,
     generator: Generator | None = None,
     given: Given = None,
-    draft_by: DraftBy = "model",
 ) -> Plan:
-    """Plan to draft `draft` positions and verify them in one causal pass; left to
-    right, or in a random order if a generator is given. Samples follow the joint
-    distribution of one position a step.
-
-    draft_by: the model, in parallel (self-speculation, Guo & Ermon 2025), or, without a
-    pass, what most often follows the token on the left so far (ASSD, arXiv
-    2504.20456)."""
+    """Plan to draft `draft` positions in parallel and verify them in one causal pass of
+    the same model (self-speculation, Guo & Ermon 2025); left to right, or in a random
+    order if a generator is given. Samples follow the joint distribution of one position
+    a step."""
     if generator is None:
         plan = l2r_plan(
             batch_size,
@@ -337,11 +330,7 @@ def speculative_plan(
             given,
             group=draft,
         )
-    return replace(
-        plan,
-        draft=draft,
-        draft_by=draft_by,
-    )
+    return replace(plan, draft=draft)
 
 
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:

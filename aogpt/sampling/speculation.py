@@ -5,7 +5,6 @@ of the same model. Samples have the same distribution as one-token-at-a-time dec
 depends on the model, so every round waits once for it; counts are on the host."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .cached import make_steps
@@ -26,24 +25,14 @@ def speculate(
     cached = torch.zeros_like(tally.known)
     left = plan.length - tally.known
     while left.any():
-        # 1. Draft up to `draft` slots of each row: in parallel, or without the model.
+        # 1. Draft up to `draft` slots of each row in parallel.
         known = tally.known
         size = left.clamp(max=plan.draft)
-        if plan.draft_by == "model":
-            draft_probs = draft(
-                engine,
-                tally,
-                cached,
-                known,
-                size,
-            )
-            # The first was drawn given all that it depends on.
-            first = known + (size > 0)
-            # Its input is cached, unless it was a [MASK].
-            cached = known if by_queries else first
-        else:
-            draft_probs = draft_from_pairs(engine, known, size)
-            first = known
+        draft_probs = draft(engine, tally, cached, known, size)
+        # The first was drawn given all that it depends on.
+        first = known + (size > 0)
+        # Its input is cached, unless it was a [MASK].
+        cached = known if by_queries else first
 
         # 2. Verify the others. Where something is left behind a full draft, the same
         #    pass predicts one slot more, the bonus.
@@ -95,71 +84,6 @@ def draft(
     tokens = draw(probs, uniforms)
     engine.store(row, slot, tokens, logits)
     return probs
-
-
-def draft_from_pairs(
-    engine,
-    known: Tensor,
-    size: Tensor,
-) -> Tensor:
-    """Draft the next `size` slots of each row, one after the other: what most often
-    follows the token on its left in what is known or drafted, or else the most frequent
-    token there. Return the distributions (sum of size, V) that they were drawn from,
-    each certain of one token."""
-    B = engine.B
-    T = engine.T
-    V = engine.model.config.vocab_size
-    device = engine.device
-    total = int(size.sum())
-    longest = int(size.max())
-    known = known.to(device)
-    size = size.to(device)
-    # 1. The known tokens in sequence order, -1 where none is known: column p + 1 is
-    #    position p.
-    slots = torch.arange(T, device=device)
-    is_known = slots < known[:, None]
-    tokens = engine.tokens[:, :T]
-    tokens = tokens.where(is_known, -1)
-    columns = engine.order[:, :T] + 1
-    text = torch.full((B, T + 1), -1, device=device)
-    text.scatter_(1, columns, tokens)
-    rows = torch.arange(B, device=device)
-    for number in range(longest):
-        is_draft = number < size
-        slot = torch.where(is_draft, known + number, T)
-        position = engine.order[rows, slot]
-
-        # 2. Every known token has a vote, and each that follows the token on the left
-        #    more than all of them together.
-        left = text[rows, position]
-        left = left[:, None]
-        before = text[:, :-1]
-        candidates = text[:, 1:]
-        has_token = candidates >= 0
-        follows = (before == left) & (left >= 0) & has_token
-        weights = has_token.long() + follows * 2 * T
-        votes = torch.zeros(
-            B,
-            V,
-            dtype=torch.long,
-            device=device,
-        )
-        votes.scatter_add_(1, candidates.clamp(min=0), weights)
-        guess = votes.argmax(dim=1)
-
-        # 3. It is part of the text for the drafts after it.
-        engine.tokens[rows, slot] = guess
-        column = position + 1
-        unchanged = text[rows, column]
-        text[rows, column] = torch.where(is_draft, guess, unchanged)
-    row, slot = engine.slots(
-        first=known,
-        count=size,
-        total=total,
-    )
-    drafted = engine.tokens[row, slot]
-    drafted = drafted.to(engine.draw_device)
-    return F.one_hot(drafted, V).double()
 
 
 def verify(
