@@ -17,9 +17,8 @@ Options override keys of the config file. Those that people change most:
     --eval.interval            steps between validations
 
 The same command resumes the run, with the same result as if it had never
-stopped. SIGTERM and Ctrl-C finish the step, save and exit. See also:
-    python -m aogpt.training.plan    memory and time of a run
-    python -m aogpt.training.plot    its curves"""
+stopped. SIGTERM and Ctrl-C finish the step, save and exit.
+python -m aogpt.training.plot draws its curves."""
 
 import math
 import sys

@@ -19,10 +19,7 @@ from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.devices import pick_device
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, versions
-from aogpt.training.config import Config, TrainConfig
-from aogpt.training.plan import GPUS, plan_run
 from studies import bench_common as common
-from studies.bench_common import SIZES
 from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.runs import run_alone
 from studies.step_speed import TrainOptions, bench_train
@@ -90,12 +87,13 @@ def measure(
     done = run_alone("studies.bench", *words, "--json", str(file), "--overwrite")
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        return {}, [check(name, said[-1][:200], "to run", False)]
+        ok = None if "out of memory" in said[-1] else False
+        return {}, [check(name, said[-1][:200], "to run", ok)]
     return {row["system"]: row for row in json.loads(file.read_text())["rows"]}, []
 
 
 def on_a_cpu(out: Path) -> Lines:
-    yield from training(out, "tiny", 2, None, "--no-compile")
+    yield from training(out, "tiny", 2, False, "--no-compile")
     yield from decoding(
         out,
         "tiny",
@@ -108,14 +106,8 @@ def on_a_cpu(out: Path) -> Lines:
 
 
 def on_a_gpu(out: Path, device: torch.device) -> Lines:
-    memory = torch.cuda.get_device_properties(device).total_memory
     for size, batch_size in itertools.product(("small", "medium"), (16, 32, 64)):
-        train = TrainConfig(batch_size=batch_size, micro_batch_size=batch_size)
-        config = Config(model=SIZES[size][0], train=train)
-        # What `python -m aogpt.training.plan` says of the same step.
-        planned = plan_run(config, 1, GPUS["NVIDIA H100 80GB HBM3"]).memory_total
-        if planned < 1.3 * memory:  # compiled, it takes less
-            yield from training(out, size, batch_size, planned)
+        yield from training(out, size, batch_size, True)
     for steps in (1024, 256, 64):
         yield from decoding(
             out,
@@ -128,16 +120,16 @@ def on_a_gpu(out: Path, device: torch.device) -> Lines:
 
 
 def training(
-    out: Path, size: str, batch_size: int, planned: int | None, *words: str
+    out: Path, size: str, batch_size: int, has_targets: bool, *words: str
 ) -> Lines:
-    """planned: bytes of a step on a GPU; None: there are no targets."""
+    """Yield what a training step takes."""
     words = "--size", size, "--batch-size", str(batch_size), "--repeats", "10", *words
     rows, failed = measure(out, f"train_{size}_{batch_size}", "train", *words)
     yield from failed
     name = f"{size}, micro-batch {batch_size}"
     for system, row in rows.items():
         yield check(f"{name}, {system}: tokens/s", f"{row['tokens_per_second']:,.0f}")
-    if rows and planned:
+    if rows and has_targets:
         ours = rows["aogpt"]
         ratio = ours["times_gpt"][0]
         yield check(
@@ -156,11 +148,7 @@ def training(
                 f">= {MFU_GOAL:.0%}",
                 mfu >= MFU_GOAL,
             )
-        share = ours["peak_bytes"] / planned
-        within = 0.6 <= share <= 1.05  # compiling saves some of the planned activations
-        yield check(
-            f"{name}: peak memory / plan", f"{share:.2f}", "0.6 to 1.05", within
-        )
+        yield check(f"{name}: peak memory", f"{ours['peak_bytes'] / 2**30:.1f} GiB")
 
 
 def decoding(out: Path, size: str, steps: int, *words: str) -> Lines:

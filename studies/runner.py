@@ -17,15 +17,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from aogpt.data.loader import find_dataset
 from aogpt.runtime.command_line import show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines, write_jsonl
 from aogpt.runtime.validation import Count
-from aogpt.systems import flops_per_token
+from aogpt.systems import build_model, flops_per_token
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
-from aogpt.training.plan import meta_model
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import Measured, least_loss, measured_by, unigram
 from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
@@ -254,7 +255,8 @@ class Runner:
             if pairs and tuned[key] in (grid[0], grid[-1]):
                 at_boundary = True
         config = self.experiment.config(recipe, one, 0, tuned)
-        model = meta_model(config)
+        with torch.device("meta"):  # shapes without weights
+            model = build_model(config.model)
         return {
             "description": one.description,
             "tuning": tuning_rows,

@@ -33,7 +33,6 @@ SLOW = (
     "test_parallel",
     "test_end_to_end",
     "test_sharded",
-    "test_memory_plan",
     "test_eval_ppl",
 )
 

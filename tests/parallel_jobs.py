@@ -32,9 +32,8 @@ from aogpt.checkpoints import store
 from aogpt.data.loader import TokenDataset
 from aogpt.runtime.processes import processes
 from aogpt.training import config as configuration
-from aogpt.training import muon, parallel
+from aogpt.training import muon
 from aogpt.training import state as states
-from aogpt.training.optimizers import EMA, make_optimizers
 from aogpt.training.saving import StopRequest
 
 
@@ -167,35 +166,6 @@ class Reductions(TorchDispatchMode):
 def reduce_bucket(count, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     count.number += 1
     return allreduce_hook(None, bucket)
-
-
-def state_bytes(config, procs):
-    """What every process holds after a step, by part, in bytes."""
-    model = parallel.build(config, procs)
-    ema = EMA(model, 0.9)
-    optimizers = make_optimizers(model, config)
-    length = config.model.block_size
-    model(
-        torch.arange(length)[None] % 7, torch.randperm(length)[None]
-    ).mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    parts = {
-        "weights": model.parameters(),
-        "gradients": [p.grad for p in model.parameters()],
-    }
-    parts["optimizer"] = [
-        t
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for t in values.values()
-    ]
-    parts["ema"] = ema.weights.values()
-    sizes = {}
-    for part, tensors in parts.items():  # the gradients of a group share a storage
-        storages = [muon.local(t).untyped_storage() for t in tensors]
-        sizes[part] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-    return procs.gather(sizes)
 
 
 def compiled(config, procs):

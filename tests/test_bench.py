@@ -296,12 +296,11 @@ def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch):
     for mfu, verdict in ((0.45, "ok"), (0.3, "FAILS"), (None, "")):
         ours = {"tokens_per_second": 1e5, "times_gpt": [1.04], "peak_bytes": 80}
         rows = {"aogpt": ours, "gpt": {"tokens_per_second": 2e5, "mfu": mfu}}
-        lines = bench.training(tmp_path, "small", 32, 100)
+        lines = bench.training(tmp_path, "small", 32, has_targets=True)
         verdicts = {line[0]: line[3] for line in lines}
         name = "small, micro-batch 32"
         assert verdicts[f"{name}: MFU of the plain GPT"] == verdict
         assert verdicts[f"{name}: step x plain GPT's"] == "ok"
-        assert verdicts[f"{name}: peak memory / plan"] == "ok"
     for encoder, far in ((24.0, "FAILS"), (26.0, "ok")):
         ours = {"ms_per_call": 2.0, "times_floor": 2.4}
         rows = {"ours": ours, "encoder": {"times_ours": encoder}}

@@ -24,7 +24,7 @@ from aogpt import commands
 from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
-from aogpt.training import plan, plot
+from aogpt.training import plot
 from studies import (
     bench,
     findings,
@@ -63,7 +63,6 @@ SCRIPTS = {
     "aogpt blanks": commands,
     "aogpt generate": commands,
     "aogpt playground": app,
-    "aogpt.training.plan": plan,
     "aogpt.training.plot": plot,
     "studies.bench": bench,
     "studies.findings": findings,
@@ -164,13 +163,11 @@ def parse(monkeypatch):
         raise Parsed(cli(wanted, *rest, **options))
 
     def call(script, words):
-        if script in ("train.py", "aogpt.training.plan"):
+        if script == "train.py":
             monkeypatch.setattr(
                 configuration, "with_source", lambda config, given: config
             )
-            monkeypatch.setattr(plan, "plan_run", stop(plan.plan_run))
-            if script == "train.py":
-                return configuration.from_command_line(words, "")
+            return configuration.from_command_line(words, "")
         elif script == "studies.bench":
             for name in ("bench_decode", "bench_train", "bench_gpu"):
                 monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
@@ -234,9 +231,7 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
     )
     if script == "pytest" or not arguments or "--help" in arguments:
         return
-    if script in ("train.py", "aogpt.training.plan") and arguments[0].startswith(
-        "CONFIG"
-    ):
+    if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)
     if script == "eval_gen.py" and got.runs:
@@ -268,7 +263,6 @@ SMALL = {
     "aogpt rank": [],
     "aogpt score": [],
     "convert.py": [],
-    "aogpt.training.plan": [],
     "eval_ppl.py": ["--max-sequences", "1", "--num-orders", "2", "--block-size", "32"],
     "eval_gen.py": [
         "--num-samples",

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -56,30 +55,24 @@ TIME: Units = (
 )
 
 
-class GPU(NamedTuple):
-    """flops: dense bfloat16 peak, operations per second, from the maker's data sheet.
-    memory_gib: as drivers report it, rounded down."""
-
-    flops: float
-    memory_gib: float
-
-
-GPUS = {  # by the exact name that the driver gives
-    "NVIDIA B200": GPU(2250e12, 178),
-    "NVIDIA H200": GPU(989.4e12, 139),
-    "NVIDIA H100 80GB HBM3": GPU(989.4e12, 79),
-    "NVIDIA H100 NVL": GPU(835e12, 93),
-    "NVIDIA H100 PCIe": GPU(756e12, 79),
-    "NVIDIA A100-SXM4-40GB": GPU(312e12, 39),
-    "NVIDIA A100-SXM4-80GB": GPU(312e12, 79),
-    "NVIDIA A100-PCIE-40GB": GPU(312e12, 39),
-    "NVIDIA A100 80GB PCIe": GPU(312e12, 79),
-    "NVIDIA L40S": GPU(362e12, 44),
-    "NVIDIA L4": GPU(121e12, 22),
-    "NVIDIA A10G": GPU(70e12, 22),
-    "NVIDIA GeForce RTX 4090": GPU(165.2e12, 23),
-    "NVIDIA GeForce RTX 3090": GPU(71e12, 23),
-    "AMD Instinct MI300X": GPU(1307.4e12, 191),
+# Dense bfloat16 peak, operations per second, from the maker's data sheet; by the exact
+# name that the driver gives.
+PEAK_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "AMD Instinct MI300X": 1307.4e12,
 }
 
 
@@ -88,8 +81,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    gpu = GPUS.get(torch.cuda.get_device_name(device))
-    return gpu and gpu.flops
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device))
 
 
 def in_units(value: float, units: Units, digits: int = 3) -> str:
