@@ -4,6 +4,7 @@ Each is a dataclass of its options with a method `answer` for one text, which re
 plain values, for --json, and the lines to show."""
 
 import abc
+import functools
 import math
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -43,8 +44,8 @@ class Command(ModelOptions, OutputOptions, abc.ABC):
     json: Path | None = None
     """Also write all results to this file."""
 
-    def check(self) -> None:
-        """Raise UserError for options that exclude each other."""
+    def __post_init__(self):
+        check_values(self)
 
     @abc.abstractmethod
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
@@ -74,7 +75,8 @@ class Score(Command):
     top: Count = 10
     """Number of tokens to list for each mask."""
 
-    def check(self) -> None:
+    def __post_init__(self):
+        super().__post_init__()
         if self.each and (self.order != "l2r" or self.end):
             raise UserError(
                 "--each uses no order and no end: leave out --order and --end"
@@ -150,9 +152,6 @@ class Drawing(Command, TokenChoice):
     mode: Mode | None = None
     """Order of the tokens: mdm (default), l2r (default of a plain GPT), confidence,
     ..."""
-
-    def __post_init__(self):
-        """Check nothing yet: `run` does, where a mistake is told in one line."""
 
     def choice(self) -> dict[str, Any]:
         """Return the options of `TokenChoice`, as of `TextModel.fill` and `generate`."""
@@ -334,9 +333,8 @@ def blanks_answer(model: aogpt.TextModel, text: str, top: int) -> Answer:
 
 def run(command: str) -> None:
     """Run the command of this name with the words of the command line."""
-    a = tyro.cli(COMMANDS[command])
-    check_values(a)
-    a.check()
+    # A function: tyro would show mistakes in the options of a class in a box.
+    a = tyro.cli(functools.partial(COMMANDS[command]))
     if not a.texts:
         example = EXAMPLES[command]
         raise UserError(f'give a text, as in: aogpt {command} {a.model} "{example}"')
