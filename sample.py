@@ -333,7 +333,7 @@ def resample(
     """Fill the gaps of request `number` with a plain GPT. Return the records and
     samples."""
     loaded = session.loaded
-    choice = session.options.choice
+    choice = session.options
     if choice.temperature == 1:
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = a.seed

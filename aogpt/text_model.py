@@ -739,7 +739,7 @@ class TextModel:
                 gapped,
                 seed=seed,
                 draws=num_samples or resampling.DRAWS,
-                choice=decoding.choice,
+                choice=decoding,
                 vocab_size=self.loaded.vocab_size,
             )
         by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")

@@ -81,7 +81,7 @@ def test_encode_and_decode_of_the_unusual(tokenizer):
     for wrong in (-1, tokenizer.vocab_size):
         with pytest.raises(UserError, match=f"id {wrong} is not in the vocabulary"):
             tokenizer.decode([1, wrong])
-    lengths = tokenizer.byte_lengths()
+    lengths = tokenizer.byte_lengths
     text = "naïve 🤖 Dorothy's old horse\n\n"
     assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
     assert lengths[tokenizer.encode_array(text)].sum() == len(text.encode())

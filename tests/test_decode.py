@@ -665,7 +665,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
         model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12)
     )
     assert torch.equal(
-        got.tokens[plan.given_positions()], tokens[plan.given_positions()]
+        got.tokens[plan.given], tokens[plan.given]
     )
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
@@ -936,7 +936,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
         len(work["inputs"]),
         sum(work["inputs"]),
     )
-    assert sum(progress) == int(plan.generated().sum())
+    assert sum(progress) == int(plan.generated.sum())
     fixed = mode in (*FIXED, "mdm --steps 100", "even --steps 4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:

@@ -62,9 +62,9 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     plan = make_plan(mode, 10, lengths, given)
     length = torch.as_tensor(lengths).expand(10)
     existing = torch.arange(9) < length[:, None]
-    assert torch.equal(plan.length, length) and torch.equal(plan.valid(), existing)
-    assert torch.equal(plan.given_positions(), given & existing)
-    assert torch.equal(plan.generated().sum(dim=1), (~given & existing).sum(dim=1))
+    assert torch.equal(plan.length, length) and torch.equal(plan.valid, existing)
+    assert torch.equal(plan.given, given & existing)
+    assert torch.equal(plan.generated.sum(dim=1), (~given & existing).sum(dim=1))
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
         k = len(context)
@@ -98,7 +98,7 @@ def test_group_sizes_leave_out_steps_that_unmask_nothing():
         torch.arange(5).expand(4, 5), torch.tensor(steps), torch.tensor([5, 5, 5, 3])
     )
     assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
-    assert plan.generated()[3].tolist() == [True, True, True, False, False]
+    assert plan.generated[3].tolist() == [True, True, True, False, False]
     nothing = l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())
     assert group_sizes(nothing).shape == (2, 0) and group_sizes(
         l2r_plan(0, 5)

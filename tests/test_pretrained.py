@@ -606,7 +606,6 @@ def test_the_harness_divides_a_pair_before_the_next_word():
         asked = SimpleNamespace(
             tokenizer=tokenizer, tok_encode=tokenizer.encode, counts=Counter()
         )
-        asked._byte_lengths = tokenizer.byte_lengths()
         for context, continuation in (("the quick", " fox"), ("a", " zebra")):
             before, after = HarnessModel._encode_pair(asked, context, continuation)
             assert tokenizer.decode(before) == context and asked.counts["spanning"] == 0

@@ -394,7 +394,7 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
     for b in range(B):
         n = int(length[b])
         order = plan.order[b].tolist()
-        given = plan.given_positions()[b].tolist()
+        given = plan.given[b].tolist()
         text = [
             int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)
         ]

@@ -755,7 +755,7 @@ def test_all_arrangements_of_required_words_are_equally_likely():
     deviation = (10_000 * 1 / 20 * 19 / 20) ** 0.5
     assert all(abs(count - 500) < 4.5 * deviation for count in found.values())
     # nothing else is given, and mdm takes a step for each of the other tokens
-    assert planned.plan.generated().sum(dim=1).tolist() == [3] * 10_000
+    assert planned.plan.generated.sum(dim=1).tolist() == [3] * 10_000
     assert modes.with_default_steps(options, [context]).steps == 3
     part = modes.plan_samples(options, [context], 5, 2, first=9000)
     assert torch.equal(part.tokens, planned.tokens[9000:9002])

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
         U+FFFD."""
-        ids = _list_of(ids)
+        ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise UserError(
@@ -126,7 +126,7 @@ class Tokenizer:
         it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
-        for token in _list_of(ids):
+        for token in map(int, ids):
             # No character continues over the end of a document.
             if token == self.eot and pieces:
                 pieces[-1] += decoder.decode(b"", final=True)
@@ -137,16 +137,13 @@ class Tokenizer:
         return pieces
 
     @functools.cached_property
-    def _byte_lengths(self) -> np.ndarray:
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
         lengths = np.zeros(self.vocab_size, np.int64)
         for i in range(self.vocab_size):
             if i != self.eot:
                 lengths[i] = len(self.to_bytes([i]))
         return lengths
-
-    def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
-        return self._byte_lengths
 
     def count_bytes(self, ids: np.ndarray, starts: bool = True) -> np.ndarray:
         """Return the UTF-8 bytes of text that each of `ids` (n,) stands for, int64
@@ -157,7 +154,7 @@ class Tokenizer:
         The sum over the ids of a text is `text_bytes` of the text, unless the tokenizer
         loses text."""
         ids = np.asarray(ids, np.int64)
-        lengths = self.byte_lengths()[ids]
+        lengths = self.byte_lengths[ids]
         if self.adds_space and len(ids):
             is_first = np.append(starts, ids[:-1] == self.eot)
             has_space = self.begins_with_space[ids]
@@ -171,13 +168,6 @@ class Tokenizer:
         counts = self.count_bytes(ids)
         total = max(1, counts.sum())
         return counts * (text_bytes(text) / total)
-
-
-def _list_of(ids) -> list[int]:
-    """Return ids, a sequence, array or 1-D tensor, as a list."""
-    if hasattr(ids, "tolist"):
-        return ids.tolist()
-    return list(ids)
 
 
 class BytesTokenizer(Tokenizer):
@@ -254,8 +244,10 @@ class BytePairTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         text = without_lone_surrogates(text)
+        ends = [match.end() for match in LONG_RUN.finditer(text)]
         parts = []
-        for part in split_at_long_runs(text):
+        for start, stop in itertools.pairwise([0, *ends, len(text)]):
+            part = text[start:stop]
             ids = self.encoding.encode_to_numpy(part, disallowed_special=())
             parts.append(ids)
         return np.concatenate(parts).astype(np.uint16)
@@ -506,13 +498,6 @@ def vocabulary_file(tokens: Mapping[int, bytes]) -> bytes:
         coded = base64.b64encode(token)
         lines.append(b"%b %d\n" % (coded, i))
     return b"".join(lines)
-
-
-def split_at_long_runs(text: str) -> Iterator[str]:
-    """Yield the text in parts, which end after each LONG_RUN; most have none."""
-    ends = [match.end() for match in LONG_RUN.finditer(text)]
-    for start, stop in itertools.pairwise([0, *ends, len(text)]):
-        yield text[start:stop]
 
 
 def text_bytes(text: str) -> int:

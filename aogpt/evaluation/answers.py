@@ -187,11 +187,11 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
     its distribution."""
     if judge is None or judge.limit is None or plan.pace is not None:
         return None
-    if not options.choice.is_exact or options.refine:
+    if not options.is_exact or options.refine:
         return None
     limits = []
     if plan.draft:  # as one position a step
-        for count in plan.generated().sum(dim=1).tolist():
+        for count in plan.generated.sum(dim=1).tolist():
             limits.append(judge.limit([1] * count))
     else:
         for sizes in group_sizes(plan).tolist():

@@ -181,7 +181,7 @@ class HarnessModel(TemplateLM):
                 raise UserError(
                     "this model is a plain GPT; take order l2r and mode l2r"
                 )
-        if not self.decoding.choice.is_exact:
+        if not self.decoding.is_exact:
             raise UserError(
                 "how tokens are drawn is for the tasks to say; give --gen-kwargs"
             )
@@ -207,15 +207,11 @@ class HarnessModel(TemplateLM):
         size = len(without_lone_surrogates(context.rstrip()).encode())
         size += self.tokenizer.adds_space  # before the text, in its first token
         tokens = self.tok_encode(text)
-        ends = self._byte_lengths[tokens].cumsum()
+        ends = self.tokenizer.byte_lengths[tokens].cumsum()
         split = int(np.searchsorted(ends, size, side="right"))
         boundary = ends[split - 1] if split else 0
         self.counts["spanning"] += int(boundary < size)
         return tokens[:split], tokens[split:]
-
-    @functools.cached_property
-    def _byte_lengths(self) -> np.ndarray:
-        return self.tokenizer.byte_lengths()
 
     def request_counts(self) -> dict[str, int]:
         """Requests of all processes; `spanning`: with a token across context and

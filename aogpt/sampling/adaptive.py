@@ -20,7 +20,7 @@ def adapt(
     """Unmask the candidates that pass the limits of `Pace` until every row is complete.
     Their number depends on the model, so every round waits once for it."""
     T = engine.T
-    generated = plan.generated()  # (B, T), by slot
+    generated = plan.generated  # (B, T), by slot
     block_size = plan.block or max(T, 1)
     block_of = plan.order // block_size  # (B, T), by slot
     assert plan.pace is not None

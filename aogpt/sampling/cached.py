@@ -218,7 +218,7 @@ class CachedPass(Pass):
             )
         # adaLN: of each input, or of all positions where there are fewer of these
         self.per_input = step.inputs < config.block_size
-        if tables is None and config.has_adaln:
+        if tables is None and model.adaln_f is not None:
             self.condition = model.condition()
             if self.per_input and self.condition is not None:
                 self.condition = self.condition[self.targets]

@@ -236,7 +236,7 @@ def check_inputs(
     given. Raises UserError if they do not fit model, plan and choice."""
     c = model.config
     B, T = plan.order.shape
-    given = plan.given_positions()
+    given = plan.given
     if model.training:
         raise UserError("the model is in training mode; call model.eval() first")
     if T > c.block_size:
@@ -295,7 +295,7 @@ class Tally:
     """Progress and cost of the samples of a batch."""
 
     def __init__(self, plan: Plan, progress: Progress):
-        self.known = plan.given_positions().sum(dim=1)  # (B,) tokens
+        self.known = plan.given.sum(dim=1)  # (B,) tokens
         # (B, T) the round of each slot, -1: none
         self.step = torch.full_like(plan.step, -1)
         self.nfe = torch.zeros_like(self.known)
@@ -861,7 +861,7 @@ def follow(
 ) -> None:
     """Take the steps of a plan that is known, apart from which positions the model
     prefers."""
-    tally.step = plan.step.where(plan.generated(), -1)
+    tally.step = plan.step.where(plan.generated, -1)
     chosen = plan.unmask_by != "order"
     sizes = group_sizes(plan).T  # (G, B) positions that each step unmasks
     if len(sizes) == 0:

@@ -57,7 +57,7 @@ def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     used, apart from those that change the logits before it."""
     if choice.noise != "float64" or logits.dtype == torch.float64:
         return False
-    for field in dataclasses.fields(choice):
+    for field in dataclasses.fields(TokenChoice):
         known = field.name in KNOWN_FIELDS or field.name in CHANGED_BEFORE
         if not known and getattr(choice, field.name) != field.default:
             return False

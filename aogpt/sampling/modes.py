@@ -132,14 +132,6 @@ class DecodingOptions(TokenChoice):
     def __post_init__(self):
         check_values(self)
 
-    @property
-    def choice(self) -> TokenChoice:
-        """How tokens are drawn: the options that are fields of `TokenChoice`."""
-        values = {
-            field.name: getattr(self, field.name) for field in fields(TokenChoice)
-        }
-        return TokenChoice(**values)
-
 
 def with_mode_defaults(
     options: DecodingOptions,
@@ -638,17 +630,17 @@ def generate_distributed(
     uniforms = planned.uniforms[rows]
     decoder = Decoder(
         model,
-        choice=options.choice,
+        choice=options,
         vocab_size=vocab_size,
         batch_size=options.batch_size or BATCH_SIZE,
         compile=options.compile,
         kernels=options.kernels,
     )
-    total = int(plan.generated().sum())
+    total = int(plan.generated.sum())
     if options.refine:
         end_token = None  # what follows it may change
         assert options.refine_share is not None
-        of_round = redrawn(plan.generated(), options.refine_share)
+        of_round = redrawn(plan.generated, options.refine_share)
         total += options.refine * int(of_round.sum())
     progress = tqdm(
         total=total,

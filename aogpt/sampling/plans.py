@@ -98,7 +98,11 @@ class Plan:
     draft: positions that are drafted, then verified one after the other; the steps are
         then those of the groups at best.
     pace: nor is that number fixed; steps only say what is given.
-    block: positions of blocks that are filled in one after the other (pace)."""
+    block: positions of blocks that are filled in one after the other (pace).
+
+    Attributes that follow from these, BoolTensor (B, T): valid, the entries of `order`
+    that name a position of their sample; generated, those whose tokens are generated;
+    given, by position: the tokens come from the user."""
 
     order: Tensor
     step: Tensor
@@ -123,7 +127,8 @@ class Plan:
             raise UserError(
                 f"every row of a plan's order must be a permutation of 0..{T - 1}"
             )
-        valid = self.valid()
+        self.valid = positions < self.length[:, None]
+        valid = self.valid
         exists = self.order < self.length[:, None]
         if not torch.equal(exists, valid):
             raise UserError(
@@ -136,6 +141,9 @@ class Plan:
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
         check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
+        self.generated = valid & (self.step >= 0)
+        given = valid & (self.step < 0)
+        self.given = torch.empty_like(given).scatter_(1, self.order, given)
 
     def __getitem__(self, rows: slice) -> "Plan":
         return replace(
@@ -147,24 +155,6 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.order)
-
-    def valid(self) -> Tensor:
-        """Return the entries of `order` that name a position of their sample,
-        BoolTensor (B, T)."""
-        T = self.order.shape[1]
-        entries = torch.arange(T, device=self.order.device)
-        return entries < self.length[:, None]
-
-    def generated(self) -> Tensor:
-        """Return the entries of `order` whose tokens are generated, BoolTensor
-        (B, T)."""
-        return (self.step >= 0) & self.valid()
-
-    def given_positions(self) -> Tensor:
-        """Return the positions whose tokens come from the user, BoolTensor (B, T)."""
-        given = (self.step < 0) & self.valid()
-        by_position = torch.empty_like(given)
-        return by_position.scatter_(1, self.order, given)
 
 
 def l2r_plan(
@@ -363,7 +353,7 @@ def group_sizes(plan: Plan) -> Tensor:
         step     -1  0  0  3  5  5
         starts       x     x  x
         group     0  1  1  2  3  3     sizes 2, 1, 2"""
-    generated = plan.generated()
+    generated = plan.generated
     before = torch.full_like(plan.step[:, :1], -1)
     rises = plan.step.diff(dim=1, prepend=before) > 0
     starts = rises & generated
