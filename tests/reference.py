@@ -923,7 +923,7 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
     if o.mode == "adaptive":
         return adaptive_plan(*rows, o.unmask_by, seeded(seed), given, **limits_of(o))
     if o.mode == "speculative":
-        generator = seeded(seed) if o.order == "random" else None
+        generator = seeded(seed) if o.order is None else None
         return speculative_plan(*rows, o.draft, generator, given)
     return mdm_plan(*rows, o.steps, seeded(seed), given, o.mode == "even", o.schedule)
 

@@ -163,9 +163,13 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
     ('[model]\ntarget = "none"', "model.target", "order.kind", "'l2r'"),
     ('[objective]\nkind = "ar"', "needs order.kind = 'l2r', but it is 'mixture'"),
-    ('[objective]\nkind = "k_dce"', "does not fit a decoder", "'ao_ar'"),
+    (
+        '[objective]\nkind = "k_dce"',
+        "does not fit model.attention = 'causal'",
+        "'ao_ar'",
+    ),
     ('[objective]\nkind = "groupwise"', "needs model.target = 'two_stream'"),
-    (ENCODER_FILE, "does not fit an encoder", "'score_entropy'"),
+    (ENCODER_FILE, "does not fit model.attention = 'full'", "'score_entropy'"),
     (ENCODER_FILE + 'noise = true\n[objective]\nkind = "k_dce"', "belong together"),
     (
         ENCODER_FILE + '[objective]\nkind = "k_dce"\n[[schedule]]',

@@ -664,9 +664,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     got = generate(
         model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12)
     )
-    assert torch.equal(
-        got.tokens[plan.given], tokens[plan.given]
-    )
+    assert torch.equal(got.tokens[plan.given], tokens[plan.given])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
     for b, length in enumerate(LENGTHS.tolist()):
         row = got.tokens[b, :length]

@@ -618,7 +618,7 @@ STAGE = [{"step": 5, "kind": "random"}]
 REFUSED = [  # besides those of test_config.py
     (
         objective("t_dce", model={"target": "two_stream"}),
-        "'t_dce' does not fit a decoder.*ao_ar",
+        "'t_dce' does not fit model.attention = 'causal'.*ao_ar",
     ),
     (
         objective("score_entropy", model=ENCODER_TABLE),

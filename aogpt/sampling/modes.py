@@ -52,7 +52,7 @@ MODE_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "threshold": (None, ("adaptive",)),
     "entropy_bound": (None, ("adaptive",)),
     "block": (None, ("adaptive",)),
-    "order": ("random", ("order", "speculative")),
+    "order": (None, ("order", "speculative")),
     "draft": (8, ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
@@ -98,8 +98,9 @@ class DecodingOptions(TokenChoice):
     """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive);
     counted from the beginning of a sample, prompt and all."""
     order: str | None = None
-    """A distribution over orders, KIND or KIND:setting=value, such as slots:block=8: the kinds of
-    order.kind in a training config; random is the default of speculative."""
+    """order, speculative: a distribution over orders, KIND or KIND:setting=value, such as
+    slots:block=8: the kinds of order.kind in a training config; by default a uniformly random
+    order, as in random."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens drafted at once; by default 8."""
     ban: tuple[str, ...] = ()
@@ -199,8 +200,8 @@ def check_combination(options: DecodingOptions) -> None:
                 "--mode speculative draws exactly: leave out --repetition-penalty and "
                 "--no-repeat-ngram and --ban"
             )
-    if options.mode in ("order", "speculative"):
-        parse_order(str(options.order), "--order")
+    if options.order is not None:
+        parse_order(options.order, "--order")
     if options.unmask_by == "random":
         limits = (options.threshold, options.entropy_bound, options.block)
         if limits != (None, None, None):
@@ -217,8 +218,8 @@ def end_note(options: DecodingOptions) -> str:
     it can be filled in before those in front of it; "" where they come last. options:
     with the mode's defaults."""
     from_left = options.mode == "l2r" or options.block is not None
-    if options.mode in ("order", "speculative"):
-        from_left = parse_order(str(options.order), "--order").kind == "l2r"
+    if options.order is not None:
+        from_left = parse_order(options.order, "--order").kind == "l2r"
     if from_left:
         return ""
     name = options.mode if options.mode != "adaptive" else options.unmask_by
@@ -519,29 +520,12 @@ def _sort_keys(
 ) -> Tensor:
     """Return the numbers (rows, length) in [0, 1) by which a plan puts positions in
     order."""
-    shuffles = options.mode == "speculative" and options.order == "random"
-    if options.order is not None and not shuffles:
-        orders = parse_order(options.order, "--order")
-        order = orders_at(
-            orders,
-            seed,
-            key,
-            rows,
-            length,
-            PLANS,
-        )
-        return inverse_permutation(order).double() / length
-    return torch.from_numpy(
-        to_uniform(
-            philox_bits(
-                seed,
-                key,
-                rows,
-                length,
-                PLANS,
-            )
-        )
-    )
+    if options.order is None:  # each position has a random number of its own
+        bits = philox_bits(seed, key, rows, length, PLANS)
+        return torch.from_numpy(to_uniform(bits))
+    orders = parse_order(options.order, "--order")
+    order = orders_at(orders, seed, key, rows, length, PLANS)
+    return inverse_permutation(order).double() / length
 
 
 def _mode_plan(

@@ -29,20 +29,24 @@ def set_block_size(model: Transformer, block_size: int) -> None:
     """Take sequences of up to `block_size` tokens from now on. A model may be bad at
     lengths that it was not trained on. Raises UserError for one with tables of
     positions."""
-    if length_is_fixed(model) and block_size != model.config.block_size:
+    tables = position_tables(model)
+    if tables and block_size != model.config.block_size:
         raise UserError(
-            f"this model has tables of {model.config.block_size} positions and takes no "
-            f"other block size, such as {block_size}; only models without tables do: those "
-            "with model.position = 'rotary' and, decoders, model.target = 'rotary', 'none', "
-            "'two_stream' or 'mask_query'"
+            f"this model takes no other block size than {model.config.block_size}, such as "
+            f"{block_size}: it has tables of positions ({', '.join(tables)})"
         )
     model.config = dataclasses.replace(model.config, block_size=block_size)
     model.make_angles(model.head.weight.device)
 
 
-def length_is_fixed(model: Transformer) -> bool:
-    """Whether a table has a row per position, so that no sequence can be longer."""
-    return any(isinstance(module, PositionTable) for module in model.modules())
+def position_tables(model: Transformer) -> list[str]:
+    """Return the names of the tables that have a row per position, so that no sequence
+    can be longer; none of a model with rotary positions alone."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, PositionTable):
+            names.append(name)
+    return names
 
 
 BOUNDS = {

@@ -268,10 +268,10 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
     fitting = [
         name for name, facts in OBJECTIVES.items() if facts.for_encoders == m.is_encoder
     ]
-    system = "an encoder (model.attention = 'full')" if m.is_encoder else "a decoder"
     refuse(
         kind not in fitting,
-        f"objective.kind = {kind!r} does not fit {system}; give one of {fitting}",
+        f"objective.kind = {kind!r} does not fit model.attention = {m.attention!r}; "
+        f"give one of {fitting}",
     )
     refuse(
         objective.facts.of_scores != m.noise,

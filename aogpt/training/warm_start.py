@@ -9,20 +9,10 @@ from torch import Tensor, nn
 
 from ..checkpoints import CheckpointError
 from ..model import ModelConfig, PositionTable, Transformer
-from ..systems import length_is_fixed, system_of
+from ..systems import position_tables, system_of
 
-# Keys that may differ from those of the source in any way.
-FREE = ("dropout", "position_init", "block_size")
-# Keys that a start may add, if the user sets them, and their values in the source.
-GAINED = {
-    "target": "none",
-    "noise": False,
-    "attn_bias": False,
-    "mlp_bias": False,
-    "head_bias": False,
-}
-# Keys that say what the user wants of the new model, set or not.
-CHOSEN = ("target", "noise")
+# Keys of layers that a start adds only where the user sets them.
+OPTIONAL = ("attn_bias", "mlp_bias", "head_bias")
 
 
 def with_shape_of(
@@ -34,25 +24,32 @@ def with_shape_of(
     that changes what the weights mean, or how many there are."""
     theirs = {}
     for name, before in asdict(source).items():
-        chosen = name in CHOSEN and GAINED[name] == before
-        kept = name in given or chosen
-        if not kept and not is_free(name, source, config):
+        if name in given:
+            continue
+        if name in OPTIONAL or not may_differ(name, source, config):
             theirs[name] = before
     return replace(config, **theirs)
 
 
-def is_free(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
-    """Say whether the key `name` may differ: because their weights do not depend on it,
-    or because ours do not."""
-    if name == "cond_dim":
-        return not theirs.has_adaln
-    if name == "group_attention":
-        return not system_of(theirs).query_stream
-    if name == "query_at":
-        return theirs.target == "none"
-    if name == "start":
-        return not system_of(ours).has_start
-    return name in FREE
+def may_differ(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
+    """Whether a start may change the key `name` of [model]: because no weight of the
+    source depends on it, or because it adds weights that change nothing at first."""
+    match name:
+        case "dropout" | "position_init" | "block_size":  # of tables: see `check_start`
+            return True
+        case "target":
+            return theirs.target == "none"
+        case "noise" | "attn_bias" | "mlp_bias" | "head_bias":
+            return getattr(theirs, name) is False
+        case "cond_dim":
+            return not theirs.has_adaln
+        case "group_attention":
+            return not system_of(theirs).query_stream
+        case "query_at":
+            return theirs.target == "none"
+        case "start":
+            return not system_of(ours).has_start
+    return False
 
 
 def differences(
@@ -61,8 +58,7 @@ def differences(
     """Yield (key, theirs, ours) of the keys that prevent a start from these weights."""
     for name, before in asdict(theirs).items():
         now = getattr(ours, name)
-        gained = name in GAINED and GAINED[name] == before
-        if before != now and not gained and not is_free(name, theirs, ours):
+        if before != now and not may_differ(name, theirs, ours):
             yield name, before, now
 
 
@@ -76,7 +72,7 @@ def check_start(model: Transformer, source: Transformer) -> None:
         raise CheckpointError(
             f"{refused}: set model.{name} = {before!r} (it is {now!r})"
         )
-    if length_is_fixed(source) and theirs.block_size < ours.block_size:
+    if position_tables(source) and theirs.block_size < ours.block_size:
         raise CheckpointError(
             f"{refused}: their tables have {theirs.block_size} positions; set "
             f"model.block_size to at most that (it is {ours.block_size})"
