@@ -22,14 +22,21 @@ import torch
 from aogpt.data.loader import find_dataset
 from aogpt.runtime.command_line import show
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import json_object, read_lines, write_jsonl
+from aogpt.runtime.files import write_jsonl
 from aogpt.runtime.validation import Count
 from aogpt.systems import build_model, flops_per_token
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies.experiment import Experiment, RunConfig, Values
 from studies.measures import Measured, least_loss, measured_by, unigram
-from studies.runs import finished_run, main_loss, speed_of, trained_by, validations_of
+from studies.runs import (
+    finished_run,
+    main_loss,
+    rows_by,
+    speed_of,
+    trained_by,
+    validations_of,
+)
 from studies.verdicts import figure_of
 
 Recipes = dict[str, dict[str, dict]]
@@ -64,11 +71,7 @@ class Results:
         self.file = file
         self.complete = complete
         self.lock = threading.Lock()
-        self.rows = {}
-        if file and file.exists():
-            for place, text in read_lines(file, "results"):
-                row = json_object(text, place)
-                self.rows[row["key"]] = row
+        self.rows = rows_by("key", file) if file else {}
 
     def of(
         self, config: Config, commands: list[list[str]], make: Callable[[], dict]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import write_text
+from aogpt.runtime.files import json_object, read_lines, write_text
 from aogpt.runtime.outputs import commit
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
@@ -18,6 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # By default glibc returns large tensors to the system as soon as they are freed, and the system
 # clears the pages of the next one: nearly half of a step's time with a vocabulary of 50,000.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+
+def rows_by(key: str, file: Path) -> dict[str, dict]:
+    """Return the rows of a JSONL file of results by their value of `key`; none where there is no
+    file."""
+    rows = {}
+    if file.exists():
+        for place, text in read_lines(file, "results"):
+            row = json_object(text, place)
+            rows[row[key]] = row
+    return rows
 
 
 def main_loss(config: Config) -> str:

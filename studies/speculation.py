@@ -22,15 +22,13 @@ from aogpt.data.loader import TokenDataset, find_dataset, spread
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import (
-    json_object,
-    read_lines,
     write_atomically,
     write_jsonl,
     write_text,
 )
 from aogpt.runtime.outputs import commit, new_figure, png
 from aogpt.scoring import masked_logits
-from studies.runs import ROOT, run_alone
+from studies.runs import ROOT, rows_by, run_alone
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"
@@ -130,11 +128,7 @@ def main() -> None:
     folder = ROOT / "out" / "speculation" if a.quick else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "speculation.runs.jsonl"
-    rows = {}
-    if file.exists():
-        for place, text in read_lines(file, "results"):
-            row = json_object(text, place)
-            rows[row["name"]] = row
+    rows = rows_by("name", file)
     samples = 4 if a.quick else a.samples
     length = 16 if a.quick else LENGTH
     for name, words in all_rows().items():
