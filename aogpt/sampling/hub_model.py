@@ -10,6 +10,8 @@ Shapes: B sequences, T positions, V vocabulary."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,9 +114,10 @@ class AOGPTModel(PreTrainedModel):
     def from_pretrained(cls, *places, output_loading_info: bool = False, **options):
         """Load as every model of transformers. Raises UserError for a missing
         tensor."""
-        model, info = super().from_pretrained(
+        loaded: Any = super().from_pretrained(
             *places, output_loading_info=True, **options
         )
+        model, info = loaded
         if info["missing_keys"]:
             raise UserError(
                 f"the file of weights lacks {sorted(info['missing_keys'])[0]}"
@@ -161,14 +164,14 @@ class AOGPTModel(PreTrainedModel):
         tokens = input_ids.gather(1, place)
         masked = tokens == self.config.mask_token_id
         masked &= known.gather(1, place)
+        wanted = None  # (B, T), the labels of the logits
         if labels is not None:
-            labels = labels.where(known, -100)
+            wanted = labels.where(known, -100)
         if model.config.is_encoder:
             lengths = None if known.all() else known.sum(dim=1)
             hidden = model.masked_hidden(tokens, masked, lengths)
             # By position again.
             hidden = take(hidden, inverse_permutation(place))
-            wanted = labels
         else:
             if masked.any():
                 raise UserError(
@@ -177,10 +180,11 @@ class AOGPTModel(PreTrainedModel):
             compact_order = inverse_permutation(place).gather(1, order.gather(1, steps))
             hidden = model.hidden(tokens, compact_order)
             hidden = take(hidden, inverse_permutation(steps))
-            wanted = None if labels is None else labels.gather(1, order)
+            if wanted is not None:
+                wanted = wanted.gather(1, order)
         logits = model.head_logits(hidden)
         loss = None
-        if labels is not None:
+        if wanted is not None:
             # Without a start token the first step has nothing to predict from.
             first = self.config.aogpt["scored_from"]
             scored = at_least_float32(logits[:, first:].flatten(0, 1))
@@ -280,12 +284,12 @@ class AOGPTModel(PreTrainedModel):
     def _checked(self, tokens: Tensor, order: Tensor | None, known: Tensor) -> Tensor:
         """Return the order, left to right by default. Raises UserError for what the
         model cannot take."""
-        if tokens.dim() == 2:  # otherwise check_tokens refuses it
-            l2r = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            order = l2r if order is None else order
+        l2r = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+        if order is None:
+            order = l2r
         shown = tokens.masked_fill(tokens == self.config.mask_token_id, 0)
         shown = shown.masked_fill(~known, 0)
-        check_tokens(self.model, shown, tokens if order is None else order)
+        check_tokens(self.model, shown, order)
         check_permutations(order)
         first = tokens.gather(1, padding_last(known)[:, :1])
         if self.config.start_token_id in first.flatten().tolist():
@@ -324,7 +328,7 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
             )
         super().__init__(config)
 
-    def forward(
+    def forward(  # type: ignore[override]  # no order: the arguments of the library
         self, input_ids: Tensor, attention_mask=None, labels=None, **ignored
     ) -> CausalLMOutput:
         """Predict each next token. attention_mask (B, T): 0 at padding, on any side,
@@ -361,7 +365,7 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
             loss = F.cross_entropy(scored, wanted.flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # fewer of them
         self, input_ids: Tensor, attention_mask=None, **ignored
     ) -> dict:
         """Return the arguments of `forward` for the next token; there is no cache."""
