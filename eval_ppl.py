@@ -10,7 +10,7 @@ sequence.
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -329,14 +329,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             show(*report.lines(), sep="\n")
 
 
+@dataclass
 class Report:
     """The results of all tasks so far."""
 
-    def __init__(self, a: Arguments, models: list[Loaded]):
-        self.a = a
-        self.models = models
-        self.results: list[dict] = []
-        self.differences: list[dict] = []
+    a: Arguments
+    models: list[Loaded]
+    results: list[dict] = field(default_factory=list)
+    differences: list[dict] = field(default_factory=list)
 
     def add(self, tasks: list[Task], losses: list[likelihood.Losses]) -> None:
         """Add the losses of one text along one order, of each model."""

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -372,22 +372,22 @@ def resample(
     return records, samples
 
 
+@dataclass
 class Report:
     """Writes and prints samples as they come, and what all of them cost."""
 
-    def __init__(self, a: Arguments, session: Session, several: bool):
-        """several: whether there are several prompts."""
-        self.a = a
-        self.session = session
-        self.several = several
-        self.count = 0  # of samples
-        self.with_banned = 0  # samples that hold a banned word all the same
-        self.lengths: set[int] = set()
-        self.kept: list[dict] = []  # records for --html, which is written at the end
-        self.model_calls = 0
-        self.token_forwards = 0
-        self.seconds = 0.0
-        self.started = time.perf_counter()
+    a: Arguments
+    session: Session
+    several: bool  # whether there are several prompts
+    count: int = 0  # of samples
+    with_banned: int = 0  # samples that hold a banned word all the same
+    lengths: set[int] = field(default_factory=set)
+    # Records for --html, which is written at the end.
+    kept: list[dict] = field(default_factory=list)
+    model_calls: int = 0
+    token_forwards: int = 0
+    seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
     def add(self, records: list[dict], samples: Generation) -> None:
         """Write and print the records of a part, which `samples` are."""

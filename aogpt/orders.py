@@ -84,7 +84,7 @@ class OrderConfig(Table):
     file: str = ""
 
     def __post_init__(self):
-        check_values(self, lambda field: f"order.{field}")
+        check_values(self, name="order.{}".format)
         kind = self.unmixed
         if kind == "mixture":
             raise UserError("order.mixed is 'mixture'; give another kind")

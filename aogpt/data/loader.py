@@ -279,7 +279,10 @@ class TokenDataset:
             self.num_blocks = len(chosen)
             if self.of_records:
                 self._roles = self._roles[chosen]
-        self._opened = {path: _stamp(path) for path in paths}
+        self._opened = {}  # size and time of each file
+        for path in paths:
+            stat = path.stat()
+            self._opened[path] = (stat.st_size, stat.st_mtime_ns)
         self._sha256 = [entry["sha256"]]
         if self.of_records:
             self._sha256.append(entry["roles"]["sha256"])
@@ -533,11 +536,6 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
         elif path in before and recorded["sha256"] != before[path]["sha256"]:
             notes.append(f"{path} holds other data than when the run last started")
     return notes
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
