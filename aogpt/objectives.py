@@ -26,7 +26,6 @@ from .runtime.randomness import (
 )
 from .runtime.validation import Count, Probability, Table, check_values
 from .scoring import (
-    group_log_probs,
     group_starts,
     masked_log_probs,
     token_log_probs,
@@ -75,7 +74,7 @@ class ObjectiveConfig(Table):
     prefix_prob: Probability = 0.0
 
     def __post_init__(self):
-        check_values(self, lambda field: f"objective.{field}")
+        check_values(self, name="objective.{}".format)
         if self.prefix_prob and not self.facts.for_encoders:
             raise UserError(
                 f"objective.prefix_prob is for encoders, and objective.kind is "
@@ -429,54 +428,38 @@ def token_nll(
     CPU): which tokens are the prompt, which comes first in every order."""
     length = tokens.shape[1]
     device = tokens.device
-    more = {}
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(
-            seed,
-            draw,
-            rows,
-            total,
-            length,
-            roles,
-        )
+        masks = evaluation_masks(seed, draw, rows, total, length, roles)
         masks = masks.map(lambda tensor: tensor.to(device))
-        log_probs = masked_log_probs(
-            model,
-            tokens,
-            masks.masked,
-            masks.lengths,
-        ).double()
-        nll = -masks.weight[:, None] * log_probs
+        log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
+        nll = -masks.weight[:, None] * log_probs.double()
     else:
-        order = orders_at(
-            orders,
-            seed,
-            draw,
-            rows,
-            length,
-            SCORED_ORDERS,
-        )
+        order = orders_at(orders, seed, draw, rows, length, SCORED_ORDERS)
+        prompt_lengths = None
+        lengths = None
         if roles is not None:
             order = roles.first_given(order)
-            more["prompt_lengths"] = roles.given.sum(dim=1).to(device)
-            if model.config.is_encoder:
-                more["lengths"] = roles.lengths.to(device)
+            prompt_lengths = roles.given.sum(dim=1).to(device)
+            lengths = roles.lengths.to(device)
         order = order.to(device)
         if roles is not None and model.config.l2r_only:
             # The prompt moves to the front: such a model reads a text as if it were
             # written so.
             identity = torch.arange(length, device=device).expand_as(order)
-            nll = -token_log_probs(model, tokens.gather(1, order), identity).double()
+            log_probs = token_log_probs(model, tokens.gather(1, order), identity)
         else:
-            nll = -group_log_probs(
+            log_probs = token_log_probs(
                 model,
                 tokens,
                 order,
                 group,
-                **more,
-            ).double()
+                prompt_lengths,
+                lengths,
+            )
+        nll = -log_probs.double()
         nll[:, :scored_from] = torch.nan
-        nll = torch.empty_like(nll).scatter_(
-            1, order, nll
-        )  # from prediction to sequence order
-    return nll if roles is None else nll.where(roles.predicted.to(device), torch.nan)
+        # From prediction order to sequence order.
+        nll = torch.empty_like(nll).scatter_(1, order, nll)
+    if roles is None:
+        return nll
+    return nll.where(roles.predicted.to(device), torch.nan)

@@ -26,32 +26,46 @@ def token_log_probs(
     model: Transformer,
     tokens: Tensor,
     order: Tensor,
-    group_start: Tensor | None = None,
+    group: int = 1,
+    prompt_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Return log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
 
-    One pass of a decoder; T of an encoder, each of which masks what is left.
+    One pass of a decoder; one for each step of an encoder, which masks what is left.
 
     Args:
         tokens: LongTensor (B, T) in sequence order.
         order: LongTensor (B, T), rows are permutations of 0..T-1.
-        group_start: LongTensor (B, T), for models whose one pass predicts groups: step i
-            is predicted from the tokens of steps < group_start[:, i].
+        group: the steps of a group are predicted at once from the groups before it:
+            what decoding in such groups draws from. A pass for each group; models whose
+            queries are inputs of their own need one for all.
+        prompt_lengths: LongTensor (B,), steps before the first group; in groups the
+            result means nothing there.
+        lengths: LongTensor (B,) of an encoder's rows that are shorter than T; their
+            orders end with the positions that they do not have.
 
-    Raises UserError for tokens outside the vocabulary, other shapes, and rows of
-    `order` that are not permutations."""
-    if model.config.is_encoder:
-        return group_log_probs(
-            model,
-            tokens,
-            order,
-            group=1,
-        )
+    Raises UserError for tokens outside the vocabulary, other shapes, rows of `order`
+    that are not permutations, and groups of a plain GPT."""
     check_tokens(model, tokens, order)
     check_permutations(order)
-    if group_start is None:
+    if group == 1 and not model.config.is_encoder:
         return -model(tokens, order)
-    return -model(tokens, order, group_start)
+    if model.config.l2r_only:
+        raise UserError(
+            "this model has no target positions and predicts one token at a time"
+        )
+    if model.separate_queries:
+        return -model(tokens, order, group_starts(order, group, prompt_lengths))
+    result = torch.zeros(
+        order.shape,
+        device=order.device,
+        dtype=model.wte.weight.dtype,
+    )
+    for known, steps in groups_of(order, group, prompt_lengths):
+        log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
+        result = log_probs.where(steps, result.to(log_probs.dtype))
+    return result
 
 
 @torch.no_grad()
@@ -166,60 +180,6 @@ def parallel_log_probs(
     )
     log_probs[row, step] = scored.squeeze(1)
     return log_probs
-
-
-@torch.no_grad()
-def group_log_probs(
-    model: Transformer,
-    tokens: Tensor,
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Return what `token_log_probs` does, but the `group` steps of a group are
-    predicted at once from the groups before it: what decoding in such groups draws
-    from. A pass for each group; models whose queries are inputs of their own need one
-    for all.
-
-    Args:
-        prompt_lengths: LongTensor (B,), steps before the first group; the result means
-            nothing there.
-        lengths: LongTensor (B,) of an encoder's rows that are shorter than T; their
-            orders end with the positions that they do not have."""
-    config = model.config
-    if group == 1 and not config.is_encoder:
-        return token_log_probs(model, tokens, order)
-    if config.l2r_only:
-        raise UserError(
-            "this model has no target positions and predicts one token at a time"
-        )
-    if model.separate_queries:
-        starts = group_starts(order, group, prompt_lengths)
-        return token_log_probs(
-            model,
-            tokens,
-            order,
-            starts,
-        )
-    check_tokens(model, tokens, order)
-    check_permutations(order)
-    result = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=model.wte.weight.dtype,
-    )
-    for known, steps in groups_of(order, group, prompt_lengths):
-        log_probs = parallel_log_probs(
-            model,
-            tokens,
-            order,
-            known,
-            steps,
-            lengths,
-        )
-        result = log_probs.where(steps, result.to(log_probs.dtype))
-    return result
 
 
 class MaskedPass(Pass):

@@ -427,9 +427,8 @@ def conditionals(model, vocab_size, length):
                 sequences
             )
             starts = group_starts(sizes, length).expand_as(sequences)
-            log_probs = token_log_probs(model, sequences, order, starts)[
-                :, len(context)
-            ]
+            with torch.no_grad():
+                log_probs = -model(sequences, order, starts)[:, len(context)]
             result[context, sizes, target] = log_probs.double().exp()
     return result
 
@@ -991,11 +990,13 @@ def uncached_log_probs(model, tokens, plan):
         for i in (i for i in range(length) if step[i] >= 0):
             start = i if plan.draft else step.index(step[i])
             single = torch.tensor([order_through(order[:start], order[i], length)])
-            starts = None
+            text = tokens[b : b + 1, :length]
             if in_groups(model) and not plan.draft:
                 starts = group_starts(sizes_of(step[:start]), length)[None]
-            groups = () if starts is None else (starts,)
-            scored = token_log_probs(model, tokens[b : b + 1, :length], single, *groups)
+                with torch.no_grad():
+                    scored = -model(text, single, starts)
+            else:
+                scored = token_log_probs(model, text, single)
             result[b, order[i]] = scored[0, start]
     return result
 

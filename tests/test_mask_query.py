@@ -27,7 +27,6 @@ import train
 from aogpt.model import ModelConfig
 from aogpt.objectives import ao_ar_loss
 from aogpt.scoring import (
-    group_log_probs,
     group_starts,
     masked_log_probs,
     masked_logits,
@@ -72,7 +71,7 @@ def test_it_computes_its_formulas_in_groups_of_any_size(group, variant):
     assert (
         -model(tokens, order, group_starts(order, group)) - expected
     ).abs().max() < 1e-9
-    assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
+    assert (token_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
     logits = model.head_logits(model.hidden(tokens, order)).log_softmax(dim=-1)
     if group == 1:  # attention without a mask
         assert (-model(tokens, order) - expected).abs().max() < 1e-9

@@ -283,7 +283,7 @@ def test_groups_begin_after_what_is_given(system, group):
                 expected = -masked_log_probs(model, own, masked)[0, its_order[0, step]]
             elif system == "two_stream":
                 starts = group_starts(its_order, group, torch.tensor([first]))
-                expected = -token_log_probs(model, own, its_order, starts)[0, step]
+                expected = model(own, its_order, starts)[0, step]
             else:
                 known = torch.tensor([start])
                 expected = -parallel_log_probs(model, own, its_order, known)[0, step]

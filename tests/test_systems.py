@@ -48,7 +48,6 @@ from aogpt.objectives import (
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.sampling import Plan, generate
 from aogpt.scoring import (
-    group_log_probs,
     group_starts,
     masked_log_probs,
     token_log_probs,
@@ -93,7 +92,7 @@ def test_groupwise_two_stream_computes_its_formulas(group, system, start):
     assert (
         -model(tokens, order, group_starts(order, group)) - expected
     ).abs().max() < 1e-9
-    assert (group_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
+    assert (token_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
     assert abs(groupwise_loss(model, tokens, order, group) + expected.mean()) < 1e-9
     assert expected.std() > 0.3
 
@@ -475,8 +474,8 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     tokens = random_tokens(TOKENS, 3, LENGTH, 0)
     order = random_orders(3, LENGTH, 1)
     with pytest.raises(ValueError, match="predicts one token at a time"):
-        group_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
-    got = token_log_probs(model, tokens, order, group_starts(order, 4))
+        token_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
+    got = token_log_probs(model, tokens, order, group=4)
     for i in range(
         LENGTH
     ):  # the second and later of a group: the step that begins it, of them

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
-from ..scoring import group_log_probs
+from ..scoring import token_log_probs
 from .modes import Context
 
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
@@ -244,18 +244,14 @@ def log_probs_along(
     step `start` (N,) on: a pass for a decoder, one a step for an encoder. Orders end
     with the padding."""
     device = model.wte.weight.device
-    if model.config.is_encoder:
-        found = group_log_probs(
-            model,
-            x.to(device),
-            order.to(device),
-            1,
-            prompt_lengths=start.to(device),
-            lengths=lengths.to(device),
-        )
-    else:
-        found = group_log_probs(model, x.to(device), order.to(device), 1)
-    return found.cpu().double()
+    log_probs = token_log_probs(
+        model,
+        x.to(device),
+        order.to(device),
+        prompt_lengths=start.to(device),
+        lengths=lengths.to(device),
+    )
+    return log_probs.cpu().double()
 
 
 def _mean(log_probs: Tensor, where: Tensor) -> Tensor:
