@@ -140,17 +140,12 @@ class Pass:
     targets: Tensor  # (B, T) the position that each step predicts
     inverse: Tensor  # (B, T) the step that predicts each position
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor | None,
-        condition: Tensor | None = None,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor | None):
         if targets is not None:
             self.targets = targets
             self.inverse = inverse_permutation(targets)
         # (block_size, cond_dim) silu(wtpe), all that adaLN reads
-        self.condition = condition
+        self.condition: Tensor | None = None
         self.hide_start = config.start == "hidden"
         self.dropout = 0.0
         # (cos, sin) of rotary positions, see `rotate`

@@ -11,14 +11,6 @@ from .tokenizers import Tokenizer, without_lone_surrogates
 REPLACEMENT = "\ufffd"
 
 
-def token_bytes(tokenizer: Tokenizer, ids: list[int]) -> list[bytes]:
-    """Return the bytes of each token; joined, they are `tokenizer.to_bytes(ids)`."""
-    pieces = [tokenizer.to_bytes([token]) for token in ids]
-    if b"".join(pieces) != tokenizer.to_bytes(ids):  # chorales: the place counts
-        pieces = [piece.encode() for piece in tokenizer.pieces(ids)]
-    return pieces
-
-
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of one token with the space it begins with, and <0xA9> for each
     byte that is part of a character only."""
@@ -55,7 +47,7 @@ def byte_spans(
     """Return the bytes (from, to) of a text that each of its tokens holds; None for a
     tokenizer that changes texts, so that its tokens have no places in them."""
     data = without_lone_surrogates(text).encode()
-    pieces = token_bytes(tokenizer, ids)
+    pieces = [tokenizer.to_bytes([token]) for token in ids]
     whole = b"".join(pieces)
     start = 0
     if whole != data:

@@ -132,10 +132,9 @@ def _monte_carlo(samples: Tensor, joint: bool) -> float:
     return float(variances.mean() / (N * D))
 
 
-def t_quantile(degrees: float, probability: float = 0.975) -> float:
-    """Return the quantile of Student's t, by default for a 95% interval; NaN for no
-    degrees of freedom."""
+def t_quantile(degrees: float) -> float:
+    """Return the quantile of Student's t for a 95% interval; NaN for no degrees of
+    freedom."""
     from scipy import stats
 
-    quantile = stats.t.ppf(probability, degrees)
-    return float(quantile)
+    return float(stats.t.ppf(0.975, degrees))

@@ -29,6 +29,7 @@ from .modes import Context
 MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
 # The first length, and after a hyphen the last one, both without leading zeros.
 LENGTHS = re.compile(r"\[MASK(?::0*([1-9]\d{0,8})(?:-0*([1-9]\d{0,8}))?)?\]")
+SCORED_TOGETHER = 16  # fillings in a pass
 MOST_LENGTHS = 512  # combinations of the lengths of all gaps of a text
 RankBy = Literal["filling", "right", "joint"]  # a field of `Scores`
 
@@ -171,14 +172,13 @@ def score_fillings(
     model: AOGPT,
     given: Sequence[Context],
     tokens: Sequence[list[int]],
-    batch_size: int = 16,
 ) -> list[Scores]:
     """Score N fillings. given: the context of each; tokens: the whole text of each.
     NaN: `right` without known text after the first gap, `filling` without a gap or of a
     plain GPT."""
     scores = []
-    for start in range(0, len(tokens), batch_size):
-        rows = slice(start, start + batch_size)
+    for start in range(0, len(tokens), SCORED_TOGETHER):
+        rows = slice(start, start + SCORED_TOGETHER)
         scores += _score(model, given[rows], tokens[rows])
     return scores
 
