@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
-from ..orders import inverse_permutation, orders_at, parse_order
+from ..orders import OrderConfig, inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -421,36 +421,21 @@ def plan_samples(
     sort_keys: list[Tensor] = []
     uniforms: list[Tensor] = []
     numbers = range(first, first + num_samples)
+    orders = None
+    if options.order is not None:
+        orders = parse_order(options.order, "--order")
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         T = len(context)
         rows = [context] * num_samples
         if options.required:
-            rows = _with_required(
-                context,
-                options.required,
-                seed,
-                key,
-                numbers,
-            )
+            rows = _with_required(context, options.required, seed, key, numbers)
         for row in rows:
             given.append(torch.tensor([token is not None for token in row]))
             tokens.append(torch.tensor([token or 0 for token in row]))
         step_count = options.steps or max(1, generated_count(options, context))
         steps += [step_count] * num_samples
-        sort_keys += _sort_keys(
-            options,
-            seed,
-            key,
-            numbers,
-            T,
-        )
-        bits = philox_bits(
-            seed,
-            key,
-            numbers,
-            T,
-            TOKENS,
-        )
+        sort_keys += _sort_keys(orders, seed, key, numbers, T)
+        bits = philox_bits(seed, key, numbers, T, TOKENS)
         uniforms += torch.from_numpy(to_uniform(bits))
     plan = _mode_plan(
         options,
@@ -512,18 +497,17 @@ def _with_required(
 
 
 def _sort_keys(
-    options: DecodingOptions,
+    orders: OrderConfig | None,
     seed: int,
     key: int,
     rows: range,
     length: int,
 ) -> Tensor:
     """Return the numbers (rows, length) in [0, 1) by which a plan puts positions in
-    order."""
-    if options.order is None:  # each position has a random number of its own
+    order. orders: where they come from; None: a random number for each position."""
+    if orders is None:
         bits = philox_bits(seed, key, rows, length, PLANS)
         return torch.from_numpy(to_uniform(bits))
-    orders = parse_order(options.order, "--order")
     order = orders_at(orders, seed, key, rows, length, PLANS)
     return inverse_permutation(order).double() / length
 
