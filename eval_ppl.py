@@ -366,15 +366,7 @@ class Report:
 
     def document(self, dtype: torch.dtype, procs: Processes) -> dict:
         """Return what --json holds."""
-        sources = []
-        for loaded in self.models:
-            source = {
-                "path": loaded.path,
-                "step": loaded.step,
-                "weights": loaded.weights,
-                "system": loaded.system,
-            }
-            sources.append(source)
+        sources = [loaded.origin() for loaded in self.models]
         checkpoint = sources[0]
         document: dict[str, Any] = {"results": self.results}
         if self.a.other:

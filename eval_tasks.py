@@ -205,13 +205,9 @@ def origin_of(
     procs: Processes,
 ) -> dict:
     """Return everything that the results depend on."""
-    source = {
-        "path": loaded.path,
-        "step": loaded.step,
-        "weights": loaded.weights,
-        "system": loaded.system,
-    }
-    return provenance(a, dtype, procs.device, procs.world_size, checkpoint=source)
+    return provenance(
+        a, dtype, procs.device, procs.world_size, checkpoint=loaded.origin()
+    )
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:

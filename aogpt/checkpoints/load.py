@@ -70,6 +70,15 @@ class Loaded:
         """Read its tokenizer. Raises UserError if the file has changed."""
         return get_tokenizer(self.tokenizer, self.tokenizer_sha256, Path(self.path))
 
+    def origin(self) -> dict[str, Any]:
+        """Return what a JSON report says of the source."""
+        return {
+            "path": self.path,
+            "step": self.step,
+            "weights": self.weights,
+            "system": self.system,
+        }
+
     def describe(self) -> str:
         """Name the source, its step and the kind of its weights."""
         return f"{self.path} (step {self.step}, {self.weights} weights)"
