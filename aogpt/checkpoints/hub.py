@@ -54,8 +54,10 @@ def write_hub_files(
         "model_type": "aogpt",
         "architectures": ["AOGPTModel"],
         "auto_map": AUTO_MAP,
+        **ids,
+        "dtype": dtype,
+        "aogpt": export,
     }
-    settings |= ids | {"dtype": dtype, "aogpt": export}
     write_json(folder / "config.json", settings)
     write_code(folder)
     write_text(
@@ -164,8 +166,11 @@ def push_folder(folder: Path, repo: str) -> str:
         )
     try:
         address = huggingface_hub.create_repo(repo, private=True, exist_ok=True)
-        what = {"folder_path": folder, "commit_message": "Add an AO-GPT model"}
-        huggingface_hub.upload_folder(repo_id=repo, **what)
+        huggingface_hub.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message="Add an AO-GPT model",
+        )
     except Exception as error:  # no credentials, no network, no access, no such name
         raise UserError(f"{reason_of(error)}; {again}") from error
     return str(address)

@@ -95,14 +95,15 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     if kind != "cpu":  # gloo for messages between CPUs, which wait for no GPU
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     try:
-        store = (
-            dist.HashStore()
-            if world_size == 1
-            else fresh_store(max(timeout, MEETING_SECONDS))
-        )
-        place = {"store": store, "rank": rank, "world_size": world_size}
+        store: dist.Store = dist.HashStore()
+        if world_size > 1:
+            store = fresh_store(max(timeout, MEETING_SECONDS))
         dist.init_process_group(
-            backend, timeout=datetime.timedelta(seconds=timeout), **place
+            backend,
+            timeout=datetime.timedelta(seconds=timeout),
+            store=store,
+            rank=rank,
+            world_size=world_size,
         )
         yield procs
         dist.barrier()  # leave together: others can abort when the first connection breaks
