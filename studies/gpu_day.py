@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import interrupt, run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, markdown_table, versions
@@ -82,11 +82,6 @@ def main() -> int:
     # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends with it.
     signal.signal(signal.SIGTERM, interrupt)
     return run_part(options)
-
-
-def interrupt(*_) -> None:
-    """Do what Ctrl-C does, also where a shell's `&` makes a script ignore Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def run_part(o: Options) -> int:

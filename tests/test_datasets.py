@@ -743,9 +743,14 @@ def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
 
 
 @contextlib.contextmanager
-def under_way(source: Path, out: Path, *options, **environment):
+def under_way(source: Path, out: Path, *options, ignores_ctrl_c=False, **environment):
     """prepare.py in a process group of its own, once it has written some of its
     output."""
+
+    def ignore() -> None:
+        if ignores_ctrl_c:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     script = [sys.executable, ROOT / "data" / "prepare.py", "text", "--source", source]
     process = subprocess.Popen(
         [*script, *BYTES, out, *options],
@@ -754,6 +759,7 @@ def under_way(source: Path, out: Path, *options, **environment):
         text=True,
         start_new_session=True,
         env=os.environ | environment,
+        preexec_fn=ignore,
     )
 
     def has_written():
@@ -788,13 +794,26 @@ def test_kill_in_the_middle(tmp_path, big_text):
     assert load_meta(out)["splits"]["train"]["documents"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_cleans_up_and_keeps_what_was_there(tmp_path, big_text, number):
+@pytest.mark.parametrize(
+    "number, ignores_ctrl_c",
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+    ],
+    ids=["ctrl_c", "scheduler", "scheduler_in_the_background"],
+)
+def test_interrupt_cleans_up_and_keeps_what_was_there(
+    tmp_path, big_text, number, ignores_ctrl_c
+):
+    """A shell's `&` makes a script ignore Ctrl-C, not SIGTERM."""
     out = prepared(
         "text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     )
     before = tree(out)
-    with under_way(big_text, out, "--overwrite") as process:
+    with under_way(
+        big_text, out, "--overwrite", ignores_ctrl_c=ignores_ctrl_c
+    ) as process:
         os.killpg(process.pid, number)  # what a terminal does
         stderr = process.stderr.read()
         process.wait()

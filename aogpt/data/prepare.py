@@ -26,7 +26,7 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-from ..runtime.command_line import check_repeated, counted, show
+from ..runtime.command_line import check_repeated, counted, interrupt, show
 from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
@@ -146,7 +146,7 @@ class Prepare:
 def main() -> None:
     """Prepare the dataset of the command line."""
     # A scheduler's way to stop a run cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, interrupt)
     prepare(parse(Prepare, __doc__))
 
 

@@ -87,6 +87,12 @@ def check_repeated(options: Any) -> None:
             raise UserError(f"{name} is given twice; give all values after one {name}")
 
 
+def interrupt(*_: object) -> None:
+    """Handle a signal as Ctrl-C, also where that is ignored: a shell's `&` starts
+    scripts that ignore it."""
+    raise KeyboardInterrupt
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit. UserError, OSError and a lack of memory or
     processes print one line and exit with status 2 (AOGPT_TRACEBACK=1 adds the
