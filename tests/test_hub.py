@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+import tarfile
 from dataclasses import asdict, replace
 
 import pytest
@@ -186,6 +187,45 @@ def found(tmp_path_factory):
         **cache,
     )
     return result | {name: torch.load(root / f"{name}.found.pt") for name in names}
+
+
+# Reads a folder and a file of tokens and orders; writes log p along them.
+OF_EARLIER_VERSION = """
+import sys, torch
+from transformers import AutoModel, AutoTokenizer
+folder, inputs, output = sys.argv[1:]
+model = AutoModel.from_pretrained(folder, trust_remote_code=True).float()
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+tokens, order = torch.load(inputs)
+found = {"logits": model(tokens, order=order).logits, "ids": tokenizer("a cat").input_ids}
+torch.save(found, output)
+"""
+
+
+def test_a_folder_of_version_0_1_loads_with_its_own_code_and_here(tmp_path):
+    """It has all its code in one file."""
+    with tarfile.open(ROOT / "tests" / "hub_export_0.1.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "hub_export"
+    tokens = torch.randint(256, (3, 16), generator=seeded(0))
+    order = torch.stack([torch.randperm(16, generator=seeded(i)) for i in range(3)])
+    torch.save((tokens, order), tmp_path / "inputs.pt")
+    output = tmp_path / "output.pt"
+    environment = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    }
+    words = ("-I", "-c", OF_EARLIER_VERSION, folder, tmp_path / "inputs.pt", output)
+    run_script(*words, **environment)
+    found = torch.load(output)
+    assert found["ids"] == list(b"a cat")
+    loaded = load(folder)
+    assert (loaded.step, loaded.tokenizer) == (20, "bytes")
+    with torch.no_grad():
+        logits = loaded.model.logits(tokens, order)
+    torch.testing.assert_close(found["logits"].float(), logits, rtol=0, atol=1e-5)
 
 
 # ---- the process of a user -----------------------------------------------------------------------
