@@ -19,15 +19,18 @@ def exact_loss(conditional, size, orders, given=0):
     members; the first `given` steps of every order are the prompt."""
     total = 0
     for order in orders:
-        for step, target in enumerate(order[given:], given):
-            listed = [
-                conditional[(*order[:given], *context), target]
-                for context in itertools.permutations(order[given:step])
-            ]
+        prompt = order[:given]
+        for step in range(given, N):
+            target = order[step]
             own = conditional[tuple(order[:step]), target]
-            others = itertools.product(listed, repeat=size - 1)
-            members = [torch.stack([own, *rest]).mean(dim=0) for rest in others]
-            total = total - torch.stack(members).log().mean(dim=0)
+            # p(target) after every order of the same context, of which members are drawn.
+            listed = []
+            for context in itertools.permutations(order[given:step]):
+                listed.append(conditional[(*prompt, *context), target])
+            means = []
+            for others in itertools.product(listed, repeat=size - 1):
+                means.append(torch.stack([own, *others]).mean(dim=0))
+            total = total - torch.stack(means).log().mean(dim=0)
     return total / (len(orders) * (N - given))
 
 
@@ -56,9 +59,7 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
         gains = cheap_gains(model, tokens, SIZES, seed, 0, range(len(tokens)), 4_000)
         for s, size in enumerate(SIZES):
             gain = exact[size][row] - exact[1][row]
-            assert gain < -1e-3, (
-                "an ensemble must gain something here, or nothing is tested"
-            )
+            assert gain < -1e-3, "nothing is tested where an ensemble gains nothing"
             assert abs(z_score(gains[:, s], gain)) < 4
         assert gains.max() < 1e-12  # float64 rounding: no gain is a loss
 
@@ -67,17 +68,25 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
     """The order is 2, then 0 1 3 in any order; and what comes after the text does not
     count."""
     model, conditional, _ = system
+    draws = 8_000
+    tokens = all_sequences(V, N)[40].expand(draws, N)
+
+    def gains_of(tokens, roles):
+        roles = Roles.of(torch.tensor(roles).expand(draws, N))
+        gains = cheap_gains(model, tokens, (3,), 0, 0, range(draws), 4_000, roles)
+        return gains[:, 0]
+
     orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]
-    exact = {size: exact_loss(conditional, size, orders, given=1) for size in (1, 3)}
-    tokens = all_sequences(V, N)[40].expand(8_000, N)
-    for roles in ([0, 0, 1, 0], [0, 0, 0, 2]):
-        of = Roles.of(torch.tensor(roles).expand(8_000, N))
-        gains = cheap_gains(model, tokens, (3,), 0, 0, range(8_000), 4_000, of)[:, 0]
-        if roles[3] == 0:
-            assert abs(z_score(gains, exact[3][40] - exact[1][40])) < 4
-    other = torch.cat([tokens[:, :3], (tokens[:, 3:] + 1) % V], dim=1)
-    same = cheap_gains(model, other, (3,), 0, 0, range(8_000), 4_000, of)[:, 0]
-    assert torch.equal(gains, same) and gains.min() < -1e-3
+    one = exact_loss(conditional, 1, orders, given=1)
+    three = exact_loss(conditional, 3, orders, given=1)
+    gains = gains_of(tokens, roles=[0, 0, 1, 0])
+    assert abs(z_score(gains, three[40] - one[40])) < 4
+
+    other = tokens.clone()
+    other[:, 3] = (tokens[:, 3] + 1) % V
+    gains = gains_of(tokens, roles=[0, 0, 0, 2])
+    assert torch.equal(gains, gains_of(other, roles=[0, 0, 0, 2]))
+    assert gains.min() < -1e-3
 
 
 def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as_its_mean(
@@ -85,19 +94,17 @@ def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as
 ):
     """`reference.direct_nll`, which trained models are checked with."""
     model, conditional, exact = system
-    sequences = all_sequences(V, N)
-    along = {"random": exact[3], "l2r": exact_loss(conditional, 3, [tuple(range(N))])}
-    for kind, expected in along.items():
-        tokens = sequences[60].expand(8_000, N)
-        draws = direct_nll(
-            model, tokens, OrderConfig(kind), (3,), 0, 0, range(len(tokens))
-        )
+    left_to_right = exact_loss(conditional, 3, [tuple(range(N))])
+    tokens = all_sequences(V, N)[60].expand(8_000, N)
+    for kind, expected in (("random", exact[3]), ("l2r", left_to_right)):
+        orders = OrderConfig(kind)
+        draws = direct_nll(model, tokens, orders, (3,), 0, 0, range(len(tokens)))
         assert abs(z_score(draws.mean(dim=1)[:, 0], expected[60])) < 4
 
 
 def test_draws_uses_and_members_have_random_numbers_of_their_own():
-    streams = [
-        RandomStream(d, u, m) for d in range(5) for u in range(5) for m in range(5)
-    ]
-    assert len({stream.index for stream in streams}) == 125
+    indices = set()
+    for numbers in itertools.product(range(5), repeat=3):
+        indices.add(RandomStream(*numbers).index)
+    assert len(indices) == 125
     assert RandomStream(MAX_DRAWS - 1, 2**24 - 1, MAX_MEMBERS - 1).index == 2**64 - 1

@@ -38,23 +38,21 @@ def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
 def test_draws_from_the_urn_have_their_probabilities(seed):
     """How many different letters the first four draws have."""
     generator = np.random.default_rng(seed)
-    drawn = [polya(generator) for _ in range(4000)]
     weight = Fraction(1, 10)
-    expected = collections.Counter()
-    for s in itertools.product(
-        range(4), repeat=4
-    ):  # first letters in order of appearance
-        if all(s[i] <= max(s[:i], default=-1) + 1 for i in range(4)):
-            different = len(set(s))
+    chances = torch.zeros(4, dtype=torch.float64)  # of 1 to 4 different letters
+    for draws in itertools.product(range(4), repeat=4):
+        # Letters are numbered in the order in which they appear.
+        if all(draws[i] <= max(draws[:i], default=-1) + 1 for i in range(4)):
+            different = len(set(draws))
             ways = math.perm(16, different)
-            expected[different] += float(ways * urn_probability(s, 16, weight))
-    counts = collections.Counter(len(set(s[:4])) for s in drawn)
-    both = [[table[n] for n in range(1, 5)] for table in (counts, expected)]
-    observed = torch.tensor(both[0]).double()
-    chances = torch.tensor(both[1]).double()
+            chances[different - 1] += float(ways * urn_probability(draws, 16, weight))
     assert chances.sum() == pytest.approx(1, abs=1e-12)
-    assert chi_square_p(observed, chances * len(drawn)) > LEVEL
-    assert {len(s) for s in drawn} == {63}
+    observed = torch.zeros(4, dtype=torch.float64)
+    for _ in range(4000):
+        text = polya(generator)
+        assert len(text) == 63
+        observed[len(set(text[:4])) - 1] += 1
+    assert chi_square_p(observed, chances * 4000) > LEVEL
 
 
 def test_latin_squares_are_uniform_over_all_of_them():
@@ -70,25 +68,24 @@ def test_latin_squares_are_uniform_over_all_of_them():
     for square in squares[:200]:
         for line in (*square, *square.T):
             assert sorted(line) == list("abcde")
-    first_rows = collections.Counter("".join(square[0]) for square in squares)
+    first_rows = collections.Counter()
     reduced = collections.Counter()
     for square in squares:
+        first_rows["".join(square[0])] += 1
         by_column = square[:, square[0].argsort()]
-        reduced["".join(by_column[by_column[:, 0].argsort()].flatten())] += 1
+        by_row = by_column[by_column[:, 0].argsort()]
+        reduced["".join(by_row.flatten())] += 1
     for counts, number in ((first_rows, 120), (reduced, 56)):
         observed = torch.tensor([*counts.values()]).double()
         assert len(observed) == number
-        assert (
-            chi_square_p(observed, torch.full((number,), 12_000 / number).double())
-            > LEVEL
-        )
+        even = torch.full_like(observed, 12_000 / number)
+        assert chi_square_p(observed, even) > LEVEL
 
 
 def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
-    latin, again, urns = (
-        prepared(name, tmp_path / f"{name}{number}", limit=40)
-        for name, number in (("latin5", 1), ("latin5", 2), ("polya", 1))
-    )
+    latin = prepared("latin5", tmp_path / "latin", limit=40)
+    again = prepared("latin5", tmp_path / "again", limit=40)
+    urns = prepared("polya", tmp_path / "urns", limit=40)
     assert (latin / "train.bin").read_bytes() == (again / "train.bin").read_bytes()
     text = tmp_path / "text.txt"
     held_out = tmp_path / "held_out.txt"
@@ -97,9 +94,8 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
     held_out.write_text(sentence * 31)
     shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))
     for folder, length in ((latin, 25), (urns, 63), (shuffled, 63)):
-        train, val = (
-            TokenDataset(folder, split, length + 1) for split in ("train", "val")
-        )
+        train = TokenDataset(folder, "train", length + 1)
+        val = TokenDataset(folder, "val", length + 1)
         for data in (train, val):
             blocks = data.blocks(range(data.num_blocks))
             assert len(blocks) >= 20

@@ -2,6 +2,7 @@
 row)."""
 
 import collections
+import functools
 import itertools
 import math
 
@@ -56,17 +57,14 @@ def test_seed_step_and_row_all_matter(kind):
     """By chance orders of 64 positions, and sets of context_l2r, collide once in 10^14.
     There are few gaps (infill), some 400,000 of 1,024 positions."""
     length = 1024 if kind == "infill" else 64
-    config = OrderConfig(
-        kind, l2r_prob=0.0, block=64 if kind == "random_blockwise" else 2
-    )
-    tables = [(seed, step) for seed in range(4) for step in range(4)] + [
-        (2**62 - 1, 0),
-        (0, 10**6),
-    ]
-    rows = torch.cat(
-        [orders_at(config, seed, step, range(6), length) for seed, step in tables]
-    )
-    assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 6 * len(tables)
+    block = 64 if kind == "random_blockwise" else 2
+    config = OrderConfig(kind, l2r_prob=0.0, block=block)
+    tables = [*itertools.product(range(4), range(4)), (2**62 - 1, 0), (0, 10**6)]
+    different = set()
+    for seed, step in tables:
+        orders = orders_at(config, seed, step, range(6), length)
+        different.update(map(tuple, orders.tolist()))
+    assert len(different) == 6 * len(tables)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +89,15 @@ def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
 def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(
     kind, block
 ):
-    first = {tuple(range(48))}
-    for seed in range(3):
-        config = OrderConfig(kind, block=block, seed=seed)
-        run = [
-            orders_at(config, *table, range(4), 48)
-            for table in ((0, 0), (0, 5), (9, 1))
-        ]
-        assert all((order == run[0][0]).all() for order in run)
-        first.add(tuple(run[0][0].tolist()))
-    assert len(first) == 4
+    different = {tuple(range(48))}
+    for order_seed in range(3):
+        config = OrderConfig(kind, block=block, seed=order_seed)
+        first = orders_at(config, 0, 0, range(1), 48)
+        for seed, step in ((0, 0), (0, 5), (9, 1)):
+            orders = orders_at(config, seed, step, range(4), 48)
+            assert torch.equal(orders, first.expand(4, 48))
+        different.add(tuple(first[0].tolist()))
+    assert len(different) == 4
 
 
 @pytest.mark.parametrize("length, block", [(12, 4), (14, 4), (13, 4), (3, 5)])
@@ -120,11 +117,11 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(
 @pytest.mark.parametrize("block", [2, 3, 4])
 def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
     """With 600 seeds the identity would come up 300, 100 and 25 times."""
-    configs = [
-        OrderConfig("fixed_blockwise", block=block, seed=seed) for seed in range(600)
-    ]
-    drawn = torch.cat([orders_at(config, 0, 0, range(1), block) for config in configs])
-    counts = collections.Counter(map(tuple, drawn.tolist()))
+    counts = collections.Counter()
+    for seed in range(600):
+        config = OrderConfig("fixed_blockwise", block=block, seed=seed)
+        (order,) = orders_at(config, 0, 0, range(1), block).tolist()
+        counts[tuple(order)] += 1
     assert tuple(range(block)) not in counts
     assert len(counts) == math.factorial(block) - 1
     if len(counts) > 1:
@@ -135,47 +132,88 @@ def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
         OrderConfig("fixed_blockwise", block=1)
 
 
-def chances(kind, length, block=2, share=0.3, window=2):
+def of_blockwise(positions, block, **_):
+    """Blocks left to right, each in every order."""
+    blocks = [positions[i : i + block] for i in range(0, len(positions), block)]
+    for inside in itertools.product(*map(itertools.permutations, blocks)):
+        yield tuple(itertools.chain(*inside)), 1.0
+
+
+def of_slots(positions, block, **_):
+    """Blocks in every order, each left to right."""
+    blocks = [positions[i : i + block] for i in range(0, len(positions), block)]
+    for ranked in itertools.permutations(blocks):
+        yield tuple(itertools.chain(*ranked)), 1.0
+
+
+def of_uniform(positions, **_):
+    for order in itertools.permutations(positions):
+        yield order, 1.0
+
+
+def of_mixture(positions, share, **_):
+    """A share is left to right, the rest uniform."""
+    number = math.factorial(len(positions))
+    for order in itertools.permutations(positions):
+        yield order, (1 - share) / number
+    yield tuple(positions), share
+
+
+def of_context(positions, share, shuffled, **_):
+    """Each position is in the first set with probability `share`."""
+    for chosen in itertools.product((False, True), repeat=len(positions)):
+        first = [p for p in positions if chosen[p]]
+        rest = [p for p in positions if not chosen[p]]
+        probability = share ** len(first) * (1 - share) ** len(rest)
+        ways = list(itertools.permutations(first)) if shuffled else [first]
+        for way in ways:
+            yield (*way, *rest), probability / len(ways)
+
+
+def of_infill(positions, share, **_):
+    """The length of the gap is uniform, then its place."""
+    length = len(positions)
+    longest = max(1, int((1 - share) * length))
+    for size in range(1, longest + 1):
+        places = length - size + 1
+        for start in range(places):
+            gap = positions[start : start + size]
+            context = [p for p in positions if p not in gap]
+            yield (*context, *gap), 1 / longest / places
+
+
+def of_sliding(positions, window, **_):
+    """Each next one is any of the first positions left."""
+    for order in itertools.permutations(positions):
+        left = list(positions)
+        probability = 1.0
+        for position in order:
+            near = left[:window]
+            probability *= (position in near) / len(near)
+            left.remove(position)
+        yield order, probability
+
+
+DEFINITIONS = {
+    "random": of_uniform,
+    "fixed_random": of_uniform,
+    "mixture": of_mixture,
+    "random_blockwise": of_blockwise,
+    "slots": of_slots,
+    "context_l2r": functools.partial(of_context, shuffled=False),
+    "random_l2r": functools.partial(of_context, shuffled=True),
+    "infill": of_infill,
+    "sliding": of_sliding,
+}
+
+
+def chances(kind, length, **settings):
     """The probability of each permutation by definition, for those that have any."""
-    positions = range(length)
-    found = collections.Counter()
-    blocks = [list(positions)[i : i + block] for i in range(0, length, block)]
-    match kind:
-        case "random_blockwise":
-            for inside in itertools.product(*map(itertools.permutations, blocks)):
-                found[tuple(itertools.chain(*inside))] += 1
-        case "random" | "fixed_random" | "mixture":
-            uniform = list(itertools.permutations(positions))
-            found.update(dict.fromkeys(uniform, 1 - share * (kind == "mixture")))
-            found[tuple(positions)] += share * len(uniform) * (kind == "mixture")
-        case "slots":
-            for ranked in itertools.permutations(blocks):
-                found[tuple(itertools.chain(*ranked))] += 1
-        case "context_l2r" | "random_l2r":
-            for chosen in itertools.product((False, True), repeat=length):
-                first = [p for p in positions if chosen[p]]
-                rest = tuple(p for p in positions if not chosen[p])
-                p = share ** len(first) * (1 - share) ** len(rest)
-                ways = list(itertools.permutations(first))
-                for way in ways if kind == "random_l2r" else [tuple(first)]:
-                    found[way + rest] += p / (len(ways) if kind == "random_l2r" else 1)
-        case "infill":
-            longest = max(1, int((1 - share) * length))
-            for size in range(1, longest + 1):
-                for start in range(length - size + 1):
-                    gap = tuple(range(start, start + size))
-                    context = tuple(p for p in positions if p not in gap)
-                    found[context + gap] += 1 / longest / (length - size + 1)
-        case "sliding":
-            for perm in itertools.permutations(positions):
-                left = list(positions)
-                p = 1.0
-                for position in perm:
-                    p *= (position in left[:window]) / len(left[:window])
-                    left.remove(position)
-                found[perm] += p
-    total = sum(found.values())
-    return {perm: p / total for perm, p in found.items() if p}
+    weights = collections.Counter()
+    for order, weight in DEFINITIONS[kind](list(range(length)), **settings):
+        weights[order] += weight
+    total = sum(weights.values())
+    return {order: weight / total for order, weight in weights.items() if weight}
 
 
 @pytest.mark.parametrize(
@@ -187,26 +225,41 @@ def test_orders_have_the_probabilities_of_their_definition(
     kind, length, seed, size, share
 ):
     """Over rows, and over steps; of a fixed order, over its seeds."""
-    block = 2 if kind == "random_blockwise" and size == 1 else size
-    expected = chances(kind, length, block, share, size)
-    settings = {"block": block, "window": size, "share": share, "l2r_prob": share}
-    seeds = range(6000 if kind == "fixed_random" else 1)
-    configs = [OrderConfig(kind, seed=6000 * seed + s, **settings) for s in seeds]
-    rows = range(6000 // len(configs))
-    tables = [
-        torch.cat([orders_at(config, seed, 0, rows, length) for config in configs])
-    ]
-    if len(configs) == 1:
-        steps = [
-            orders_at(configs[0], seed, step, range(2), length) for step in range(1500)
+    block = size
+    if kind == "random_blockwise" and size == 1:
+        block = 2  # blocks of one position are refused
+    expected = chances(kind, length, block=block, share=share, window=size)
+
+    def drawn(order_seed, step, rows):
+        config = OrderConfig(
+            kind,
+            seed=order_seed,
+            block=block,
+            window=size,
+            share=share,
+            l2r_prob=share,
+        )
+        return orders_at(config, seed, step, range(rows), length)
+
+    if kind == "fixed_random":
+        first = 6000 * seed
+        tables = [
+            [drawn(order_seed, 0, 1) for order_seed in range(first, first + 6000)]
         ]
-        tables.append(torch.cat(steps))
-    for drawn in tables:
-        counts = collections.Counter(map(tuple, drawn.tolist()))
+    else:
+        tables = [
+            [drawn(0, 0, 6000)],
+            [drawn(0, step, 2) for step in range(1500)],
+        ]
+    for table in tables:
+        orders = torch.cat(table).tolist()
+        counts = collections.Counter(map(tuple, orders))
         assert counts.keys() <= expected.keys()
-        both = [(counts[perm], p * len(drawn)) for perm, p in expected.items()]
-        observed, wanted = torch.tensor(both).double().T
-        assert len(both) == 1 or chi_square_p(observed, wanted) > LEVEL
+        if len(expected) == 1:
+            continue
+        observed = torch.tensor([counts[order] for order in expected]).double()
+        wanted = torch.tensor(list(expected.values())).double() * len(orders)
+        assert chi_square_p(observed, wanted) > LEVEL
 
 
 def test_orders_of_a_file_are_all_as_frequent(tmp_path):
@@ -247,11 +300,10 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
 
 def test_random_bits_are_fixed_numbers():
     """Orders and shuffles of a run must survive a change of numpy's version."""
-    orders, shuffle = (
-        philox_bits(1, 2, range(1), 2, use).tolist() for use in (ORDERS, SHUFFLE)
-    )
-    assert orders == [[5705853004827290377, 6584680345644299050]]
-    assert shuffle == [[10612419859462301991, 7774404274552179346]]
+    orders = philox_bits(1, 2, range(1), 2, ORDERS)
+    shuffle = philox_bits(1, 2, range(1), 2, SHUFFLE)
+    assert orders.tolist() == [[5705853004827290377, 6584680345644299050]]
+    assert shuffle.tolist() == [[10612419859462301991, 7774404274552179346]]
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 9])
@@ -260,11 +312,9 @@ def test_philox_rows_are_windows_of_one_table(width):
     assert table.shape == (20, width)
     for start, stop in ((0, 1), (7, 8), (3, 20), (19, 20)):
         assert (philox_bits(2, 3, range(start, stop), width) == table[start:stop]).all()
-    numbers = [
-        *table.flatten().tolist(),
-        *philox_bits(2, 3, range(20), width, 1).flatten(),
-    ]
-    assert len(set(numbers)) == 2 * table.size  # no number is used twice, in no stream
+    other_stream = philox_bits(2, 3, range(20), width, 1)
+    numbers = np.concatenate([table.flatten(), other_stream.flatten()])
+    assert len(np.unique(numbers)) == 2 * table.size  # no number is used twice
 
 
 @pytest.mark.parametrize(

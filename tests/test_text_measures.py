@@ -19,47 +19,74 @@ from aogpt.evaluation.text_measures import (
 
 @pytest.mark.parametrize(
     "tokens, expected",
-    [([7, 7, 7, 7], 0), ([1, 2, 3, 4], math.log(4)), ([1, 1, 2, 3], 1.5 * math.log(2))],
+    [
+        ([7, 7, 7, 7], 0),
+        ([1, 2, 3, 4], math.log(4)),
+        ([1, 1, 2, 3], 1.5 * math.log(2)),
+    ],
 )
 def test_entropy_is_that_of_the_histogram_in_nats(tokens, expected):
     assert unigram_entropy(tokens) == pytest.approx(expected, rel=1e-15)
 
 
 def test_distinct_counts_types_among_the_n_grams():
-    tokens = [1, 2, 1, 2, 1, 3]  # pairs 12 21 12 21 13; triples 121 212 121 213
-    assert [distinct(tokens, n) for n in (1, 2, 3)] == [3 / 6, 3 / 5, 3 / 4]
-    assert distinct([1, 2, 3, 4] * 2, 4) == pytest.approx(
-        4 / 5
-    )  # 1234 2341 3412 4123 1234
-    for value in (unigram_entropy([]), distinct([1, 2], 3)):
-        assert math.isnan(value)
+    tokens = [1, 2, 1, 2, 1, 3]
+    assert distinct(tokens, 1) == 3 / 6
+    assert distinct(tokens, 2) == 3 / 5  # 12 21 12 21 13
+    assert distinct(tokens, 3) == 3 / 4  # 121 212 121 213
+    twice = [1, 2, 3, 4, 1, 2, 3, 4]
+    assert distinct(twice, 4) == 4 / 5  # 1234 2341 3412 4123 1234
+
+
+def test_what_is_too_short_has_no_measure():
+    assert math.isnan(unigram_entropy([]))
+    assert math.isnan(distinct([1, 2], 3))
 
 
 def test_self_bleu_of_a_worked_example():
     """abcde and abcdf: 4 of 5 tokens, 3 of 4 pairs, 2 of 3 triples and 1 of 2
     quadruples."""
     expected = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
-    assert self_bleu(["abcde", "abcdf"]) == pytest.approx([expected] * 2, rel=1e-12)
+    assert self_bleu(["abcde", "abcdf"]) == pytest.approx(
+        [expected, expected], rel=1e-12
+    )
+
+
+def test_self_bleu_clips_counts_and_punishes_short_samples():
     # aaaab has one a more than aaab and no quadruple of it: 4/5, 3/4, 2/3 and 0.1 / 2
     long = (4 / 5 * 3 / 4 * 2 / 3 * 0.5) ** (1 / 4)
     short = math.exp(1 - 5 / 4)  # all of aaab is in aaaab, which is longer
     assert self_bleu(["aaaab", "aaab"]) == pytest.approx([long, short], rel=1e-12)
-    assert self_bleu([[1, 2, 3, 4, 5]] * 20) == pytest.approx([1] * 20)
-    assert self_bleu([[1, 2], [3, 4]]) == [0, 0]
-    assert math.isnan(self_bleu([[1, 2]])[0]) and math.isnan(self_bleu([[], [1]])[0])
+
+
+@pytest.mark.parametrize(
+    "samples, expected",
+    [
+        ([[1, 2, 3, 4, 5]] * 20, [1] * 20),
+        ([[1, 2], [3, 4]], [0, 0]),
+    ],
+)
+def test_self_bleu_of_equal_samples_is_1_and_of_different_ones_0(samples, expected):
+    assert self_bleu(samples) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("samples", [[[1, 2]], [[], [1]]])
+def test_one_sample_or_an_empty_one_has_no_self_bleu(samples):
+    assert math.isnan(self_bleu(samples)[0])
 
 
 def test_self_bleu_is_that_of_nltk():
     bleu = pytest.importorskip("nltk.translate.bleu_score")
     smoothing = bleu.SmoothingFunction().method1
     draw = np.random.default_rng(0)
-    samples = [draw.integers(0, 4, n).tolist() for n in (2, 6, 9, 9, 14, 30, 31)]
-    expected = [
-        bleu.sentence_bleu(
-            samples[:i] + samples[i + 1 :], own, smoothing_function=smoothing
-        )
-        for i, own in enumerate(samples)
-    ]
+    samples = []
+    for length in (2, 6, 9, 9, 14, 30, 31):
+        samples.append(draw.integers(0, 4, length).tolist())
+    expected = []
+    for i, own in enumerate(samples):
+        others = samples[:i] + samples[i + 1 :]
+        score = bleu.sentence_bleu(others, own, smoothing_function=smoothing)
+        expected.append(score)
     assert self_bleu(samples) == pytest.approx(expected, rel=1e-12)
     assert len({round(value, 3) for value in expected}) > 4
 
@@ -67,19 +94,21 @@ def test_self_bleu_is_that_of_nltk():
 def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():
     one = ngrams([[1, 2, 1, 2], [3]], 2)
     other = ngrams([[1, 2, 3]], 2)
-    assert one == {(1, 2): 2, (2, 1): 1} and other == {(1, 2): 1, (2, 3): 1}
+    disjoint = ngrams([[8, 9]], 2)
+    empty = ngrams([[8]], 2)
+    assert one == {(1, 2): 2, (2, 1): 1}
+    assert other == {(1, 2): 1, (2, 3): 1}
     expected = jensenshannon([2 / 3, 1 / 3, 0], [1 / 2, 0, 1 / 2]) ** 2
     assert jensen_shannon(one, other) == pytest.approx(expected)
     assert jensen_shannon(one, one) == 0
-    assert jensen_shannon(one, ngrams([[8, 9]], 2)) == pytest.approx(math.log(2))
-    assert math.isnan(jensen_shannon(one, ngrams([[8]], 2)))
+    assert jensen_shannon(one, disjoint) == pytest.approx(math.log(2))
+    assert math.isnan(jensen_shannon(one, empty))
 
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     got = corpus_perplexity([2.0, 9.0], [1, 3])
-    assert got["nll"] == 11 / 4 and got["perplexity"] == pytest.approx(
-        math.exp(11 / 4), rel=1e-14
-    )
+    assert got["nll"] == 11 / 4
+    assert got["perplexity"] == pytest.approx(math.exp(11 / 4), rel=1e-14)
     # residuals 2 - 11/4 and 9 - 33/4: squares 9/16 each; times N / (N - 1) = 2, under
     # the root, over 4 tokens
     error = math.sqrt(2 * 9 / 16 * 2) / 4
@@ -96,12 +125,10 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
     together."""
     generator = np.random.default_rng(samples)
     covered = 0
+    length = np.full(samples, 10)
     for _ in range(1000):
-        length = (
-            np.full(samples, 10)
-            if samples < 60
-            else generator.integers(5, 40, size=samples)
-        )
+        if samples == 60:
+            length = generator.integers(5, 40, size=samples)
         totals = length * 2 + generator.normal(size=samples) * length**0.7
         got = corpus_perplexity(totals.tolist(), length.tolist())
         covered += got["perplexity_low"] <= math.exp(2) <= got["perplexity_high"]
@@ -114,6 +141,7 @@ def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():
     one = corpus_perplexity([3.0, 0.0], [2, 0])
     none = corpus_perplexity([0.0], [0])
     assert one["nll"] == 1.5
-    assert math.isnan(one["standard_error"]) and math.isnan(one["perplexity_high"])
+    assert math.isnan(one["standard_error"])
+    assert math.isnan(one["perplexity_high"])
     assert math.isnan(none["perplexity"])
     assert corpus_perplexity([1e6, 1e6], [1, 1])["perplexity"] == math.inf
