@@ -140,7 +140,11 @@ class Pass:
     targets: Tensor  # (B, T) the position that each step predicts
     inverse: Tensor  # (B, T) the step that predicts each position
 
-    def __init__(self, config: ModelConfig, targets: Tensor | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        targets: Tensor | None,
+    ):
         if targets is not None:
             self.targets = targets
             self.inverse = inverse_permutation(targets)

@@ -534,18 +534,15 @@ def decoding_copy(
         for block in model.blocks:
             block.compile(dynamic=None if many_sizes else False)
         return model
-    is_float32 = weight.dtype == torch.float32
-    if weight.device.type == "cpu" and is_float32:
-        if torch.backends.mkldnn.is_available():
-            pack_layers(model)
-    return model
-
-
-def pack_layers(model: AOGPT) -> None:
-    """Replace the linear layers of a model by packed ones."""
+    is_cpu = weight.device.type == "cpu"
+    if not (is_cpu and weight.dtype == torch.float32):
+        return model
+    if not torch.backends.mkldnn.is_available():
+        return model
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is MLP and child.gate is None:
                 setattr(module, name, PackedMLP(child))
             elif isinstance(child, nn.Linear):
                 setattr(module, name, PackedLinear(child))
+    return model
