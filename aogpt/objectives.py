@@ -112,13 +112,10 @@ def groupwise_loss(
     """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for
     two-stream models. group: steps in a group; given: (B,) steps of the prompt, before
     the first group."""
-    starts = [group_starts(order, group, given)] if group > 1 else []
-    return ao_ar_loss(
-        lambda *inputs: model(*inputs, *starts),
-        tokens,
-        order,
-        weight,
-    )
+    if group == 1:
+        return ao_ar_loss(model, tokens, order, weight)
+    nll = model(tokens, order, group_starts(order, group, given))
+    return nll.mean() if weight is None else (nll * weight).mean()
 
 
 @dataclass
@@ -278,21 +275,12 @@ def _uniform(
 ) -> tuple:
     """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is
     given."""
-    uniform = torch.from_numpy(
-        to_uniform(
-            philox_bits(
-                seed,
-                step,
-                rows,
-                length + 1,
-                stream,
-            )
-        )
-    )
+    bits = philox_bits(seed, step, rows, length + 1, stream)
+    uniform = torch.from_numpy(to_uniform(bits))
     position = uniform[:, 1:]
-    return uniform[:, 0], position if roles is None else position.where(
-        roles.predicted, NEVER
-    )
+    if roles is not None:
+        position = position.where(roles.predicted, NEVER)
+    return uniform[:, 0], position
 
 
 def _with_prefixes(
@@ -326,21 +314,10 @@ def stratified(
     """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of
     (0, 1) holds one of all `total` rows. width: of the table whose row `total` gives
     their random offset."""
-    row = range(total, total + 1)
-    offset = float(
-        to_uniform(
-            philox_bits(
-                seed,
-                step,
-                row,
-                width,
-                stream,
-            )
-        )[0, 0]
-    )
-    return (
-        torch.arange(rows.start, rows.stop, dtype=torch.float64) / total + offset
-    ) % 1.0
+    bits = philox_bits(seed, step, range(total, total + 1), width, stream)
+    offset = float(to_uniform(bits)[0, 0])
+    row = torch.arange(rows.start, rows.stop, dtype=torch.float64)
+    return (row / total + offset) % 1.0
 
 
 def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:

@@ -210,9 +210,8 @@ def _sliding(uniform: np.ndarray, window: int) -> Tensor:
     B, T = uniform.shape
     order = np.empty((B, T), np.int64)
     rows = np.arange(B)
-    left = np.tile(
-        np.arange(T), (B, 1)
-    )  # the positions left, ascending; then those taken
+    # The positions left, ascending; then those taken.
+    left = np.tile(np.arange(T), (B, 1))
     for step in range(T):
         size = min(window, T - step)
         drawn = (uniform[:, step] * size).astype(np.int64)
@@ -225,17 +224,17 @@ def _sliding(uniform: np.ndarray, window: int) -> Tensor:
 
 
 def _permutation(seed: int, length: int, draw: int = 0) -> Tensor:
-    return torch.from_numpy(
-        philox_bits(seed, draw, range(1), length)[0].argsort(kind="stable")
-    )
+    """Return one uniformly random permutation (length,)."""
+    (bits,) = philox_bits(seed, draw, range(1), length)
+    return torch.from_numpy(bits.argsort(kind="stable"))
 
 
 def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
     # The identity inside blocks would be left to right, which small blocks draw often.
-    draws = (
-        _permutation(config.seed, config.block, draw) for draw in itertools.count()
-    )
-    inside = next(p for p in draws if p.diff().min() < 0)
+    for draw in itertools.count():
+        inside = _permutation(config.seed, config.block, draw)
+        if inside.diff().min() < 0:
+            break
     order = (torch.arange(0, length, config.block)[:, None] + inside).flatten()
     return order[order < length]  # the last block may be shorter
 
@@ -292,14 +291,14 @@ def parse_settings(
     values = {}
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
-        if key not in types:
-            possible = (
-                f"it has {', '.join(types)} (as in {example})"
-                if types
-                else "it has none"
-            )
+        if not types:
             raise UserError(
-                f"{option} {text}: {key!r} is not a setting of {name}; {possible}"
+                f"{option} {text}: {key!r} is not a setting of {name}; it has none"
+            )
+        if key not in types:
+            raise UserError(
+                f"{option} {text}: {key!r} is not a setting of {name}; it has "
+                f"{', '.join(types)} (as in {example})"
             )
         try:
             values[key] = types[key](value)
