@@ -231,6 +231,8 @@ def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
     )
     if script == "pytest" or not arguments or "--help" in arguments:
         return
+    if script.startswith("tests/"):  # it parses no options
+        return
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)
