@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections import Counter
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from aogpt.checkpoints.released import gpt_names
 from aogpt.data import prepare
 from aogpt.runtime.command_line import run_script
 from aogpt.runtime.validation import Count, NonNegative, check_values
+from aogpt.training.config import Config
 
 SECONDS = 30  # of a processor
 HANGING = 300  # seconds until a script is killed that waits for something
@@ -380,12 +382,14 @@ class Campaign:
         else:
             words = FILES if case.how in OUTPUTS else WORDS
             arguments += [f"--{case.how}", rng.choice(words)]
-        own = ("run/",) if case.command == "resume" else ("new", "out.")
         before = tree(folder)
+        own = ("new", "out.")
+        if case.command == "resume":
+            own = (run_folder(before["run.toml"]),)
         ended = run(main, arguments, folder)
         after = tree(folder)
         names = [name for name in before | after if before.get(name) != after.get(name)]
-        if any(not name.startswith(own) for name in names):
+        if any(not f"{name}/".startswith(own) for name in names):
             return "foreign", ended
         # one that was killed for its time is counted as slow
         noticed = (
@@ -397,6 +401,18 @@ class Campaign:
             if result(folder, case.command) != self.results[case.command]:
                 return "silent", ended
         return None, ended
+
+
+def run_folder(config):
+    """The folder that holds the run of a config file, of the name by default if it has
+    none. config: its bytes; anything else is refused."""
+    try:
+        values = tomllib.loads(config.decode())
+    except (AttributeError, ValueError, RecursionError):
+        return "run/"
+    out = str(values.get("out", Config.out))
+    place = Path(out) / str(values.get("name", Config.name))
+    return f"{place.parts[0]}/"
 
 
 TEXTS = {
