@@ -85,10 +85,12 @@ SELECTION = {
         8: "confidence, 8 a pass",
     },
     "entropy": {
+        1: "entropy, one a pass",
         4: "entropy, 4 a pass",
         8: "entropy, 8 a pass",
     },
     "margin": {
+        1: "margin, one a pass",
         4: "margin, 4 a pass",
         8: "margin, 8 a pass",
     },
@@ -385,6 +387,8 @@ def page(rows: dict[str, dict]) -> str:
         "SELECTION": selection_table(rows),
         "PPL_CONFIDENCE_1": f"{rows[SELECTION['confidence'][1]]['perplexity']:.1f}",
         "PPL_CONFIDENCE_4": f"{rows[SELECTION['confidence'][4]]['perplexity']:.1f}",
+        "PPL_ENTROPY_1": f"{rows[SELECTION['entropy'][1]]['perplexity']:.1f}",
+        "PPL_MARGIN_1": f"{rows[SELECTION['margin'][1]]['perplexity']:.1f}",
         "PPL_ENTROPY_4": f"{rows[SELECTION['entropy'][4]]['perplexity']:.1f}",
         "PPL_MARGIN_4": f"{rows[SELECTION['margin'][4]]['perplexity']:.1f}",
         "PPL_RANDOM_4": f"{rows[SELECTION['random'][4]]['perplexity']:.1f}",
