@@ -129,25 +129,26 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
     assert ((tokens >= 0) & (tokens < 5)).all() and not log_probs.isfinite().any()
 
 
-def test_what_the_kernel_cannot_draw_is_left_to_the_reference():
+def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
     """So is a setting that is added to `TokenChoice`: it must not be ignored in
     silence."""
     logits = torch.zeros(2, 5)
     more = dataclasses.make_dataclass(
         "More", [("typical", float, 0.0)], bases=(TokenChoice,), frozen=True
     )
-    drawn = [TokenChoice(**settings) for settings in CHOICES.values()]
-    drawn += [TokenChoice(banned=((1, 2),))]
+    monkeypatch.setattr(kernels, "TokenChoice", more)  # as if the field were its own
+    drawn = [more(**settings) for settings in CHOICES.values()]
+    drawn += [more(banned=((1, 2),))]
     drawn += [
         more(),
-        TokenChoice(repetition_penalty=1.1),
-        TokenChoice(no_repeat_ngram=3),
+        more(repetition_penalty=1.1),
+        more(no_repeat_ngram=3),
     ]
     assert all(kernels.can_choose(logits, choice) for choice in drawn)
-    for choice in (TokenChoice(noise="float32"), more(typical=0.1)):
+    for choice in (more(noise="float32"), more(typical=0.1)):
         assert not kernels.can_choose(logits, choice)
-    assert not kernels.can_choose(logits.double(), TokenChoice())
-    assert not kernels.can_choose(torch.empty(0, 2**18 + 1), TokenChoice())
+    assert not kernels.can_choose(logits.double(), more())
+    assert not kernels.can_choose(torch.empty(0, 2**18 + 1), more())
 
 
 # ---- attention -----------------------------------------------------------------------
