@@ -149,6 +149,7 @@ def training_loop(
     is_sharded = t.parallel == "fsdp"
     has_peers = procs.world_size > 1 or is_sharded
 
+    # Not 0 if the batch size changed at a resume.
     data.shift = progress.sequences - progress.step * t.batch_size
     datasets = [data] if val_data is None else [data, val_data]
     batches = micro_batches(data, config, procs, progress.step)
@@ -193,7 +194,8 @@ def training_loop(
                 loss = procs.mean(loss)
             if is_sharded:
                 norm = cast(DTensor, norm).full_tensor()
-            # The optimizers' step and the averages; adds 1 to progress.step.
+            # The optimizers' step and the averages; adds 1 to progress.step. Sequences,
+            # tokens and skipped steps are counted by log.training.
             update(state, loss, norm)
 
             try:
@@ -219,8 +221,9 @@ def training_loop(
             saves = saver.wants(progress, stop)
             if not validates and not saves:
                 continue
+            # So that the checkpoint has the counts of all steps.
             log.training(losses.arrived(wait=True))
-            saver.wait()  # for the checkpoint before, which may be progress.best
+            saver.wait()  # for the checkpoint before: it may become progress.best
             best = progress.best
             if val_data is not None and validates:
                 val_losses = evaluate(
@@ -231,7 +234,7 @@ def training_loop(
                     procs,
                 )
                 log.validation(val_losses, val_data.num_blocks)
-                selecting = val_losses[""][best_by(config)]
+                selecting = val_losses[""][best_by(config)]  # of the first average
                 best = better_of(best, progress.step, selecting.mean)
             if saver.takes(progress, stop, best):
                 saver.save(state, best)
@@ -281,7 +284,8 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
     it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
     for optimizer in state.optimizers:
-        # Both read found_inf (AdamW's fused kernel with grad_scale): 1 changes nothing.
+        # AdamW and Muon skip the step where found_inf is 1; AdamW's fused kernel reads
+        # it only if there is a grad_scale, too.
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # not declared
         optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
         optimizer.step()

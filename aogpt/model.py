@@ -12,7 +12,8 @@ x[s[0]] .. x[s[i-1]] and predicts x[s[i]]. For the order 2 0 3 1:
 Attention is causal along the order. A causal decoder cannot know which position comes
 next, so every step is conditioned on its target position: `ModelConfig.target` says
 how. The paper's answer is adaLN: the target position modulates every norm (Xue et al.,
-arXiv 2506.19935, section 3).
+arXiv 2506.19935, section 3). With "rotary" alone step 0 does not know its target: it
+sees one key, and the angle of its query changes no softmax over one.
 
 Shapes: B batch, T steps, D width, H heads, V vocabulary. `systems.build_model` makes a
 model with initial values, scoring.py scores known sequences, sampling/ has the cache of
@@ -137,7 +138,7 @@ class Pass:
     `attend`, `modulation` and `lookup`."""
 
     # Passes without target positions have neither.
-    targets: Tensor  # (B, T) the position that each step predicts
+    targets: Tensor  # (B, T) the position that each step predicts: AO-GPT's order
     inverse: Tensor  # (B, T) the step that predicts each position
 
     def __init__(
@@ -148,11 +149,11 @@ class Pass:
         if targets is not None:
             self.targets = targets
             self.inverse = inverse_permutation(targets)
-        # (block_size, cond_dim) silu(wtpe), all that adaLN reads
+        # (block_size, cond_dim) silu(wtpe), all that adaLN reads: set by `hidden`
         self.condition: Tensor | None = None
         self.hide_start = config.start == "hidden"
-        self.dropout = 0.0
-        # (cos, sin) of rotary positions, see `rotate`
+        self.dropout = 0.0  # set by `run_blocks`
+        # (cos, sin) of rotary positions, see `rotate`: set by `trunk`, as is `added`
         self.query_angles: tuple[Tensor, Tensor] | None = None
         self.key_angles: tuple[Tensor, Tensor] | None = None
         self.added: Tensor | None = None  # (B, T, D), added before every block
@@ -173,7 +174,7 @@ class Pass:
         # Input 0 sees itself alone: its output is its value, for all heads that share
         # it. A mask would rule out fast kernels.
         heads_per_value = q.shape[2] // v.shape[2]
-        first = v[:, :1].repeat_interleave(heads_per_value, dim=2)  # (B, 1, H, D/H)
+        start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)
         rest = attention(
             q[:, 1:],
             k[:, 1:],
@@ -181,7 +182,7 @@ class Pass:
             causal=True,
             dropout=self.dropout,
         )
-        return torch.cat([first.flatten(2), rest], dim=1)
+        return torch.cat([start_value.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
@@ -509,8 +510,8 @@ class Block(nn.Module):
         p: Pass,
         first_values: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, D), first_values (B, T, H, D/H): of the first block. Returns x and
-        values."""
+        """x (B, T, D), first_values (B, T, H, D/H): the first block's values, None in
+        it. Returns x and this block's values, for a value residual."""
         if self.wtpe is not None:
             x = x + p.lookup(self.wtpe.weight)
         if p.added is not None:
@@ -554,15 +555,16 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.vocab_size = c.vocab_size
 
-    def forward(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
-        """head: (n, D) -> logits (n, V). (B, T, D), (B, T) -> (B, T), nats."""
+    def forward(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
+        """head: (n, D) -> logits (n, V). x (B, T, D), wanted ids (B, T) -> (B, T), nats."""
+        shape = wanted.shape
         x = x.flatten(0, 1)  # (B T, D)
-        wanted = targets.flatten()
+        wanted = wanted.flatten()
         size = head_chunk(self.vocab_size, x.device.type)
         # Compiled, the softmax is fused anyway.
         if torch.compiler.is_compiling() or len(x) <= size:
             losses = self.losses(head, x, wanted)
-            return losses.unflatten(0, targets.shape)
+            return losses.unflatten(0, shape)
         parts = []
         for chunk in zip(x.split(size), wanted.split(size), strict=True):
             losses = checkpoint(
@@ -573,12 +575,12 @@ class HeadLoss(nn.Module):
                 preserve_rng_state=False,  # nothing here is random
             )
             parts.append(losses)
-        return torch.cat(parts).unflatten(0, targets.shape)
+        return torch.cat(parts).unflatten(0, shape)
 
-    def losses(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
+    def losses(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
         """Of the tokens of a chunk: (n, D), (n,) -> (n,)."""
         logits = head(x)
-        return F.cross_entropy(logits, targets, reduction="none")
+        return F.cross_entropy(logits, wanted, reduction="none")
 
 
 # ---- models --------------------------------------------------------------------------
@@ -591,14 +593,14 @@ class Transformer(nn.Module):
     saved in the order in which they are made."""
 
     conditions: tuple[str, ...] = ()
-    # Whether queries are inputs of their own. Then no key depends on a target, and one
-    # pass predicts all groups of steps, each from the groups before it.
+    # Whether queries are inputs of their own (systems/two_stream.py, mask_query.py).
+    # Then no key depends on a target, and one pass predicts all groups of steps, each
+    # from the groups before it.
     separate_queries = False
-    # Of these: whether they are a stream of their own, which has no keys (only there may
-    # inputs of a group of steps see each other: model.group_attention), or a [MASK]
-    # among the inputs.
+    # Two streams: queries have no keys. Only there may inputs of a group of steps see
+    # each other (model.group_attention).
     query_stream = False
-    mask_queries = False
+    mask_queries = False  # each query is a [MASK] among the inputs
     has_start = True  # [None] is an input
     pass_type: type[Pass] = Pass  # of training
     # Final hidden states (B, T, D); every system has inputs of its own.
@@ -651,7 +653,8 @@ class Transformer(nn.Module):
         return x
 
     def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
-        """Embedded inputs (B, T, D) -> final hidden states (B, T, D)."""
+        """All blocks and the final norm: embedded inputs (B, T, D) -> final hidden states
+        (B, T, D)."""
         p.dropout = self.config.dropout if self.training else 0.0
         x = self.drop(x)
         first_values = None
@@ -704,11 +707,11 @@ class AOGPT(Transformer):
 
         tokens (B, T) in sequence order; order (B, T), every row a permutation of
         0..T-1."""
-        # tokens.gather(1, order), as a scatter that torch.compile does not repeat for
-        # every logit.
-        steps = inverse_permutation(order)
+        # tokens.gather(1, order), as a scatter: torch.compile would fuse a gather into
+        # the loss and repeat it for every logit.
+        inverse = inverse_permutation(order)
         wanted = torch.empty_like(tokens)
-        wanted.scatter_(1, steps, tokens)
+        wanted.scatter_(1, inverse, tokens)
         x = self.hidden(tokens, order)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
 
@@ -727,16 +730,18 @@ class AOGPT(Transformer):
         return F.silu(self.wtpe.weight)
 
     def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
-        """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states."""
+        """Add what each step knows of its target, then run the blocks: embedded inputs
+        (B, T, D) at positions (B, T) -> final hidden states (B, T, D)."""
         target = self.config.target
         if self.angles is not None:
             p.key_angles = self.angles_at(in_positions, x.dtype)
             p.query_angles = p.key_angles
             if target != "none":
-                # Scores see the key's position - the target, whose own input stands at
-                # target + 1.
-                at_own_input = int(self.config.query_at == "target")
-                p.query_angles = self.angles_at(p.targets + at_own_input, x.dtype)
+                # A key is at row s[j - 1] + 1, so the query of target s[i] is at row
+                # s[i] + 1. "before_target": at s[i], as in a plain GPT, whose query is
+                # at the token before.
+                shift = int(self.config.query_at == "target")
+                p.query_angles = self.angles_at(p.targets + shift, x.dtype)
         if self.wtpe is not None and target == "input":
             x = x + p.lookup(self.wtpe.weight)
         elif self.wtpe is not None and target == "shared":

@@ -28,10 +28,12 @@ class Kind(NamedTuple):
 
     settings: tuple[str, ...] = ()  # the fields of OrderConfig that it reads
     is_fixed: bool = False  # nothing is drawn: all sequences have one order
-    covers_all: bool = False  # every permutation is drawn
+    # Every permutation has a positive probability: encoders may be trained with it, and
+    # its any-order loss chooses the best checkpoint.
+    covers_all: bool = False
 
 
-# A new kind is a line here and a case in `orders_at`.
+# A new kind is a line here, a case in `orders_at` and its help above `OrderConfig.kind`.
 ORDER_KINDS = {
     "l2r": Kind(is_fixed=True),
     "r2l": Kind(is_fixed=True),
@@ -138,7 +140,7 @@ def orders_at(
         raise UserError(f"an order needs at least one position, but length is {length}")
     B = len(rows)
     identity = torch.arange(length).expand(B, length)
-    match config.kind:
+    match config.kind:  # kinds that draw nothing
         case "l2r":
             return identity.clone()
         case "r2l":
@@ -151,7 +153,9 @@ def orders_at(
             return order.expand(B, length).clone()
     # Column 0 is the coin of a mixture, the others are keys of positions. Sorting
     # random keys gives a uniform permutation; ties among 64 bits (probability below T^2
-    # / 2^65) go by position.
+    # / 2^65) go by position. A kind that needs one uniform number for a sequence takes
+    # a key's: inside a mixture the coin is known to be small. More columns would change
+    # the orders of all kinds.
     bits = philox_bits(seed, step, rows, length + 1, stream)
     coins = bits[:, 0]
     keys = bits[:, 1:]
@@ -163,9 +167,9 @@ def orders_at(
         mixed = replace(config, kind=config.mixed)
         others = orders_at(mixed, seed, step, rows, length, stream)
         return others.where(is_mixed[:, None], order)
-    uniform = to_uniform(keys)
+    uniform = to_uniform(keys)  # (B, T) in [0, 1)
     position = np.arange(length)
-    match config.kind:
+    match config.kind:  # kinds that draw
         case "file":
             orders = read_orders(config.file, length)
             chosen = coins % np.uint64(len(orders))

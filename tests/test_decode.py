@@ -715,6 +715,21 @@ def test_the_simple_sampler_is_the_engine(system, mode):
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5  # kept in float32
 
 
+def test_the_simple_sampler_has_log_probabilities_among_the_ids_that_may_be_drawn():
+    """As the engine: padded ids above the vocabulary have no share."""
+    model = text_model("AO-GPT", torch.float64)
+    vocab_size = TOKENS - 2
+    plan = make_plan("random", 4, LENGTH, seed=2)
+    uniforms = uniforms_for(4)
+    got = generate(model, plan, uniforms=uniforms, vocab_size=vocab_size)
+    for b in range(4):
+        tokens, log_probs = simple_generate(
+            model, plan.order[b], [1] * LENGTH, uniforms[b], vocab_size=vocab_size
+        )
+        assert torch.equal(tokens, got.tokens[b])
+        assert (log_probs - got.log_probs[b]).abs().max() < 1e-5
+
+
 @every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,

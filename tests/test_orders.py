@@ -12,11 +12,21 @@ import torch
 from reference import LEVEL, chi_square_p
 from scipy.stats import binomtest, chisquare
 
-from aogpt.orders import OrderConfig, inverse_permutation, orders_at, parse_order
+from aogpt.orders import (
+    ORDER_KINDS,
+    OrderConfig,
+    inverse_permutation,
+    orders_at,
+    parse_order,
+)
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
 NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding", "infill")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
+
+
+def test_every_kind_is_tested_here():
+    assert {*KINDS, "file"} == ORDER_KINDS.keys()
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])

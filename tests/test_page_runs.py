@@ -31,9 +31,9 @@ RECIPES = {
 # has, and what serves other files.
 UNREACHED = {
     "heads_per_value = q.shape[2] // v.shape[2]",
-    "first = v[:, :1].repeat_interleave(heads_per_value, dim=2)  # (B, 1, H, D/H)",
+    "start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)",
     "rest = attention(",
-    "return torch.cat([first.flatten(2), rest], dim=1)",
+    "return torch.cat([start_value.flatten(2), rest], dim=1)",
     "self.gate = nn.Linear(c.n_embd, width, bias=c.mlp_bias)",
     "hidden = F.silu(self.gate(x)) * self.fc(x)",
     "weights.insert(1, self.gate.weight)",

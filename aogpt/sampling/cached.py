@@ -403,8 +403,8 @@ def predict_next(
     size: int,
     cache: KVCache,
 ) -> Tensor:
-    """Return the logits (size, V) of the next `size` places of one sequence, each given
-    the first `known` tokens, float64. Their keys and values are put in the cache.
+    """Return the logits, float64 (size, V), of the next `size` places of one sequence,
+    each given the first `known` tokens. `cache.inputs` counts the inputs that stay.
 
     ordered, order: (T,) tokens and positions in prediction order."""
     cached = cache.inputs

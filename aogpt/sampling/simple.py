@@ -1,7 +1,11 @@
 """The sampler to read first: one sequence of a decoder, in any order, with a KV cache.
 
+Sampling has two stages. First the order and the sizes are drawn, without the model
+(plans.py; docs/method.md says why that is exact). Then this loop runs the model.
+cached.py has a table of what is kept in the cache and what is computed again.
+
 `engine` does the same for batches of any plan, and never makes the host wait for the
-device. Orders and group sizes come from plans.py."""
+device."""
 
 import torch
 from torch import Tensor
@@ -23,9 +27,11 @@ def simple_generate(
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return tokens, LongTensor (T,), and their log-probabilities in nats, (T,), both
-    in sequence order. Log-probabilities of given tokens are 0.
+    in sequence order. Log-probabilities are the model's among the ids that may be
+    drawn, before temperature and top-p; those of given tokens are 0.
 
     Args:
+        model: in evaluation mode, as dropout would make samples inexact.
         order: LongTensor (T,), positions in the order of prediction.
         sizes: how many positions each step predicts; the positions before these are
             given.
@@ -33,7 +39,7 @@ def simple_generate(
         tokens: LongTensor (T,), by position; those that are given are read.
         temperature: 0 takes the most probable tokens.
         vocab_size: no id from it on is drawn.
-        top_p: tokens are drawn from the `nucleus` of this probability."""
+        top_p: tokens are drawn from the `nucleus` of this probability, above 0."""
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
@@ -43,7 +49,7 @@ def simple_generate(
     known = T - sum(sizes)  # tokens that are given: the first ones of the order
     for size in sizes:
         # 1. Predict the next positions of the order, each from all tokens known so far.
-        #    What was computed for these before is in the cache.
+        #    Keys and values of inputs that stay are in the cache.
         ordered = text[order]
         logits = predict_next(model, ordered, order, known, size, cache)  # (size, V)
 
@@ -58,7 +64,7 @@ def simple_generate(
 
         # 3. From now on they are known.
         text[positions] = drawn
-        token_log_probs = logits.log_softmax(dim=-1)
+        token_log_probs = allowed.log_softmax(dim=-1)
         for i in range(size):
             log_probs[positions[i]] = token_log_probs[i, drawn[i]]
         known = known + size

@@ -71,7 +71,7 @@ class TokenChoice:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always drawn."""
+        """Whether the most probable token is always drawn: every rule keeps it."""
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
 
     @property
@@ -149,9 +149,10 @@ def _may_branch(x: Tensor) -> bool:
 
 
 def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
-    """Return probabilities (N, V) at the temperature, float32 or float64, 0 outside the
-    top k; not normalised again. Everything but top-p, for which `choose_tokens` has a
-    faster way."""
+    """Return probabilities (N, V) at the temperature, float32 or float64, 0 for tokens
+    that top-k or min-p leave out; not normalised again. The most probable token stays.
+    Everything but top-p, for which `choose_tokens` has a faster way. kernels.py declines
+    fields of `TokenChoice` that it does not know."""
     if logits.dtype != torch.float64:
         logits = logits.float()
     if choice.temperature != 1:

@@ -10,7 +10,9 @@ the last row; for SEDD this is not val_loss_random), lr, with Muon muon_lr, and 
     val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
                          fixed or own (the run's orders, in its groups)
     val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
-    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1"""
+    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1
+
+Plots and studies read every key that begins with val_loss as such a loss."""
 
 import contextlib
 import json

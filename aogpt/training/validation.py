@@ -25,7 +25,7 @@ class Loss(NamedTuple):
     error: float | None  # standard error over Monte Carlo samples of orders or masks
 
 
-Losses = dict[str, Loss]  # by the name of the orders: l2r, random, fixed, own
+Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDERS`
 
 
 class ValidationOrders(NamedTuple):
@@ -146,7 +146,7 @@ def validation_loss(
                     group=group,
                     roles=roles,
                 )
-            nll = nll.cpu()
+            nll = nll.cpu()  # (B, T), by position
             if counts and roles is None:
                 totals[draw] += nll.mean(dim=1).sum()
             elif counts:
