@@ -6,6 +6,7 @@ project. Samples of another tokenizer reach it as text. Without a start token (G
 scores all tokens but the first. Samples longer than its context are cut into windows,
 each scored like a sample."""
 
+import abc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from ..systems import parameter_counts
 MAX_LOGITS = 2**28
 
 
-class Judge:
+class Judge(abc.ABC):
     """What judges share."""
 
     name: str  # as the user gave it
@@ -41,23 +42,23 @@ class Judge:
     device: torch.device
     libraries: dict[str, str] = {}  # versions, besides the project's own
 
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the judge's ids of a text, in which "<|endoftext|>" ends a
         document."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def has_ids_of(self, tokenizer: str) -> bool:
         """Return whether the ids of this tokenizer mean the same to the judge."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def nll(self, tokens: Tensor) -> Tensor:
         """Return -log p of each token given those before it, nats: (B, T) -> (B, T).
         Without a start token the first column means nothing."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def hidden(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states, (B, T) -> (B, T, D)."""
-        raise NotImplementedError
 
     def score(
         self,

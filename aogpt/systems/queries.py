@@ -1,13 +1,15 @@
 """Decoders whose queries are inputs of their own: what two_stream.py and mask_query.py
 share."""
 
+import abc
+
 import torch
 from torch import Tensor, nn
 
 from ..model import ModelConfig, PositionTable, Transformer, inverse_permutation
 
 
-class QueryDecoder(Transformer):
+class QueryDecoder(Transformer, abc.ABC):
     """A decoder in which an input holds a token and a query, which starts from a
     learned vector, predicts one."""
 
@@ -26,14 +28,14 @@ class QueryDecoder(Transformer):
         self.add_blocks(block_type)
 
     @classmethod
+    @abc.abstractmethod
     def query_weights(cls, c: ModelConfig) -> int:
         """Weights of the matrices of all blocks that the query of a token passes."""
-        raise NotImplementedError
 
     @classmethod
+    @abc.abstractmethod
     def query_attentions(cls, c: ModelConfig) -> int:
         """Blocks in which queries attend besides what the tokens do."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -43,10 +45,12 @@ class QueryDecoder(Transformer):
     ) -> Tensor:
         """As `AOGPT.forward`; group_start: see `hidden`."""
         x = self.hidden(tokens, order, group_start)  # (B, T, D)
-        steps = inverse_permutation(order)
-        wanted = torch.empty_like(tokens).scatter_(1, steps, tokens)
+        # As in `AOGPT.forward`.
+        wanted = torch.empty_like(tokens)
+        wanted.scatter_(1, inverse_permutation(order), tokens)
         return self.loss(self.head_logits, x, wanted)
 
+    @abc.abstractmethod
     def hidden(
         self,
         tokens: Tensor,
@@ -58,8 +62,8 @@ class QueryDecoder(Transformer):
 
         group_start (B, T): step i is predicted from the tokens of steps <
         group_start[:, i], which is at most i; None: from all steps before it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def parallel_hidden(
         self,
         tokens: Tensor,
@@ -68,4 +72,3 @@ class QueryDecoder(Transformer):
     ) -> Tensor:
         """As `scoring.parallel_hidden`: all steps from `known` (B,) on are predicted
         from the first `known` tokens."""
-        raise NotImplementedError
