@@ -215,8 +215,8 @@ class Runner:
         for one in run_configs.values():
             names = tuple(self.tuned_on(one))
             if names not in tuning:
-                tuned = [self.experiment.recipes[recipe][name] for name in names]
-                tuning[names] = pool.submit(self.tune, recipe, tuned)
+                sources = [self.experiment.recipes[recipe][name] for name in names]
+                tuning[names] = pool.submit(self.tune, recipe, sources)
         entries: dict[str, dict] = {}
         for one in run_configs.values():
             pairs = self.result_at_hand(tuning[tuple(self.tuned_on(one))])

@@ -261,6 +261,8 @@ def refuse_what_differs(settings: Settings) -> None:
     rotated = rope_settings(settings).get("partial_rotary_factor", rotated)
     activation = settings.get("hidden_act", "silu")
     layers = settings.get("layer_types") or []
+    kinds_of_layer = {"full_attention", "sliding_attention"}
+    by_kind_of_layer = not kinds_of_layer.isdisjoint(rope_settings(settings))
     differs = {
         "quantised weights (quantization_config)": settings.get("quantization_config"),
         f"the activation {activation}": activation != "silu",
@@ -268,9 +270,7 @@ def refuse_what_differs(settings: Settings) -> None:
         and window_of(settings) is None,
         "layers without positions (no_rope_layers)": settings.get("no_rope_layers"),
         "partly rotated heads (partial_rotary_factor)": rotated not in (None, 1.0),
-        "rotary positions for each kind of layer (rope_parameters)": "full_attention"
-        in rope_settings(settings)
-        or "sliding_attention" in rope_settings(settings),
+        "rotary positions for each kind of layer (rope_parameters)": by_kind_of_layer,
     }
     for part, is_there in differs.items():
         if is_there:

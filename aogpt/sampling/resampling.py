@@ -75,18 +75,9 @@ class Weighted:
     def resampled(self, count: int, seed: int) -> list[int]:
         """Return the numbers of `count` fillings, drawn by weight, each
         independently."""
-        uniforms = to_uniform(
-            philox_bits(
-                seed,
-                RESAMPLED,
-                range(count),
-                1,
-                RESAMPLING,
-            )
-        )
-        return _inverse(
-            torch.tensor(self.weights).double(), torch.from_numpy(uniforms[:, 0])
-        )
+        bits = philox_bits(seed, RESAMPLED, range(count), 1, RESAMPLING)
+        uniforms = torch.from_numpy(to_uniform(bits)[:, 0])
+        return _inverse(torch.tensor(self.weights).double(), uniforms)
 
 
 @torch.no_grad()
@@ -298,17 +289,8 @@ def fill_by_resampling(
         weights, found = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
         effective = min(effective, found)
-        shift = float(
-            to_uniform(
-                philox_bits(
-                    seed,
-                    number,
-                    range(1),
-                    1,
-                    RESAMPLING,
-                )
-            )[0, 0]
-        )
+        bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
+        shift = float(to_uniform(bits)[0, 0])
         strata = (torch.arange(draws).double() + shift) / draws
         chosen = _inverse(weights, strata)
         ancestors = torch.tensor([i % draws for i in chosen])
