@@ -30,7 +30,6 @@ from aogpt.evaluation.scoring import (
 from aogpt.evaluation.text_measures import MEASURES
 from aogpt.runtime.command_line import (
     ModelOptions,
-    check_repeated,
     run_script,
     show,
 )
@@ -176,7 +175,6 @@ def main() -> None:
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
     check_values(a)
-    check_repeated(a)
     if not a.runs and not a.samples:
         raise UserError(
             "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"

@@ -30,7 +30,6 @@ from aogpt.evaluation.infilling import (
 )
 from aogpt.runtime.command_line import (
     ModelOptions,
-    check_repeated,
     run_script,
     show,
 )
@@ -83,7 +82,6 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
-    check_repeated(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
     rouge([])  # reports a missing package before the work

@@ -41,7 +41,6 @@ from aogpt.orders import parse_order, parse_settings
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
-    check_repeated,
     run_script,
     show,
 )
@@ -105,7 +104,6 @@ def check_arguments(a: Arguments) -> Outputs:
     """The files to write. Raises UserError for impossible options, before the work
     begins."""
     check_values(a)
-    check_repeated(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError(
             "ensembles do not combine with --group or --bound iw: leave out --ensemble"

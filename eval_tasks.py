@@ -29,7 +29,6 @@ from aogpt.evaluation import harness
 from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
 from aogpt.runtime.command_line import (
     RunOptions,
-    check_repeated,
     run_script,
     show,
 )
@@ -103,7 +102,6 @@ def main(judges: Mapping[str, Judge] | None = None) -> None:
     """Answer the tasks of the command line. judges: see `open_questions`."""
     a = tyro.cli(Arguments, description=__doc__)
     check_values(a)
-    check_repeated(a)
     if not a.tasks:
         raise UserError(
             "--tasks names no task; give at least one, such as --tasks data/questions"

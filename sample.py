@@ -25,7 +25,6 @@ from aogpt.data.tokenizers import Tokenizer
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
-    check_repeated,
     counted,
     run_script,
     show,
@@ -183,7 +182,6 @@ def sample(a: Arguments, procs: Processes) -> None:
 def check_arguments(a: Arguments, procs: Processes) -> None:
     """Raise UserError for options that exclude each other."""
     check_values(a)
-    check_repeated(a)
     if a.length and a.new_tokens:
         raise UserError(
             "--length counts the prompt, --new-tokens does not: give one of them"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import eval_ppl
 import sample
+import train
 from aogpt.checkpoints import load
 from aogpt.data import prepare
 from aogpt.data.loader import find_dataset
@@ -45,16 +46,25 @@ NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
-def test_an_option_of_several_values_is_not_given_twice(script, run, tmp_path):
+def test_an_option_is_not_given_twice(script, run, tmp_path):
     """The last one alone would count."""
     status, _, err = script(sample, run, "--ban", "a", "--num-samples", 1, "--ban=b")
-    assert status == 2 and "--ban is given twice; give all values after one" in err
+    assert status == 2
+    assert "--ban is given twice; give it once, with all its values" in err
     words = ("--datasets", "x", "--orders", "l2r", "--orders", "random")
     status, _, err = script(eval_ppl, run, *words)
     assert status == 2 and "--orders is given twice" in err
     file = tmp_path / "a.txt"
     status, _, err = script(prepare, "text", "--source", file, "--source", file)
     assert status == 2 and "--source is given twice" in err
+    words = ("--data.mix", "A=0.1", "--data.mix", "B=0.1")
+    status, _, err = script(train, ROOT / "configs/quickstart.toml", *words)
+    assert status == 2 and "--data.mix is given twice" in err
+    status, _, err = script(sample, run, "--num-samples", 1, "--num_samples", 2)
+    assert status == 2 and "--num-samples is given twice" in err
+    command = ("convert.py", run, tmp_path, "--dtype=float32", "--dtype=bfloat16")
+    done = run_script(*command, check=False)
+    assert done.returncode == 2 and "--dtype is given twice" in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])

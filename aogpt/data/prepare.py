@@ -26,7 +26,7 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-from ..runtime.command_line import check_repeated, counted, interrupt, show
+from ..runtime.command_line import counted, interrupt, show
 from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
@@ -154,9 +154,7 @@ def parse(options: type[Prepare], description: str) -> Prepare:
     """Return the command line as a Prepare, or a subclass of it."""
     names = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
     config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    args = tyro.cli(options, description=description, config=config)
-    check_repeated(args)
-    return args
+    return tyro.cli(options, description=description, config=config)
 
 
 def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:

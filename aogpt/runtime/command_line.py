@@ -6,14 +6,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from .errors import UserError
-from .validation import Count, Seed, expand_home, flag
+from .validation import Count, Seed, expand_home
 
 # Control characters except newline and tab, line separators, and marks that reverse the
 # direction.
@@ -74,17 +74,18 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
 
 
-def check_repeated(options: Any) -> None:
-    """Raise UserError for an option of several values that the command line has twice,
-    of which the last one alone would count. options: the parsed dataclass."""
-    names = [word.partition("=")[0] for word in sys.argv]
-    for field in fields(options):
-        value = getattr(options, field.name)
-        name = flag(field.name)
-        if is_dataclass(value):
-            check_repeated(value)
-        elif isinstance(value, tuple) and names.count(name) > 1:
-            raise UserError(f"{name} is given twice; give all values after one {name}")
+def check_repeated(words: list[str]) -> None:
+    """Raise UserError for an option that the words of a command line have twice, of
+    which the last one alone would count."""
+    seen = set()
+    for word in words:
+        option = re.match(r"--[\w.-]+(?=$|=)", word)
+        if option is None:
+            continue
+        name = option[0].replace("_", "-")  # tyro takes both
+        if name in seen:
+            raise UserError(f"{name} is given twice; give it once, with all its values")
+        seen.add(name)
 
 
 def interrupt(*_: object) -> None:
@@ -94,15 +95,16 @@ def interrupt(*_: object) -> None:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit. UserError, OSError and a lack of memory or
-    processes print one line and exit with status 2 (AOGPT_TRACEBACK=1 adds the
-    traceback), Ctrl-C with status 130."""
+    """Run a script's main and exit, unless an option is given twice. UserError, OSError
+    and a lack of memory or processes print one line and exit with status 2
+    (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
     open_closed_streams()
     if hasattr(
         sys.stdout, "reconfigure"
     ):  # for characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
+        check_repeated(sys.argv[1:])
         with _paths_with_home():
             status = main() or 0
         sys.stdout.flush()
