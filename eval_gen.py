@@ -232,8 +232,8 @@ def fitted(
     generate with them."""
     if loaded.scored_from:
         raise UserError(
-            f"{run} has no start token (GPT-2): make samples with sample.py --prompt TEXT "
-            "--jsonl FILE, then give --samples FILE"
+            f"{run} has no start token, as its tokenizer writes none: make samples with "
+            "sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
         )
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)

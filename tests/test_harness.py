@@ -110,7 +110,8 @@ def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(
         assert value == pytest.approx(left_to_right(lm.model, known, new), abs=EXACT), (
             one.args
         )
-    assert lm.loglikelihood([request("the", "")]) == [(0.0, True)]
+    for empty in (request("the", ""), request("", "")):
+        assert lm.loglikelihood([empty]) == [(0.0, True)]
 
 
 @pytest.mark.parametrize(

@@ -650,7 +650,8 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
         sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1)
     )
     for arguments, place in (([], "--prompt"), (["--infill", "[MASK:1]a"], "--infill")):
-        assert f"{place}: this model has no start token (GPT-2)" in refused(*arguments)
+        message = refused(*arguments)
+        assert f"{place}: this model has no start token, as its tokenizer" in message
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
 
 

@@ -213,6 +213,25 @@ class HarnessModel(TemplateLM):
         self.counts["spanning"] += int(boundary < size)
         return tokens[:split], tokens[split:]
 
+    def loglikelihood(
+        self, requests, disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of the continuation of each (context, continuation),
+        texts, and whether every token of it was the most probable one; (0.0, True) of one
+        without tokens."""
+        pairs = []
+        for request in requests:
+            context, continuation = request.args
+            if context:
+                known, new = self._encode_pair(context, continuation)
+            else:
+                known = [self.prefix_token_id]
+                new = self.tok_encode(continuation)
+                if new[:1] == known:  # the text has it
+                    new = new[1:]
+            pairs.append((request.args, known, new))
+        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+
     def request_counts(self) -> dict[str, int]:
         """Requests of all processes; `spanning`: with a token across context and
         continuation, `truncated`: whose context lost its beginning; `windows`: of whole

@@ -14,7 +14,7 @@ from ..runtime.errors import UserError
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..sampling import gaps
 from ..sampling.adaptive import scores_of
-from ..sampling.modes import Context
+from ..sampling.modes import Context, check_start
 from ..sampling.resampling import fill_by_resampling
 from ..sampling.token_choice import TokenChoice, choose_tokens
 from ..scoring import masked_logits
@@ -181,8 +181,7 @@ class PlainFill(Fill):
     def __init__(self, text: aogpt.TextModel, context: Context, seed: int):
         super().__init__(text, context)
         gapped = gaps.gapped_of(context)
-        if not gapped.known[0] and text.loaded.scored_from:
-            raise UserError("this model has no start token (GPT-2): begin with text")
+        check_start(bool(gapped.known[0]), text.loaded.scored_from)
         self.weighted = fill_by_resampling(
             text.model,
             gapped,

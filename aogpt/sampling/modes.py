@@ -325,7 +325,9 @@ def check_start(has_text: bool, scored_from: int) -> None:
     """Raise UserError for a model without a start token that gets no text to begin
     with. scored_from: of `Loaded`."""
     if scored_from and not has_text:
-        raise UserError("this model has no start token (GPT-2): begin with text")
+        raise UserError(
+            "this model has no start token, as its tokenizer writes none: begin with text"
+        )
 
 
 def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str]:
