@@ -14,6 +14,7 @@ asked to stop, so that training saves its state, and counts as done if it may be
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,23 +36,6 @@ Part = Literal["decoding", "pretrained", "sizes", "training"]
 MINUTES = {"decoding": 9, "pretrained": 18, "sizes": 22, "training": 4}
 GRACE = 30  # seconds in which a job whose time is up saves its state
 
-STEPS = ("64", "128", "256", "512", "1024")
-COMPARED = ("ours", "cache-only", "speculative", "gpt", "encoder", "encoder-eager")
-SIZES = {
-    "30M": (8, 576, 9),
-    "60M": (12, 640, 10),
-    "120M": (12, 896, 14),
-}  # layers, width, heads
-KINDS = {  # options of the fast recipe
-    "gpt": ["--model.target", "none", "--objective.kind", "ar", "--order.kind", "l2r"],
-    "aogpt": [],
-    "encoder": [
-        *("--model.attention", "full", "--model.target", "none"),
-        *("--model.mask-token", "2048", "--objective.kind", "lambda_dce"),
-        *("--order.kind", "random"),
-    ],
-}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -72,8 +56,12 @@ class Options:
 class Job:
     name: str
     seconds: int  # at most
-    words: tuple[str, ...]  # a script (FILE.py) or module, and its arguments
+    command: str  # a script (FILE.py) or module, and its arguments
     may_be_cut: bool = False  # whether what it has done by then is a result
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.command)
 
 
 def main() -> int:
@@ -88,15 +76,8 @@ def run_part(o: Options) -> int:
     """Run what is not done yet of a part. The exit status is 1 if a job failed or had no time."""
     folder = o.out / o.part
     folder.mkdir(parents=True, exist_ok=True)
-    minutes = o.minutes or MINUTES[o.part]
-    ends = time.monotonic() + 60 * minutes
-    made = {
-        "decoding": decoding,
-        "pretrained": pretrained,
-        "sizes": sizes,
-        "training": training,
-    }
-    jobs = made[o.part](o, folder.resolve())
+    ends = time.monotonic() + 60 * (o.minutes or MINUTES[o.part])
+    jobs = jobs_of(o, shlex.quote(str(folder.resolve())))
     for job in jobs:
         file = folder / f"{job.name}.done.json"
         if file.exists() and json.loads(file.read_text())["status"] == "done":
@@ -105,12 +86,24 @@ def run_part(o: Options) -> int:
         if left < min(10, job.seconds):
             show(f"{job.name}: no time is left; run the part again")
             continue
-        show(f"{job.name}: {' '.join(job.words)}", flush=True)
+        show(f"{job.name}: {job.command}", flush=True)
         seconds = min(left, job.seconds)
         if o.small:
             seconds = left  # a busy CPU takes longer than a GPU
         write_json(file, run_job(job, folder / f"{job.name}.log", seconds))
     return report(jobs, folder)
+
+
+def jobs_of(o: Options, folder: str) -> list[Job]:
+    """Return the jobs of a part; `folder` of their results is quoted for a command line."""
+    match o.part:
+        case "decoding":
+            return decoding(o, folder)
+        case "pretrained":
+            return pretrained(o, folder)
+        case "sizes":
+            return sizes(o, folder)
+    return training(o, folder)
 
 
 def run_job(job: Job, log: Path, seconds: float) -> dict:
@@ -135,12 +128,16 @@ def run_job(job: Job, log: Path, seconds: float) -> dict:
         except BaseException:  # Ctrl-C: the job is not to outlive this script
             stop(process)
             raise
-    done = process.returncode == 0 or (cut and job.may_be_cut)
+    status = "failed"
+    if process.returncode == 0 or (cut and job.may_be_cut):
+        status = "done"
+    elif cut:
+        status = "cut"
     return {
-        "status": "done" if done else "cut" if cut else "failed",
+        "status": status,
         "seconds": round(time.monotonic() - started, 1),
         "exit_status": process.returncode,
-        "command": " ".join(job.words),
+        "command": job.command,
         "commit": commit(),
         "versions": versions(),
         "begun_by": command(),
@@ -163,15 +160,14 @@ def report(jobs: list[Job], folder: Path) -> int:
     wrong = 0
     for job in jobs:
         file = folder / f"{job.name}.done.json"
-        row = (
-            json.loads(file.read_text())
-            if file.exists()
-            else {"status": "not run", "seconds": 0}
-        )
-        wrong += row["status"] != "done"
-        lines.append(
-            [job.name, row["status"], f"{row['seconds']:.0f}", f"{job.seconds}"]
-        )
+        status = "not run"
+        seconds = 0.0
+        if file.exists():
+            row = json.loads(file.read_text())
+            status = row["status"]
+            seconds = row["seconds"]
+        wrong += status != "done"
+        lines.append([job.name, status, f"{seconds:.0f}", str(job.seconds)])
     show(*markdown_table(["job", "status", "seconds", "limit"], lines), sep="\n")
     show(f"\nResults are in {folder}")
     return 1 if wrong else 0
@@ -180,207 +176,178 @@ def report(jobs: list[Job], folder: Path) -> int:
 # ---- the parts ---------------------------------------------------------------------------
 
 
-def decoding(o: Options, folder: Path) -> list[Job]:
+def decoding(o: Options, folder: str) -> list[Job]:
     """Are the kernels right? Then decoding against other systems, what each kernel is worth,
     and memory by length."""
-    tests = ("-m", "gpu and not slow") if o.small else ("-m", "gpu")
-    few = ("-k", "keys_are_split or grow_by_a_quarter") if o.small else ()
-    words = (
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        *tests,
-        *few,
-        "tests/test_kernels.py",
-        "tests/test_gpu.py",
-    )
-    jobs = [Job("tests", 150, words)]
-    size = (
-        ("--size", "tiny", "--lengths", "64")
-        if o.small
-        else ("--size", "medium", "--compile")
-    )
-    steps = ("8", "16") if o.small else STEPS
-    repeats = ("--repeats", "1" if o.small else "2")
-    for batch_size in ("2", "1") if o.small else ("32", "1"):
+    tests = "-m gpu"
+    size = "--size medium"
+    compared = f"{size} --compile --repeats 2"
+    steps = "64 128 256 512 1024"
+    batch_sizes = (32, 1)
+    middle = "--batch-size 32 --steps 256"
+    lengths = "1024 2048 4096 8192"
+    if o.small:
+        tests = "-m 'gpu and not slow' -k 'keys_are_split or grow_by_a_quarter'"
+        size = "--size tiny"
+        compared = f"{size} --lengths 64 --repeats 1"
+        steps = "8 16"
+        batch_sizes = (2, 1)
+        middle = "--batch-size 2 --steps 16"
+        lengths = "32 64"
+    tests = f"pytest -q -n 0 {tests} tests/test_kernels.py tests/test_gpu.py"
+    jobs = [Job("tests", 150, tests)]
+    for batch_size in batch_sizes:
         name = f"compared_{batch_size}"
-        words = (
-            "studies.bench",
-            "decode",
-            *size,
-            *repeats,
-            *("--batch-size", batch_size, "--draft", "16"),
-            *("--systems", *COMPARED, "--steps", *steps),
-            *("--json", str(folder / f"{name}.json")),
-            *("--figure", str(folder / f"{name}.png")),
-            *("--shares", str(folder / f"{name}_shares.json"), "--overwrite"),
+        command = (
+            f"studies.bench decode {compared} --batch-size {batch_size} --draft 16 "
+            "--systems ours cache-only speculative gpt encoder encoder-eager "
+            f"--steps {steps} --json {folder}/{name}.json --figure {folder}/{name}.png "
+            f"--shares {folder}/{name}_shares.json --overwrite"
         )
-        jobs.append(Job(name, 200, words, may_be_cut=True))
-    middle = (
-        "--batch-size",
-        "2" if o.small else "32",
-        "--steps",
-        "16" if o.small else "256",
-    )
+        jobs.append(Job(name, 200, command, may_be_cut=True))
     for part in ("attention", "choice", "graphs"):
         name = f"without_{part}"
-        words = (
-            *("studies.bench", "decode", *size, *repeats, *middle, "--systems", "ours"),
-            *("--without", part, "--json", str(folder / f"{name}.json")),
-            *("--shares", str(folder / f"{name}_shares.json"), "--overwrite"),
+        command = (
+            f"studies.bench decode {compared} {middle} --systems ours --without {part} "
+            f"--json {folder}/{name}.json --shares {folder}/{name}_shares.json --overwrite"
         )
-        jobs.append(Job(name, 60, words))
-    lengths = ("32", "64") if o.small else ("1024", "2048", "4096", "8192")
-    words = (
-        *("studies.bench", "decode", *size[:2], "--lengths", *lengths, "--group", "16"),
-        *(
-            "--memory",
-            "--repeats",
-            "1",
-            "--batch-size",
-            "1",
-            "--systems",
-            "ours",
-            "encoder",
-        ),
-        *("--json", str(folder / "memory.json"), "--overwrite"),
+        jobs.append(Job(name, 60, command))
+    memory = (
+        f"studies.bench decode {size} --lengths {lengths} --group 16 --memory --repeats 1 "
+        f"--batch-size 1 --systems ours encoder --json {folder}/memory.json --overwrite"
     )
-    jobs.append(Job("memory", 120, words, may_be_cut=True))
+    jobs.append(Job("memory", 120, memory, may_be_cut=True))
     return jobs
 
 
-def training(o: Options, folder: Path) -> list[Job]:
+def training(o: Options, folder: str) -> list[Job]:
     """The training step beside a plain GPT's: as it is, with the fused norm, with FlashAttention 3
     and with another way to compile."""
     variants = {
-        "plain": (),
-        "fused_norm": ("--fused-norm",),
-        "flash3": ("--flash3",),
-        "max_autotune": ("--compile-mode", "max-autotune-no-cudagraphs"),
+        "plain": "",
+        "fused_norm": "--fused-norm",
+        "flash3": "--flash3",
+        "max_autotune": "--compile-mode max-autotune-no-cudagraphs",
     }
+    size = "--size medium --batch-size 64 --repeats 10"
     if o.small:
-        size = ("--size", "tiny", "--batch-size", "2", "--no-compile", "--repeats", "1")
-        variants = {"plain": ()}
-    else:
-        size = ("--size", "medium", "--batch-size", "64", "--repeats", "10")
+        variants = {"plain": ""}
+        size = "--size tiny --batch-size 2 --no-compile --repeats 1"
     jobs = []
-    for name, words in variants.items():
-        file = str(folder / f"{name}.json")
-        words = ("studies.bench", "train", *size, *words, "--json", file, "--overwrite")
-        jobs.append(Job(name, 90, words))
+    for name, option in variants.items():
+        file = f"{folder}/{name}.json"
+        command = f"studies.bench train {size} {option} --json {file} --overwrite"
+        jobs.append(Job(name, 90, command))
     return jobs
 
 
-def pretrained(o: Options, folder: Path) -> list[Job]:
+def pretrained(o: Options, folder: str) -> list[Job]:
     """A pretrained decoder in any order: all weights, evaluated before and after."""
     if o.folder is None and not o.small:
         raise UserError(
             "the part `pretrained` needs --folder, a model in the Llama layout"
         )
-    data = folder / "data"
-    tokenizer = "english" if o.folder is None else str(o.folder / "tokenizer.json")
-    jobs = [prepare(o, data, tokenizer)]
     if o.folder is None:
-        train = ["configs/aogpt_small_fast.toml", *SMALL_MODEL, *SMALL_VOCABULARY]
-        train += ["--train.steps", "4"]
+        jobs = [prepare(o, folder, "english")]
+        start = (
+            f"configs/aogpt_small_fast.toml {SMALL_MODEL} {VOCABULARY} --train.steps 4"
+        )
     else:
-        train = ["configs/aogpt_llama.toml", "--train.init-from", str(o.folder)]
-        train += ["--train.activation-checkpointing", "none", "--train.steps", "4000"]
-        jobs.append(evaluate("before", str(o.folder), data, folder, o.small))
-    train += run_options(folder, data, "any_order", o.small)
-    train += [
-        "--train.parallel",
-        "ddp",
-        "--optim.lr",
-        "1e-4",
-        "--order.l2r-prob",
-        "0.2",
-    ]
-    jobs.append(Job("any_order", 720, ("train.py", *train), may_be_cut=True))
-    jobs.append(evaluate("after", str(folder / "any_order"), data, folder, o.small))
+        model = shlex.quote(str(o.folder))
+        jobs = [
+            prepare(o, folder, f"{model}/tokenizer.json"),
+            evaluate(o, folder, "before", model),
+        ]
+        start = (
+            f"configs/aogpt_llama.toml --train.init-from {model} "
+            "--train.activation-checkpointing none --train.steps 4000"
+        )
+    command = (
+        f"train.py {start} {run_options(o, folder, 'any_order')} --train.parallel ddp "
+        "--optim.lr 1e-4 --order.l2r-prob 0.2"
+    )
+    jobs.append(Job("any_order", 720, command, may_be_cut=True))
+    jobs.append(evaluate(o, folder, "after", f"{folder}/any_order"))
     return jobs
 
 
-def sizes(o: Options, folder: Path) -> list[Job]:
+def sizes(o: Options, folder: str) -> list[Job]:
     """What any order costs by size: a GPT, AO-GPT and an encoder of three sizes with the fast
     recipe; then samples of AO-GPT and the encoder, judged by the GPT."""
-    data = folder / "data"
-    jobs = [prepare(o, data, "english")]
-    chosen = {"30M": SIZES["30M"]} if o.small else SIZES
-    for size, (layers, width, heads) in chosen.items():
+    models = {
+        "30M": "--model.n-layer 8 --model.n-embd 576 --model.n-head 9",
+        "60M": "--model.n-layer 12 --model.n-embd 640 --model.n-head 10",
+        "120M": "--model.n-layer 12 --model.n-embd 896 --model.n-head 14",
+    }
+    steps = 1600
+    samples = "--steps 64 256 1024 --num-samples 128"
+    if o.small:
+        models = {"30M": SMALL_MODEL}
+        steps = 4
+        samples = "--steps 4 --num-samples 2"
+    jobs = [prepare(o, folder, "english")]
+    for size, model in models.items():
         for kind, options in KINDS.items():
             name = f"{kind}_{size}"
-            words = [
-                "configs/aogpt_small_fast.toml",
-                *options,
-                *run_options(folder, data, name, o.small),
-            ]
-            words += SMALL_VOCABULARY
-            if o.small:
-                words += SMALL_MODEL
-            else:
-                words += ["--model.n-layer", str(layers), "--model.n-embd", str(width)]
-                words += ["--model.n-head", str(heads)]
-            words += ["--train.steps", "4" if o.small else "1600"]
-            jobs.append(Job(name, 240, ("train.py", *words)))
-            jobs.append(
-                evaluate(f"{name}_ppl", str(folder / name), data, folder, o.small)
+            command = (
+                f"train.py configs/aogpt_small_fast.toml {options} {VOCABULARY} {model} "
+                f"{run_options(o, folder, name)} --train.steps {steps}"
             )
-    size = list(chosen)[-1]
-    words = (
-        *(
-            "eval_gen.py",
-            str(folder / f"aogpt_{size}"),
-            str(folder / f"encoder_{size}"),
-        ),
-        *(
-            "--judge",
-            str(folder / f"gpt_{size}"),
-            "--steps",
-            *(("4",) if o.small else STEPS[::2]),
-        ),
-        *("--settings", "0.8,0.95", "0.9,0.95", "1,1"),
-        *("--num-samples", "2" if o.small else "128"),
-        *("--json", str(folder / "samples.json"), "--overwrite"),
+            jobs.append(Job(name, 240, command))
+            jobs.append(evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}"))
+    command = (
+        f"eval_gen.py {folder}/aogpt_{size} {folder}/encoder_{size} "
+        f"--judge {folder}/gpt_{size} {samples} --settings 0.8,0.95 0.9,0.95 1,1 "
+        f"--json {folder}/samples.json --overwrite"
     )
-    jobs.append(Job("samples", 240, words))
+    jobs.append(Job("samples", 240, command))
     return jobs
 
 
-SMALL_MODEL = ["--model.n-layer", "2", "--model.n-embd", "32", "--model.n-head", "2"]
-SMALL_VOCABULARY = ["--model.vocab-size", "2112"]  # of the tokenizer `english`
+VOCABULARY = "--model.vocab-size 2112"  # of the tokenizer `english`
+SMALL_MODEL = "--model.n-layer 2 --model.n-embd 32 --model.n-head 2"
+KINDS = {  # options of the fast recipe
+    "gpt": "--model.target none --objective.kind ar --order.kind l2r",
+    "aogpt": "",
+    "encoder": (
+        "--model.attention full --model.target none --model.mask-token 2048 "
+        "--objective.kind lambda_dce --order.kind random"
+    ),
+}
 
 
-def prepare(o: Options, data: Path, tokenizer: str) -> Job:
+def prepare(o: Options, folder: str, tokenizer: str) -> Job:
     """Tokenise the text, here rather than where it comes from."""
-    words = ["data/prepare.py", "stories"]
+    source = "stories"
     if o.text is not None:
-        words = ["data/prepare.py", "text", "--source", str(o.text)]
+        source = f"text --source {shlex.quote(str(o.text))}"
         if ".jsonl" in o.text.name:
-            words += ["--field", "text"]
-    words += ["--tokenizer", tokenizer, "--out", str(data)]
-    return Job("prepare", 240, tuple(words))
+            source += " --field text"
+    command = f"data/prepare.py {source} --tokenizer {tokenizer} --out {folder}/data"
+    return Job("prepare", 240, command)
 
 
-def run_options(folder: Path, data: Path, name: str, small: bool) -> list[str]:
-    """Options of train.py that all runs share."""
-    words = ["--name", name, "--out", str(folder), "--data.folder", str(data)]
-    words += ["--model.block-size", "32" if small else "512"]
-    words += ["--train.batch-size", "2" if small else "128"]
-    words += ["--train.micro-batch-size", "2" if small else "32"]
-    words += ["--optim.warmup-steps", "1" if small else "100"]
-    words += ["--eval.sequences", "2" if small else "256"]
-    return words
-
-
-def evaluate(name: str, model: str, data: Path, folder: Path, small: bool) -> Job:
-    words = (
-        *("eval_ppl.py", model, "--datasets", str(data), "--split", "val"),
-        *("--max-sequences", "2" if small else "256"),
-        *("--json", str(folder / f"{name}.json"), "--overwrite"),
+def run_options(o: Options, folder: str, name: str) -> str:
+    """Return the options of train.py that all runs share."""
+    sizes = (
+        "--model.block-size 512 --train.batch-size 128 --train.micro-batch-size 32 "
+        "--optim.warmup-steps 100 --eval.sequences 256"
     )
-    return Job(name, 90, words)
+    if o.small:
+        sizes = (
+            "--model.block-size 32 --train.batch-size 2 --train.micro-batch-size 2 "
+            "--optim.warmup-steps 1 --eval.sequences 2"
+        )
+    return f"--name {name} --out {folder} --data.folder {folder}/data {sizes}"
+
+
+def evaluate(o: Options, folder: str, name: str, model: str) -> Job:
+    sequences = 2 if o.small else 256
+    command = (
+        f"eval_ppl.py {model} --datasets {folder}/data --split val "
+        f"--max-sequences {sequences} --json {folder}/{name}.json --overwrite"
+    )
+    return Job(name, 90, command)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def script(tmp_path, text):
 def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
     counts = tmp_path / "counts"
     work = script(tmp_path, f"open({str(counts)!r}, 'a').write('x'); print('worked')")
-    good = Job("good", 60, (work,))
-    bad = Job("bad", 60, ("studies.no_such_module",))
+    good = Job("good", 60, work)
+    bad = Job("bad", 60, "studies.no_such_module")
     status, rows = jobs_of(good, bad)
     assert status == 1
     assert rows["good"]["status"] == "done" and rows["bad"]["status"] == "failed"
@@ -69,7 +69,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 time.sleep(60)
 """
-    job = Job("long", 3, (script(tmp_path, text),), may_be_cut)
+    job = Job("long", 3, script(tmp_path, text), may_be_cut)
     status, rows = jobs_of(job)
     assert saved.read_text() == "state"
     assert rows["long"]["status"] == ("done" if may_be_cut else "cut")
@@ -94,7 +94,7 @@ time.sleep(300)
     day = f"""
 import signal, sys
 from studies import gpu_day
-job = gpu_day.Job("long", 300, ({script(tmp_path, work)!r},))
+job = gpu_day.Job("long", 300, {script(tmp_path, work)!r})
 gpu_day.training = lambda o, folder: [job]
 if {number == signal.SIGTERM}:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,14 +112,14 @@ gpu_day.main()
 
 
 def test_a_rehearsal_is_limited_by_its_minutes_alone(jobs_of, tmp_path):
-    job = Job("slow", 1, (script(tmp_path, "import time; time.sleep(3)"),))
+    job = Job("slow", 1, script(tmp_path, "import time; time.sleep(3)"))
     status, rows = jobs_of(job, small=True)
     assert status == 0 and rows["slow"]["status"] == "done"
 
 
 def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(gpu_day.MINUTES, "training", 0)
-    status, rows = jobs_of(Job("late", 60, (script(tmp_path, ""),)))
+    status, rows = jobs_of(Job("late", 60, script(tmp_path, "")))
     assert status == 1 and rows["late"] is None
     assert "no time is left" in capsys.readouterr().out
 
