@@ -3,10 +3,8 @@ process of its own, and their JSON is read. Figures are {name: [value, standard 
 """
 
 import functools
-import json
 import math
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +12,8 @@ import numpy as np
 
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
-from aogpt.runtime.errors import UserError
 from studies.generators import NATS_OF_TEXT
-from studies.runs import run_alone
+from studies.runs import report_of
 
 Measured = dict[str, list[float | None]]
 
@@ -43,13 +40,7 @@ class Measure:
 
 def measured_by(command: list[str]) -> Measured:
     """The figures of a script. Raises UserError with its last words if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        done = run_alone(*command, "--json", str(file))
-        if done.returncode:
-            words = " ".join(command)
-            raise UserError(f"{words}: {done.stderr.strip()[-500:]}")
-        report = json.loads(file.read_text())
+    report = report_of(*command)
     if "exact_match" in report["results"][0]:
         return of_answers(report)
     return of_perplexity(report)

@@ -18,9 +18,10 @@ import tyro
 from aogpt.data.loader import find_dataset
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import write_text
+from aogpt.runtime.files import write_json, write_text
+from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count, check_values
-from studies.runs import ROOT, run_alone
+from studies.runs import ROOT, report_of, run_well
 
 Size = Literal["small", "medium"]
 CONFIG = ROOT / "studies" / "configs" / "reproduce.toml"
@@ -75,6 +76,11 @@ class Arguments:
     """Context orders that AO-GPT averages over."""
     out: Path = ROOT / "out" / "reproduce"
     """Folder of weights, evaluations and the table."""
+
+    @property
+    def limit(self) -> int | None:
+        """Sequences of each set; None for all."""
+        return self.max_sequences or (QUICK_SEQUENCES if self.quick else None)
 
 
 def main() -> None:
@@ -137,64 +143,45 @@ def prepared(name: str) -> Path:
         return find_dataset(name)
     except FileNotFoundError:
         show(f"preparing {name}", flush=True)
-    done = run_alone("data/prepare.py", name, "--protocol", "sedd")
-    if done.returncode:
-        raise UserError(f"data/prepare.py {name}: {done.stderr.strip()[-500:]}")
+    run_well("data/prepare.py", name, "--protocol", "sedd")
     return find_dataset(name)
 
 
 def evaluated(
     a: Arguments, model: Model, size: Size, path: str, folders: list[Path]
 ) -> list[dict]:
-    """The results of eval_ppl.py on all sets: those of an earlier call, or new ones."""
-    limit = a.max_sequences or (QUICK_SEQUENCES if a.quick else None)
-    file = a.out / f"{model.name}_{size}_{limit or 'all'}.json"
-    if file.exists():
-        return json.loads(file.read_text())["results"]
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Return the results of eval_ppl.py on all sets: those of an earlier call, or new ones."""
     results = []
     for order in model.orders:
-        part = file.with_suffix(f".{order}.json")
-        if not part.exists():
-            command = scoring_command(
-                a,
-                model,
-                order,
-                path,
-                folders,
-                limit,
-            )
+        limit = sequences_of(a, model, order)
+        file = a.out / f"{model.name}_{size}_{order}_{limit or 'all'}.json"
+        if not file.exists():
+            command = scoring_command(a, model, order, path, folders)
             show(" ".join(["python", *command]), flush=True)
-            done = run_alone(*command, "--json", str(part))
-            if done.returncode:
-                raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        results += json.loads(part.read_text())["results"]
-    write_text(file, json.dumps({"results": results}, indent=1) + "\n")
+            write_json(file, report_of(*command))
+        results += json.loads(file.read_text())["results"]
     return results
 
 
+def sequences_of(a: Arguments, model: Model, order: str) -> int | None:
+    """Return how many sequences of each set a model scores in an order; None for all."""
+    if order == "l2r" and model.l2r_sequences:
+        return min(a.limit or model.l2r_sequences, model.l2r_sequences)
+    return a.limit
+
+
 def scoring_command(
-    a: Arguments,
-    model: Model,
-    order: str,
-    path: str,
-    folders: list[Path],
-    limit: int | None,
+    a: Arguments, model: Model, order: str, path: str, folders: list[Path]
 ) -> list[str]:
-    """The words of eval_ppl.py that score one order on all sets. limit: sequences of each set,
-    None for all."""
+    """Return the words of eval_ppl.py that score one order on all sets."""
     command = ["eval_ppl.py", path, "--weights", model.weights]
     command += ["--datasets", *map(str, folders), "--orders", order]
     if model.random_orders:
         command += ["--num-orders", str(a.num_orders)]
     if model.ensembles and order == "random":
         command += ["--ensemble", *map(str, a.ensemble)]
-    limits = [limit]
-    if order == "l2r":
-        limits.append(model.l2r_sequences)
-    limits = [number for number in limits if number]
-    if limits:
-        command += ["--max-sequences", str(min(limits))]
+    if limit := sequences_of(a, model, order):
+        command += ["--max-sequences", str(limit)]
     return command
 
 
@@ -214,14 +201,24 @@ def table(
             measured = results.get((size, line.model))
             if measured is None:
                 continue
-            cells = []
+            rows.append([f"{line.title} ({size})"])
             for name in datasets:
                 published = line.published[size][all_datasets.index(name)]
-                cells.append(cell(measured, name, line, published))
-            rows.append(f"| {line.title} ({size}) | {' | '.join(cells)} |")
-    notes = [f"- {model.name}: {model.note}." for model in models]
-    limit = a.max_sequences or (QUICK_SEQUENCES if a.quick else None)
-    scope = f"{limit} sequences of each set" if limit else "whole sets"
+                rows[-1].append(cell(measured, name, line, published))
+    head = ["model", *datasets]
+    reasons = [f"- {model.name}: {model.note}." for model in models]
+    reasons.append(
+        "- The released script stops after 16 batches on most sets; here blocks are spread "
+        "over a set, or all are scored."
+    )
+    for model in models:
+        if model.l2r_sequences:
+            reasons.append(
+                f"- {model.name} takes a pass for each token left to right: "
+                f"{model.l2r_sequences} sequences at most."
+            )
+    reasons.append("- More causes, each with its option: docs/numbers.md.")
+    scope = f"{a.limit} sequences of each set" if a.limit else "whole sets"
     return "\n".join(
         [
             "# Zero-shot perplexities: ours, and published",
@@ -229,22 +226,11 @@ def table(
             f"Ours (95% interval over sequences, {scope}) / published by Xue et al. "
             "(arXiv 2506.19935). **Bold**: the published number is outside of our interval.",
             "",
-            f"| model | {' | '.join(datasets)} |",
-            f"|---|{'---|' * len(datasets)}",
-            *rows,
+            *markdown_table(head, rows, left=len(head)),
             "",
             "Why cells differ:",
             "",
-            *notes,
-            "- The released script stops after 16 batches on most sets; here blocks are spread "
-            "over a set, or all are scored.",
-            *(
-                f"- {model.name} takes a pass for each token left to right: "
-                f"{model.l2r_sequences} sequences at most."
-                for model in models
-                if model.l2r_sequences
-            ),
-            "- More causes, each with its option: docs/numbers.md.",
+            *reasons,
             "",
         ]
     )
@@ -253,12 +239,11 @@ def table(
 def cell(measured: list[dict], dataset: str, line: Line, published: float) -> str:
     """One cell of the table; a dash where nothing was measured."""
     for row in measured:
-        found = (row["dataset"], row["orders"], row["ensemble"])
-        if found == (dataset, line.orders, line.ensemble):
+        identity = (row["dataset"], row["orders"], row["ensemble"])
+        if identity == (dataset, line.orders, line.ensemble):
             low, high = row["perplexity_95"]
-            text = (
-                f"{row['perplexity']:.2f} ({low:.2f} to {high:.2f}) / {published:.2f}"
-            )
+            ours = f"{row['perplexity']:.2f} ({low:.2f} to {high:.2f})"
+            text = f"{ours} / {published:.2f}"
             return text if low <= published <= high else f"**{text}**"
     return f"- / {published:.2f}"
 

@@ -1,9 +1,11 @@
 """Runs of train.py, each in a process of its own with one thread, resumed if interrupted."""
 
+import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from aogpt.runtime.errors import UserError
@@ -50,9 +52,8 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
     """The metrics of a run, which is trained to its end first if necessary; None if it diverged,
     which is a result, too. Raises UserError if training fails otherwise, or was stopped."""
     if not has_ended(config):
-        file = beside(
-            config, ".toml"
-        )  # `python train.py FILE` trains the same run by hand
+        # `python train.py FILE` trains the same run by hand.
+        file = beside(config, ".toml")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, configuration.to_toml(config))
         write_text(beside(config, ".commit"), commit())
@@ -97,19 +98,34 @@ def beside(config: Config, suffix: str) -> Path:
     return config.run_folder.with_name(config.name + suffix)
 
 
+def report_of(*command: str) -> dict:
+    """Run a script (FILE.py) or module with its arguments, and return what it writes with --json.
+    Raises UserError with its last words if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        run_well(*command, "--json", str(file))
+        return json.loads(file.read_text())
+
+
+def run_well(*command: str) -> None:
+    """Run a script or module to its end. Raises UserError with its last words if it fails."""
+    done = run_alone(*command)
+    if done.returncode:
+        said = done.stderr.strip()[-500:] or f"it ended with status {done.returncode}"
+        raise UserError(f"{' '.join(command)}: {said}")
+
+
 def run_alone(
     script: str, *arguments: str, processes: int = 1
 ) -> subprocess.CompletedProcess:
-    """Run a script (FILE.py) or module to its end, in processes of one thread."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-    ]
-    target = [ROOT / script] if script.endswith(".py") else ["-m", script]
+    """Run a script or module to its end, in processes of one thread."""
+    words = [sys.executable]
+    if processes > 1:
+        words += ["-m", "torch.distributed.run", "--standalone"]
+        words.append(f"--nproc_per_node={processes}")
+    words += [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
     return subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), *target, *arguments],
+        [*words, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | KEEP_MEMORY,
         capture_output=True,
         text=True,

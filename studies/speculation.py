@@ -5,14 +5,13 @@
 
 Every row is one run of eval_gen.py on the books model, saved in results/speculation.runs.jsonl.
 The model judges its own samples from left to right; the divergence of n-grams from held-out books
-is beside it, since a judge alone rewards text that is too likely."""
+is beside it, since a judge alone rewards text that is too likely. The page names its numbers, as
+{speculative, draft 16: perplexity .1f}."""
 
-import json
 import math
+import re
 import statistics
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
@@ -20,15 +19,10 @@ import tyro
 from aogpt.checkpoints import load_model
 from aogpt.data.loader import TokenDataset, find_dataset, spread
 from aogpt.runtime.command_line import run_script, show
-from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import (
-    write_atomically,
-    write_jsonl,
-    write_text,
-)
-from aogpt.runtime.outputs import commit, new_figure, png
+from aogpt.runtime.files import write_atomically, write_jsonl, write_text
+from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
 from aogpt.scoring import masked_logits
-from studies.runs import ROOT, rows_by, run_alone
+from studies.runs import ROOT, report_of, rows_by
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"
@@ -38,7 +32,6 @@ TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
 LEFT_TO_RIGHT = "one token a pass, left to right"
-SLOTS = "one token a pass, slots of 8"
 # By name: the words of eval_gen.py. Exact methods draw from the joint distribution of one token a
 # pass along their order; the others are approximations.
 EXACT = {
@@ -51,7 +44,7 @@ EXACT = {
     "speculative, left to right, draft 4": "--mode speculative --order l2r --draft 4",
     "speculative, left to right, draft 8": "--mode speculative --order l2r --draft 8",
     "speculative, left to right, draft 16": "--mode speculative --order l2r --draft 16",
-    SLOTS: "--mode order --order slots:block=8",
+    "one token a pass, slots of 8": "--mode order --order slots:block=8",
     "speculative, slots of 8, draft 4": "--mode speculative --order slots:block=8 --draft 4",
     "speculative, slots of 8, draft 8": "--mode speculative --order slots:block=8 --draft 8",
     "speculative, slots of 8, draft 16": "--mode speculative --order slots:block=8 --draft 16",
@@ -71,37 +64,39 @@ APPROXIMATE = {
     "entropies up to 4 nats": "--mode entropy --entropy-bound 4",
     "most confident first, one a pass": "--mode confidence",
 }
-# A3's table of selection rules: which positions are filled next, 1, 4 or 8 a pass. Rows that are
-# in the tables above already are not run again.
+# Further rows of A3's table of selection rules.
+GROUPS = {
+    "random, 4 a pass": "--mode random --group-size 4",
+    "random, 8 a pass": "--mode random --group-size 8",
+    "confidence, 4 a pass": "--mode confidence --group-size 4",
+    "confidence, 8 a pass": "--mode confidence --group-size 8",
+    "entropy, one a pass": "--mode entropy --group-size 1",
+    "entropy, 4 a pass": "--mode entropy --group-size 4",
+    "entropy, 8 a pass": "--mode entropy --group-size 8",
+    "margin, one a pass": "--mode margin --group-size 1",
+    "margin, 4 a pass": "--mode margin --group-size 4",
+    "margin, 8 a pass": "--mode margin --group-size 8",
+}
+# Which positions are filled next: the rows with 1, 4 and 8 a pass.
 SELECTION = {
-    "random": {
-        1: ONE_AT_A_TIME,
-        4: "random, 4 a pass",
-        8: "random, 8 a pass",
-    },
-    "confidence": {
-        1: "most confident first, one a pass",
-        4: "confidence, 4 a pass",
-        8: "confidence, 8 a pass",
-    },
-    "entropy": {
-        1: "entropy, one a pass",
-        4: "entropy, 4 a pass",
-        8: "entropy, 8 a pass",
-    },
-    "margin": {
-        1: "margin, one a pass",
-        4: "margin, 4 a pass",
-        8: "margin, 8 a pass",
-    },
+    "at random": (ONE_AT_A_TIME, "random, 4 a pass", "random, 8 a pass"),
+    "with the largest probability of a token": (
+        "most confident first, one a pass",
+        "confidence, 4 a pass",
+        "confidence, 8 a pass",
+    ),
+    "with the least entropy": (
+        "entropy, one a pass",
+        "entropy, 4 a pass",
+        "entropy, 8 a pass",
+    ),
+    "whose first token leads the second the most": (
+        "margin, one a pass",
+        "margin, 4 a pass",
+        "margin, 8 a pass",
+    ),
 }
-RULES = {
-    "random": "at random",
-    "confidence": "with the largest probability of a token",
-    "entropy": "with the least entropy",
-    "margin": "whose first token leads the second the most",
-}
-# Colors and markers of the families of the figure.
+# Colors and markers of the families of the figure, by how the names of their rows begin.
 FAMILIES = {
     "speculative, draft": ("#0072B2", "o"),
     "one token a pass, random order": ("#0072B2", "s"),
@@ -126,21 +121,27 @@ class Arguments:
 
 
 def main() -> None:
+    """Measure what has no row, and write the page and the figure."""
     a = tyro.cli(Arguments, description=__doc__)
-    folder = ROOT / "out" / "speculation" if a.quick else RESULTS
+    folder = RESULTS
+    samples = a.samples
+    length = LENGTH
+    sequences = 64
+    if a.quick:
+        folder = ROOT / "out" / "speculation"
+        samples = 4
+        length = 16
+        sequences = 2
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "speculation.runs.jsonl"
     rows = rows_by("name", file)
-    samples = 4 if a.quick else a.samples
-    length = 16 if a.quick else LENGTH
-    for name, words in all_rows().items():
-        if name in rows:
-            continue
-        rows[name] = measured(name, words, samples, length)
-        write_jsonl(file, rows.values())
-        show(f"{name}: {rows[name]['nfe']:.1f} passes", flush=True)
+    for name, words in (EXACT | APPROXIMATE | GROUPS).items():
+        if name not in rows:
+            rows[name] = measured(name, words, samples, length)
+            write_jsonl(file, rows.values())
+            show(f"{name}: {rows[name]['nfe']:.1f} passes", flush=True)
     if "acceptance" not in rows:
-        rows["acceptance"] = acceptance_row(sequences=2 if a.quick else 64)
+        rows["acceptance"] = acceptance_row(sequences)
         write_jsonl(file, rows.values())
     image = figure(rows)
     write_atomically(folder / "speculation.png", lambda out: out.write(image))
@@ -148,114 +149,92 @@ def main() -> None:
     show(f"wrote {folder}/speculation.md and its figure")
 
 
-def all_rows() -> dict[str, str]:
-    """Return the words of eval_gen.py for every row by its name."""
-    rows = EXACT | APPROXIMATE
-    for rule, names in SELECTION.items():
-        for group_size, name in names.items():
-            rows.setdefault(name, f"--mode {rule} --group-size {group_size}")
-    return rows
-
-
 def measured(name: str, words: str, samples: int, length: int) -> dict:
-    """One row of eval_gen.py, without what it says of each sample. Raises UserError if it fails."""
-    command = [
-        "eval_gen.py",
-        MODEL,
-        *("--judge", MODEL),
-        *("--reference", REFERENCE),
-        *("--length", str(length)),
-        *("--num-samples", str(samples)),
-        *words.split(),
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        json_file = Path(folder) / "rows.json"
-        done = run_alone(*command, "--json", str(json_file))
-        if done.returncode:
-            raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        row = json.loads(json_file.read_text())["rows"][0]
+    """Return one row of eval_gen.py, without what it says of each sample."""
+    command = (
+        f"eval_gen.py {MODEL} --judge {MODEL} --reference {REFERENCE} "
+        f"--length {length} --num-samples {samples} {words}"
+    )
+    row = report_of(*command.split())["rows"][0]
     row.pop("per_sample")
-    return {
-        "name": name,
-        "command": " ".join(["python", *command]),
-        "commit": commit(),
-        **row,
-    }
+    made = {"name": name, "command": f"python {command}", "commit": commit()}
+    return made | row
 
 
 # ---- why it works: what a draft loses by not knowing its neighbours ------------------------------
 
 
 def acceptance_row(sequences: int) -> dict:
-    """The probability that a drafted token is kept, by its distance from the nearest position that
-    was drafted before it in the same pass.
+    """Return the probability that a drafted token is kept, by its distance from the nearest
+    position that was drafted before it in the same pass.
 
     Text is held-out books. The context is a random half of the positions, the draft the next 16 of
     the order. A token is kept with probability 1 - TV(p, q): p is its distribution given the
     context alone, q that given the drafts before it too (here: the true text)."""
     model = load_model(MODEL)
     data = TokenDataset(find_dataset(REFERENCE), "test", LENGTH)
-    tokens = data.blocks(spread(sequences, data.num_blocks))
     generator = torch.Generator().manual_seed(0)
-    kept: dict[str, list[list[float]]] = {"random": [], "l2r": []}
+    by_place: dict[str, list[list[float]]] = {"random": [], "l2r": []}
     by_distance: dict[int, list[float]] = {}
-    for row in tokens:
-        for kind, values in kept.items():
+    for tokens in data.blocks(spread(sequences, data.num_blocks)):
+        for kind, kept in by_place.items():
             order = torch.randperm(LENGTH, generator=generator)
             if kind == "l2r":
                 order = torch.arange(LENGTH)
-            probabilities = kept_probabilities(
-                model, row, order, LENGTH // 2, drafts=16
-            )
-            values.append(probabilities)
+            kept.append(kept_probabilities(model, tokens, order))
             if kind == "random":
-                for distance, probability in zip(
-                    distances(order, LENGTH // 2, drafts=16), probabilities, strict=True
-                ):
+                pairs = zip(distances(order), kept[-1], strict=True)
+                for distance, probability in pairs:
                     by_distance.setdefault(distance, []).append(probability)
+    places = {}
+    for kind, kept in by_place.items():
+        columns = zip(*kept, strict=True)
+        places[kind] = [list(mean_and_error(column)) for column in columns]
+    by_distance = dict(sorted(by_distance.items()))
     return {
         "name": "acceptance",
         "commit": commit(),
         "sequences": sequences,
-        "by_place": {
-            kind: [list(mean_and_error(column)) for column in zip(*rows, strict=True)]
-            for kind, rows in kept.items()
-        },
+        "by_place": places,
         "by_distance": {
             str(distance): [len(values), *mean_and_error(values)]
-            for distance, values in sorted(by_distance.items())
+            for distance, values in by_distance.items()
         },
     }
 
 
+KNOWN = LENGTH // 2  # tokens of the context
+DRAFTED = slice(KNOWN, KNOWN + 16)
+
+
 @torch.no_grad()
-def kept_probabilities(model, tokens, order, known: int, drafts: int) -> list[float]:
-    """1 - TV(p, q) of each draft along `order` (T,) after `known` tokens; of the first it is 1."""
+def kept_probabilities(model, tokens, order) -> list[float]:
+    """Return 1 - TV(p, q) of each draft along `order` (T,); of the first it is 1."""
     masked = torch.ones_like(order, dtype=torch.bool)
-    masked[order[:known]] = False
+    masked[order[:KNOWN]] = False
     logits = masked_logits(model, tokens[None], masked[None], order[None])
     place = masked.cumsum(0) - 1  # of a masked position among all masked ones
-    drafted = logits[place[order[known : known + drafts]]].double().softmax(-1)
-    verified = model.logits(tokens[None], order[None])[0, known : known + drafts]
-    verified = verified.double().softmax(-1)
+    drafted = logits[place[order[DRAFTED]]].double().softmax(-1)
+    verified = model.logits(tokens[None], order[None])[0, DRAFTED].double().softmax(-1)
     return torch.minimum(drafted, verified).sum(-1).tolist()
 
 
-def distances(order, known: int, drafts: int) -> list[int]:
-    """For each draft, the distance to the nearest position drafted before it; 0 for the first."""
-    places = order[known : known + drafts].tolist()
-    result = [0]
+def distances(order) -> list[int]:
+    """Return for each draft the distance to the nearest position drafted before it; 0 for the
+    first."""
+    places = order[DRAFTED].tolist()
+    nearest = [0]
     for number in range(1, len(places)):
-        nearest = min(abs(places[number] - other) for other in places[:number])
-        result.append(nearest)
-    return result
+        before = places[:number]
+        nearest.append(min(abs(places[number] - other) for other in before))
+    return nearest
 
 
 def mean_and_error(values) -> tuple[float, float]:
-    """Mean and standard error."""
-    error = (
-        statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    )
+    """Return the mean and its standard error, 0 of a single value."""
+    error = 0.0
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values), error
 
 
@@ -263,7 +242,8 @@ def mean_and_error(values) -> tuple[float, float]:
 
 
 def figure(rows: dict[str, dict]) -> bytes:
-    """Perplexity and n-gram divergence against passes; the probability to keep a draft."""
+    """Draw perplexity and n-gram divergence against passes, and the probability to keep a
+    draft."""
     drawing, (left, middle, right) = new_figure(1, 3, size=(13, 4.2))
     for family, (color, marker) in FAMILIES.items():
         members = [row for name, row in rows.items() if name.startswith(family)]
@@ -273,13 +253,7 @@ def figure(rows: dict[str, dict]) -> bytes:
         lows = [row["perplexity"] - row["perplexity_low"] for row in members]
         highs = [row["perplexity_high"] - row["perplexity"] for row in members]
         perplexities = [row["perplexity"] for row in members]
-        left.errorbar(
-            passes,
-            perplexities,
-            yerr=[lows, highs],
-            capsize=2,
-            **style,
-        )
+        left.errorbar(passes, perplexities, yerr=[lows, highs], capsize=2, **style)
         middle.plot(passes, [row["js_2"] for row in members], **style)
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
@@ -289,12 +263,7 @@ def figure(rows: dict[str, dict]) -> bytes:
     left.set_ylabel("perplexity of the samples, left to right (bars: 95%)")
     middle.set_ylabel("divergence of 2-grams from held-out books, nats")
     text = rows[ONE_AT_A_TIME]["js_2_text"]
-    middle.axhline(
-        text,
-        color="grey",
-        linestyle=":",
-        label="other held-out text",
-    )
+    middle.axhline(text, color="grey", linestyle=":", label="other held-out text")
     middle.legend(fontsize=6.5)
     groups = grouped(rows["acceptance"]["by_distance"])
     right.errorbar(
@@ -312,117 +281,93 @@ def figure(rows: dict[str, dict]) -> bytes:
     return png(drawing)
 
 
-DISTANCES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, LENGTH))
+DISTANCES = {
+    "first": (0, 0),
+    "1": (1, 1),
+    "2": (2, 2),
+    "3 to 4": (3, 4),
+    "5 to 8": (5, 8),
+    "9 to 16": (9, 16),
+    "17+": (17, LENGTH),
+}
 
 
 def grouped(by_distance: dict[str, list]) -> list[tuple[str, float, float]]:
-    """(label, mean, standard error) of the distances in each of DISTANCES."""
+    """Return (label, mean, standard error) of the distances in each of DISTANCES."""
     groups = []
-    for low, high in DISTANCES:
+    for label, (low, high) in DISTANCES.items():
         inside = [v for d, v in by_distance.items() if low <= int(d) <= high]
         count = sum(number for number, _, _ in inside)
-        if not count:
-            continue
-        mean = sum(number * value for number, value, _ in inside) / count
-        squares = sum((number * error) ** 2 for number, _, error in inside)
-        label = str(low) if low == high else f"{low} to {high}"
-        if high == LENGTH:
-            label = f"{low}+"
-        if high == 0:
-            label = "first"
-        groups.append((label, mean, squares**0.5 / count))
+        if count:
+            mean = sum(number * value for number, value, _ in inside) / count
+            squares = sum((number * error) ** 2 for number, _, error in inside)
+            groups.append((label, mean, squares**0.5 / count))
     return groups
 
 
-def sampler_table(rows: dict[str, dict]) -> str:
-    """Return Markdown: a line for each exact and each approximate sampler."""
-    lines = [
-        "| sampler | exact | passes | tokens a pass | perplexity, 95% | entropy "
-        "| 2-gram divergence | CPU s |",
-        "|---|---|---:|---:|---|---:|---:|---:|",
-    ]
+def sampler_table(rows: dict[str, dict]) -> list[str]:
+    """Return a line for each exact and each approximate sampler."""
+    lines = []
     for name, row in rows.items():
-        if name not in EXACT and name not in APPROXIMATE:
-            continue
-        exact = "yes" if name in EXACT else "no"
-        lines.append(
-            f"| {name} | {exact} | {row['nfe']:.1f} | {tokens_a_pass(row):.2f} "
-            f"| {quality_cells(row)} | {row['seconds']:.0f} |"
-        )
-    return "\n".join(lines)
+        if name in EXACT or name in APPROXIMATE:
+            passes = [f"{row['nfe']:.1f}", f"{row['tokens_a_pass']:.2f}"]
+            exact = "yes" if name in EXACT else "no"
+            seconds = f"{row['seconds']:.0f}"
+            lines.append([name, exact, *passes, *quality_cells(row), seconds])
+    head = ["sampler", "exact", "passes", "tokens a pass", *QUALITY, "CPU s"]
+    return markdown_table(head, lines, left=2)
 
 
-def selection_table(rows: dict[str, dict]) -> str:
-    """Return Markdown: a line for each rule and number of tokens a pass in SELECTION."""
-    lines = [
-        "| first is filled the position | tokens a pass | perplexity, 95% | entropy "
-        "| 2-gram divergence |",
-        "|---|---:|---|---:|---:|",
-    ]
+def selection_table(rows: dict[str, dict]) -> list[str]:
+    """Return a line for each rule and number of tokens a pass in SELECTION."""
+    lines = []
     for rule, names in SELECTION.items():
-        for tokens, name in names.items():
-            lines.append(f"| {RULES[rule]} | {tokens} | {quality_cells(rows[name])} |")
-    return "\n".join(lines)
+        for count, name in zip("148", names, strict=True):
+            lines.append([rule, count, *quality_cells(rows[name])])
+    head = ["first is filled the position", "tokens a pass", *QUALITY]
+    return markdown_table(head, lines)
 
 
-def quality_cells(row: dict) -> str:
-    """Return the cells of both tables that say how good samples are."""
+QUALITY = ["perplexity, 95%", "entropy", "2-gram divergence"]
+
+
+def quality_cells(row: dict) -> list[str]:
     interval = f"{row['perplexity_low']:.1f} to {row['perplexity_high']:.1f}"
-    return (
-        f"{row['perplexity']:.1f} ({interval}) | {row['entropy']:.2f} "
-        f"| {row['js_2']:.3f}"
-    )
+    perplexity = f"{row['perplexity']:.1f} ({interval})"
+    return [perplexity, f"{row['entropy']:.2f}", f"{row['js_2']:.3f}"]
 
 
 def page(rows: dict[str, dict]) -> str:
-    """The page: TEMPLATE with its tables and numbers filled in."""
-    acceptance = rows["acceptance"]["by_place"]
-    groups = grouped(rows["acceptance"]["by_distance"])
-    one = rows[ONE_AT_A_TIME]
-    random = rows["speculative, draft 16"]
-    left_to_right = rows["speculative, left to right, draft 16"]
-    even = rows["even, 32 steps"]
-    values = {
-        "TABLE": sampler_table(rows),
-        "SELECTION": selection_table(rows),
-        "PPL_CONFIDENCE_1": f"{rows[SELECTION['confidence'][1]]['perplexity']:.1f}",
-        "PPL_CONFIDENCE_4": f"{rows[SELECTION['confidence'][4]]['perplexity']:.1f}",
-        "PPL_ENTROPY_1": f"{rows[SELECTION['entropy'][1]]['perplexity']:.1f}",
-        "PPL_MARGIN_1": f"{rows[SELECTION['margin'][1]]['perplexity']:.1f}",
-        "PPL_ENTROPY_4": f"{rows[SELECTION['entropy'][4]]['perplexity']:.1f}",
-        "PPL_MARGIN_4": f"{rows[SELECTION['margin'][4]]['perplexity']:.1f}",
-        "PPL_RANDOM_4": f"{rows[SELECTION['random'][4]]['perplexity']:.1f}",
-        "RATE_SLOTS": f"{tokens_a_pass(rows['speculative, slots of 8, draft 16']):.1f}",
-        "PPL_SLOTS": f"{rows[SLOTS]['perplexity']:.1f}",
-        "PPL_SLOTS_16": f"{rows['speculative, slots of 8, draft 16']['perplexity']:.1f}",
-        "LENGTH": str(LENGTH),
-        "SAMPLES": str(one["samples"]),
-        "COMMIT": ", ".join(sorted({row["commit"] for row in rows.values()})),
-        "COMMAND": random["command"],
-        "RATE_RANDOM": f"{tokens_a_pass(random):.1f}",
-        "RATE_L2R": f"{tokens_a_pass(left_to_right):.1f}",
-        "PASSES_RANDOM": f"{random['nfe']:.0f}",
-        "PASSES_EVEN": f"{even['nfe']:.0f}",
-        "PPL_RANDOM": f"{random['perplexity']:.1f}",
-        "PPL_ONE": f"{one['perplexity']:.1f}",
-        "PPL_EVEN": f"{even['perplexity']:.1f}",
-        "PPL_L2R": f"{rows[LEFT_TO_RIGHT]['perplexity']:.1f}",
-        "SECONDS_ONE": f"{one['seconds']:.0f}",
-        "SECONDS_DRAFT4": f"{rows['speculative, draft 4']['seconds']:.0f}",
-        "SECONDS_DRAFT16": f"{random['seconds']:.0f}",
-        "KEPT_RANDOM": f"{acceptance['random'][1][0]:.2f}",
-        "KEPT_L2R": f"{acceptance['l2r'][1][0]:.2f}",
-        "NEAR": f"{groups[1][1]:.2f}",
-        "FAR": f"{groups[-1][1]:.2f}",
+    """Return TEMPLATE with its tables and numbers."""
+    acceptance = rows["acceptance"]
+    groups = grouped(acceptance["by_distance"])
+    numbers = {
+        "kept": {
+            "random": acceptance["by_place"]["random"][1][0],
+            "l2r": acceptance["by_place"]["l2r"][1][0],
+            "near": groups[1][1],
+            "far": groups[-1][1],
+        }
     }
-    text = TEMPLATE.read_text()
-    for name, value in values.items():
-        text = text.replace("{" + name + "}", value)
+    commits = sorted({row["commit"] for row in rows.values()})
+    for name, row in rows.items():
+        if name != "acceptance":
+            rate = row["tokens"] / row["samples"] / row["nfe"]
+            numbers[name] = row | {"tokens_a_pass": rate}
+    tables = {
+        "{TABLE}": "\n".join(sampler_table(numbers)),
+        "{SELECTION}": "\n".join(selection_table(numbers)),
+        "{COMMIT}": ", ".join(commits),
+    }
+
+    def number(match: re.Match) -> str:
+        name, key, form = match.groups()
+        return format(numbers[name][key], form)
+
+    text = re.sub(r"\{([^{}:]+): (\w+) ?(\S*)\}", number, TEMPLATE.read_text())
+    for name, content in tables.items():
+        text = text.replace(name, content)
     return text
-
-
-def tokens_a_pass(row: dict) -> float:
-    return row["tokens"] / row["samples"] / row["nfe"]
 
 
 if __name__ == "__main__":

@@ -750,8 +750,7 @@ def tiny(data, tmp_path, monkeypatch, script):
     pages.load_results.cache_clear()
     monkeypatch.setattr(experiments, "OUT", tmp_path / "runs")
     monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
-    for module in (runs, measures):
-        monkeypatch.setattr(module, "run_alone", run_alone)
+    monkeypatch.setattr(runs, "run_alone", run_alone)
     monkeypatch.setattr(runner, "ThreadPoolExecutor", OneByOne)
     monkeypatch.setattr(
         verdicts, "NOTHING", -math.inf

@@ -96,9 +96,9 @@ def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path
     assert (
         rows["AO-GPT, any order, 64 orders (small)"].count("| - /") == 2
     )  # not measured
-    measured = json.loads((tmp_path / "out" / "AO-GPT_small_4.json").read_text())[
-        "results"
-    ]
+    measured = json.loads(
+        (tmp_path / "out" / "AO-GPT_small_random_4.json").read_text()
+    )["results"]
     for row in measured:
         if (row["orders"], row["ensemble"], row["dataset"]) == ("random", 8, "ptb"):
             assert (
