@@ -3,24 +3,17 @@ what does any-order training of it buy?
 
     python -m studies.pretrained agree FOLDER --data DATA --json agree.json
     python -m studies.pretrained lambada FOLDER --source FILE --rows lambada_ours.jsonl
-    python -m studies.pretrained fresh EXPORT ... --python VENV/bin/python --data DATA \\
-        --json fresh.json
     python -m studies.pretrained fill FOLDER --json plain.json
     python -m studies.pretrained fill FOLDER --adapter ADAPTER --json adapter.json
-    python -m studies.pretrained whole FOLDER --json whole.json
     python -m studies.pretrained gather REPORTS --starts RUN ... --long RUN --adapter ADAPTER
     python -m studies.pretrained page
 
-`agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA;
-`fresh` loads exports in an environment without this project; `fill` fills in ten fixed
-sentences, `whole` measures one as a process. `gather` puts their reports, those of eval_ppl.py
-and eval_infill.py, and the losses of runs into results/pretrained.json, in place of
-older ones of the same names. `page` makes results/pretrained.md of it."""
+`agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA; `fill` fills in
+ten fixed sentences. `gather` puts their reports, those of eval_ppl.py and eval_infill.py, and the
+losses of runs into results/pretrained.json, in place of older ones of the same names. `page` makes
+results/pretrained.md of it."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +46,7 @@ PROMPTS = (
     "The doctor opened the door and",
 )
 NEW_TOKENS = 16
-SCORED = 1024  # tokens that are compared with transformers one by one
-BLOCK = 1024  # tokens of a block of an evaluation set
+BLOCK = 1024  # tokens of a block of a test split
 CHUNK = 20  # passages that are written at once
 SENTENCES = (
     "The doctor[MASK:3-8] and closed the door.",
@@ -91,17 +83,8 @@ class Agree:
         theirs = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32
         ).eval()
-        tokens = blocks_of(self.data, 1)[:, :SCORED]
-        our_log_probs = log_probs_of_ours(ours, tokens)
-        their_log_probs = log_probs_of_theirs(theirs, tokens)
-        report = {
-            "tokens": SCORED - 1,
-            "largest_difference": float((our_log_probs - their_log_probs).abs().max()),
-            "nll": {
-                "ours": -float(our_log_probs.mean()),
-                "theirs": -float(their_log_probs.mean()),
-            },
-            "sets": [self.compare_set(name, ours, theirs) for name in self.sets],
+        report = compared(self.data, 1, ours, theirs) | {
+            "sets": [compared(one, self.blocks, ours, theirs) for one in self.sets],
             "greedy": [compare_greedy(ours, theirs, prompt) for prompt in PROMPTS],
             "commit": commit(),
             "torch": torch.__version__,
@@ -109,26 +92,24 @@ class Agree:
         write_json(self.json, report)
         show(json.dumps(report, indent=1))
 
-    def compare_set(self, name: str, ours, theirs) -> dict:
-        """Score the first blocks of a set with both models."""
-        tokens = blocks_of(name, self.blocks)
-        nll = {"ours": 0.0, "theirs": 0.0}
-        for block in tokens:
-            row = block[None]
-            nll["ours"] -= float(log_probs_of_ours(ours, row).mean())
-            nll["theirs"] -= float(log_probs_of_theirs(theirs, row).mean())
-        return {
-            "set": Path(name).name,
-            "blocks": len(tokens),
-            "tokens": len(tokens) * (BLOCK - 1),
-            "nll": {key: value / len(tokens) for key, value in nll.items()},
-        }
 
-
-def blocks_of(data: str, count: int) -> Tensor:
-    """Return the first blocks of the test split, LongTensor (count, BLOCK)."""
+def compared(data: str, blocks: int, ours: aogpt.TextModel, theirs) -> dict:
+    """Score the first blocks of the test split of some data with both models."""
     dataset = TokenDataset(find_dataset(data), "test", BLOCK)
-    return dataset.blocks(range(count))
+    our_log_probs = []
+    their_log_probs = []
+    for block in dataset.blocks(range(blocks)):
+        our_log_probs.append(log_probs_of_ours(ours, block[None]))
+        their_log_probs.append(log_probs_of_theirs(theirs, block[None]))
+    one = torch.cat(our_log_probs)
+    other = torch.cat(their_log_probs)
+    return {
+        "set": Path(data).name,
+        "blocks": blocks,
+        "tokens": one.numel(),
+        "largest_difference": float((one - other).abs().max()),
+        "nll": {"ours": -float(one.mean()), "theirs": -float(other.mean())},
+    }
 
 
 @torch.no_grad()
@@ -155,86 +136,13 @@ def compare_greedy(ours: aogpt.TextModel, theirs, prompt: str) -> dict:
         min_new_tokens=NEW_TOKENS,
         do_sample=False,
     )
-    found = ours.generate(prompt, NEW_TOKENS, temperature=0)
+    text = ours.generate(prompt, NEW_TOKENS, temperature=0)
     return {
         "prompt": prompt,
         "new_tokens": NEW_TOKENS,
-        "text": str(found),
-        "same_tokens": found.tokens == expected[0].tolist(),
+        "text": str(text),
+        "same_tokens": text.tokens == expected[0].tolist(),
     }
-
-
-# Runs in the other environment: prints log p of each token after the first, and what
-# is installed there.
-FRESH = """\
-import importlib.util, json, sys
-import torch, transformers
-
-tokens = torch.tensor([json.loads(sys.argv[2])])
-model = transformers.AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], dtype=torch.float32, trust_remote_code=True
-)
-with torch.no_grad():
-    log_probs = model.eval()(tokens).logits[:, :-1].double().log_softmax(dim=-1)
-report = {
-    "log_probs": log_probs.gather(2, tokens[:, 1:, None]).flatten().tolist(),
-    "class": type(model).__name__,
-    "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    "has_aogpt": importlib.util.find_spec("aogpt") is not None,
-}
-print(json.dumps(report))
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fresh:
-    """Compare exports of convert.py with what `transformers` computes of them in an
-    environment that has torch and transformers alone."""
-
-    exports: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders that convert.py --hub or --layout transformers wrote."""
-    python: Path
-    """The other environment's Python."""
-    data: str
-    """Prepared data with the tokenizer of the model."""
-    tokens: int = 256
-    """Of the first block of the test split."""
-    json: Path
-
-    def run(self) -> None:
-        tokens = blocks_of(self.data, 1)[:, : self.tokens]
-        rows = []
-        for export in self.exports:
-            ours = log_probs_of_ours(aogpt.load(export), tokens)[0]
-            rows.append(self.compare(Path(export), tokens[0].tolist(), ours))
-            show(json.dumps(rows[-1]))
-        report = {"rows": rows, "commit": commit(), "torch": torch.__version__}
-        write_json(self.json, report)
-
-    def compare(self, export: Path, tokens: list[int], ours: Tensor) -> dict:
-        """Return the largest difference of log p, nats, and how they were computed.
-        Raises UserError if the environment has this project or cannot load the
-        export."""
-        words = [self.python, "-c", FRESH, export.resolve(), json.dumps(tokens)]
-        done = subprocess.run(
-            words,
-            cwd=export.parent,
-            env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": "hf_cache"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise UserError(f"{self.python} could not load {export}: {last}")
-        report = json.loads(done.stdout.splitlines()[-1])
-        if report.pop("has_aogpt"):
-            raise UserError(f"{self.python} has this project: take another environment")
-        theirs = torch.tensor(report.pop("log_probs"), dtype=torch.float64)
-        return report | {
-            "export": export.name,
-            "tokens": len(tokens) - 1,
-            "largest_difference": float((ours - theirs).abs().max()),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,46 +287,6 @@ class Fill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Measure the command line that fills in the first sentence, as a whole process of one
-    thread, loading included."""
-
-    model: Path_
-    repeats: int = 3
-    json: Path
-
-    def run(self) -> None:
-        import resource  # not on Windows
-
-        words = ("-m", "aogpt", "fill", self.model, SENTENCES[0])
-        rows = []
-        for _ in range(self.repeats):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            started = time.monotonic()
-            done = subprocess.run(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            seconds = time.monotonic() - started
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            row = {
-                "cpu_seconds": after.ru_utime
-                + after.ru_stime
-                - before.ru_utime
-                - before.ru_stime,
-                "seconds": seconds,
-                "output": done.stdout.splitlines()[2],
-            }
-            rows.append(row)
-            show(json.dumps(row), flush=True)
-        write_json(self.json, {"rows": rows, "commit": commit()})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gather:
     """Put reports and the losses of runs into one file."""
 
@@ -508,10 +376,8 @@ def main() -> None:
     command = tyro.extras.subcommand_cli_from_dict(
         {
             "agree": Agree,
-            "fresh": Fresh,
             "lambada": Lambada,
             "fill": Fill,
-            "whole": Whole,
             "gather": Gather,
             "page": Page,
         },

