@@ -18,44 +18,21 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.validation import Count, check_values
 from aogpt.systems import build_model
 
-SIZES = {  # the model, and how many of its ids are tokens: GPT-2's are padded
-    "tiny": (
-        ModelConfig(
-            512,
-            128,
-            n_layer=2,
-            n_head=2,
-            n_embd=64,
-            cond_dim=16,
-        ),
-        500,
-    ),
-    "bench": (
-        ModelConfig(
-            n_layer=6,
-            n_head=6,
-            n_embd=384,
-        ),
-        50257,
-    ),
+TINY = ModelConfig(512, 128, n_layer=2, n_head=2, n_embd=64, cond_dim=16)
+# The model, and how many of its ids are tokens: GPT-2's are padded.
+SIZES = {
+    "tiny": (TINY, 500),
+    "bench": (ModelConfig(n_layer=6, n_head=6, n_embd=384), 50257),
     "small": (ModelConfig(), 50257),
-    "medium": (
-        ModelConfig(
-            n_layer=24,
-            n_head=16,
-            n_embd=1024,
-        ),
-        50257,
-    ),
+    "medium": (ModelConfig(n_layer=24, n_head=16, n_embd=1024), 50257),
 }
 OTHER_MODELS = {  # what differs from AO-GPT of the same size
     "encoder": {"attention": "full", "target": "none", "tied_head": False},
     "gpt": {"target": "none"},
     "rotary": {"position": "rotary", "target": "rotary"},
 }
-BANDWIDTH_BYTES = (
-    2**29
-)  # of the tensor whose sum is timed: larger than any processor's cache
+# Of the tensor whose sum is timed: larger than any processor's cache.
+BANDWIDTH_BYTES = 2**29
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +80,15 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def tell(text: str, end: str = "\n") -> None:
     """Print progress, unbuffered, to stderr."""
-    show(
-        text,
-        end=end,
-        file=sys.stderr,
-        flush=True,
-    )
+    show(text, end=end, file=sys.stderr, flush=True)
 
 
 def machine(device: torch.device) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    threads = torch.get_num_threads()
     return {
         "type": device.type,
         "name": name,
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
 
@@ -138,16 +109,18 @@ def measure_rates(
     rows = min(inputs, 4096)
     D = config.n_embd
     threads = torch.get_num_threads()
-    values = {"x": torch.randn(rows, D, device=device, dtype=dtype)}
-    values["weight"] = torch.randn(D, 4 * D, device=device, dtype=dtype)
-    values["data"] = torch.ones(BANDWIDTH_BYTES // 4, device=device)
-    product, total = (
-        min(Timer(work, globals=values, num_threads=threads).blocked_autorange().times)
-        for work in ("x @ weight", "data.sum()")
-    )
+    values = {
+        "x": torch.randn(rows, D, device=device, dtype=dtype),
+        "weight": torch.randn(D, 4 * D, device=device, dtype=dtype),
+        "data": torch.ones(BANDWIDTH_BYTES // 4, device=device),
+    }
+    seconds = {}
+    for work in ("x @ weight", "data.sum()"):
+        timer = Timer(work, globals=values, num_threads=threads)
+        seconds[work] = min(timer.blocked_autorange().times)
     return {
-        "flops": 2 * rows * D * 4 * D / product,
-        "bandwidth": BANDWIDTH_BYTES / total,
+        "flops": 2 * rows * D * 4 * D / seconds["x @ weight"],
+        "bandwidth": BANDWIDTH_BYTES / seconds["data.sum()"],
     }
 
 
@@ -166,10 +139,6 @@ def publish(
             show("On a CPU only the ratios mean something.\n")
         show(*report(result), sep="\n")
     return result
-
-
-def listed(names: dict[str, str]) -> str:
-    return ". ".join(f"{name}: {description}" for name, description in names.items())
 
 
 def short(value: float) -> str:

@@ -20,32 +20,58 @@ from annotated_types import Ge
 
 from aogpt.model import AOGPT, ModelConfig
 from aogpt.runtime.devices import pick_device, pick_dtype, synchronize
-from aogpt.runtime.outputs import COLORS, markdown_table, new_figure, png
+from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
 from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
 from aogpt.sampling.kernel_check import Kernels, load_kernels
 from studies import bench_common as common
-from studies.bench_common import OTHER_MODELS, SIZES, BenchOptions
+from studies.bench_common import SIZES, BenchOptions
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to decode. The name of its model is the system's own unless it has another one."""
+
+    description: str
+    model: str = "ours"
+    is_eager: bool = False  # neither compiled nor with kernels or graphs
+    is_slow: bool = False  # some of its model calls are timed
+    has_own_steps: bool = False  # they do not depend on --steps: it is timed once
+    has_floor: bool = False  # its inputs are those that `floor_of` counts
+
 
 SYSTEMS = {
-    "ours": "AO-GPT: a cache, and only what is unmasked is computed (Lemma 4.1)",
-    "no-cache": "Lemma 4.1 without a cache",
-    "cache-only": "a cache, but every unknown position computed in every step",
-    "encoder": "an encoder of the same size",
-    "encoder-eager": "the same encoder, neither compiled nor with kernels or graphs",
-    "l2r": "AO-GPT left to right, a token a step",
-    "speculative": "AO-GPT in random order, --draft tokens drafted at a time and verified",
-    "gpt": "a plain GPT with a cache, a token a step",
-    "rotary": "AO-GPT with relative attention, without adaLN",
+    "ours": System(
+        "AO-GPT: a cache, and only what is unmasked is computed (Lemma 4.1)",
+        has_floor=True,
+    ),
+    "no-cache": System("Lemma 4.1 without a cache", is_slow=True),
+    "cache-only": System("a cache, but every unknown position computed in every step"),
+    "encoder": System("an encoder of the same size", model="encoder", is_slow=True),
+    "encoder-eager": System(
+        "the same encoder, neither compiled nor with kernels or graphs",
+        model="encoder",
+        is_eager=True,
+        is_slow=True,
+    ),
+    "l2r": System(
+        "AO-GPT left to right, a token a step", has_own_steps=True, has_floor=True
+    ),
+    "speculative": System(
+        "AO-GPT in random order, --draft tokens drafted at a time and verified",
+        has_own_steps=True,
+    ),
+    "gpt": System(
+        "a plain GPT with a cache, a token a step",
+        model="gpt",
+        has_own_steps=True,
+        has_floor=True,
+    ),
+    "rotary": System(
+        "AO-GPT with relative attention, without adaLN", model="rotary", has_floor=True
+    ),
 }
-MODELS = {"encoder-eager": "encoder"}  # of systems that have no model of their own
-# Systems of which this many model calls are timed.
-SLOW = ("no-cache", "encoder", "encoder-eager")
-SLOW_CALLS = 8
-# Systems whose steps do not depend on --steps: they are timed once.
-OWN_STEPS = ("l2r", "speculative", "gpt")
-# Systems whose inputs are those that `floor_of` counts.
-FLOORED = ("ours", "rotary", "l2r", "gpt")
+SLOW_CALLS = 8  # of a slow system that are timed
 LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
 CHOICE = TokenChoice(0.9, 0.95)
 # Parts of a step, by words in the names of operations and kernels.
@@ -61,9 +87,6 @@ PARTS = {
     "token choice": ("_choose", "topk", "softmax", "argmax", "exponential"),
     "matrix products": ("gemm", "cutlass", "nvjet", "addmm", "::mm", "linear", "bmm"),
 }
-MARKERS = "osD^v<>P*"
-PAPER_RATIO = 25  # Xue et al., arXiv 2506.19935: batch 32, 1,024 tokens
-PAPER_LABEL = "the paper: SEDD's code / AO-GPT, about 25"
 ENTROPY = 4.0  # nats; language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140)
 
 
@@ -73,7 +96,10 @@ class DecodeOptions(BenchOptions):
     arithmetic and the memory traffic take at the rates measured on this machine."""
 
     systems: Annotated[
-        tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(SYSTEMS))
+        tuple[Literal[*SYSTEMS], ...],
+        tyro.conf.arg(
+            help=". ".join(f"{n}: {one.description}" for n, one in SYSTEMS.items())
+        ),
     ] = ("ours", "no-cache", "encoder")
     batch_size: tuple[Count, ...] = (8,)
     lengths: tuple[Count, ...] = (1024,)
@@ -96,13 +122,11 @@ class DecodeOptions(BenchOptions):
     """On a GPU: leave out these, to see what each is worth."""
     shares: Path | None = None
     """Write where the time of `ours` goes, for the last of batch sizes, lengths and steps."""
-    figure: Path | None = None
-    """Draw seconds and ratios by steps, for the last of the batch sizes and lengths."""
 
 
 def bench_decode(o: DecodeOptions) -> dict:
     """Run the benchmark, report, and return what --json holds."""
-    outputs = o.check({"--figure": o.figure, "--shares": o.shares})
+    outputs = o.check({"--shares": o.shares})
     device = pick_device(o.device)
     dtype = pick_dtype(o.dtype, device)
     rows = []
@@ -116,16 +140,7 @@ def bench_decode(o: DecodeOptions) -> dict:
             # After every measurement, so that a run that is cut short leaves its rows.
             outputs.write_json(o.json, {"rows": rows})
     figures = {"rates": bench.rates, "rows": rows}
-    result = common.publish(
-        o,
-        outputs,
-        dtype,
-        device,
-        figures,
-        report,
-    )
-    if o.figure is not None:
-        outputs.write(o.figure, draw(result))
+    result = common.publish(o, outputs, dtype, device, figures, report)
     if o.shares is not None:
         outputs.write_json(o.shares, bench.shares(steps))
     return result
@@ -145,18 +160,14 @@ class DecodeBench:
         if T > LONGEST_CACHE_ONLY and "cache-only" in self.systems:
             self.systems.remove("cache-only")
         self.engines: dict[tuple[str, bool], Engine] = {}
-        self.repeated: dict[str, list[dict]] = {}  # timings of OWN_STEPS
+        self.repeated: dict[str, list[dict]] = {}  # timings of systems with own steps
         self.models = {}
-        for system in self.systems:
-            system = MODELS.get(system, system)
-            has_model = system == "ours" or system in OTHER_MODELS
-            if not has_model or system in self.models:
-                continue
-            common.tell(f"{o.size}, {T} tokens: weights of {system}")
-            config = common.config_of(system, o.size, T)
-            self.vocab_size = SIZES[o.size][1]
-            self.models[system] = common.random_model(config, device).to(dtype)
-            scale_logits(self.models[system], self.vocab_size)
+        self.vocab_size = SIZES[o.size][1]
+        for name in dict.fromkeys(SYSTEMS[system].model for system in self.systems):
+            common.tell(f"{o.size}, {T} tokens: weights of {name}")
+            config = common.config_of(name, o.size, T)
+            self.models[name] = common.random_model(config, device).to(dtype)
+            scale_logits(self.models[name], self.vocab_size)
         common.tell("rates of this machine")
         self.rates = common.measure_rates(
             self.models["ours"].config, B * T, dtype, device
@@ -184,11 +195,11 @@ class DecodeBench:
         rows = []
         for system in self.systems:
             row = self.row(system, steps, timings[system], drawn[0])
-            if system in FLOORED:
+            if SYSTEMS[system].has_floor:
                 ratio = self.times_floor(system, timings[system], drawn[1:])
                 row["times_floor"] = ratio
             rows.append(row)
-            if system in OWN_STEPS:
+            if SYSTEMS[system].has_own_steps:
                 self.repeated[system] = timings[system]
         for row in rows:
             row["times_ours"] = row["seconds"] / rows[0]["seconds"]
@@ -196,7 +207,7 @@ class DecodeBench:
 
     def times_floor(self, system: str, timings: list[dict], drawn: list[Plan]) -> float:
         """Seconds of a system relative to its floor, the median of the plans."""
-        model = self.model(system)
+        model = self.models[SYSTEMS[system].model]
         itemsize = model.wte.weight.dtype.itemsize
         ratios = []
         for timing, plan in zip(timings, drawn, strict=True):
@@ -205,10 +216,6 @@ class DecodeBench:
             ratios.append(timing["seconds"] / floor)
         return statistics.median(ratios)
 
-    def model(self, system: str) -> AOGPT:
-        """The model that a system decodes with."""
-        return self.models.get(MODELS.get(system, system), self.models["ours"])
-
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
         """What is measured of a system, with the counts of its first plan."""
         all_seconds = [timing["seconds"] for timing in timings]
@@ -216,7 +223,7 @@ class DecodeBench:
         of_a_call = [timing["seconds"] / timing["calls"] for timing in timings]
         row = {
             "system": system,
-            "description": SYSTEMS[system],
+            "description": SYSTEMS[system].description,
             "seconds": seconds,
             "calls": timings[0]["calls"],
             "timed_calls": timings[0]["timed_calls"],
@@ -234,7 +241,7 @@ class DecodeBench:
 
     def time(self, system: str, plan: Plan) -> dict:
         """Time a plan; of a slow system some of its calls, scaled to all of them."""
-        if system not in SLOW:
+        if not SYSTEMS[system].is_slow:
             own = plan_of(system, plan, self.options.draft)
             seconds, (done,) = self.decode(system, [own])
             return {
@@ -276,19 +283,18 @@ class DecodeBench:
 
     def engine(self, system: str, shape: tuple[int, int]) -> Engine:
         """Buffers, packed weights, compiled steps and graphs are made once."""
-        o = self.options
-        model = self.model(system)
-        eager = system == "encoder-eager"
-        name = MODELS.get(system, system)
-        key = (name if name in OTHER_MODELS else "ours", eager)
+        name = SYSTEMS[system].model
+        is_eager = SYSTEMS[system].is_eager
+        key = (name, is_eager)
         if key not in self.engines:
+            model = self.models[name]
             self.engines[key] = Engine(
                 model,
                 *shape,
                 CHOICE,
                 self.vocab_size,
-                compile=o.compile and not eager,
-                kernels=False if eager else self.kernels(model),
+                compile=self.options.compile and not is_eager,
+                kernels=False if is_eager else self.kernels(model),
             )
         return self.engines[key]
 
@@ -341,7 +347,7 @@ class DecodeBench:
         """The most bytes of tensors that decoding takes, without the weights; of slow systems in
         the last two calls."""
         parts = [plan_of(system, plan, self.options.draft)]
-        if system in SLOW:
+        if SYSTEMS[system].is_slow:
             calls = group_sizes(plan).shape[1]
             parts = parts_of(system, plan, range(calls)[-2:])
         device = self.device
@@ -419,7 +425,7 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
     starts = plan.step.diff(dim=1, prepend=before) > 0
     # (B, T), the call of each position, as the engine counts.
     groups = starts.cumsum(dim=1) - 1
-    if system in ("encoder", "encoder-eager"):
+    if SYSTEMS[system].model == "encoder":
         timed = torch.tensor(list(calls), dtype=torch.long)
         chosen = torch.isin(groups, timed)
         given_first = chosen.to(torch.uint8).argsort(dim=1, stable=True)
@@ -518,49 +524,6 @@ def report(result: dict) -> list[str]:
         f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory. x ours: seconds relative to "
         "`ours`. x floor: seconds relative to the arithmetic and memory traffic at these "
         "rates. ~: scaled up from some of the calls. Recording of CUDA graphs is not "
-        f"included. Steps of {', '.join(OWN_STEPS)} do not depend on --steps."
+        "included. Steps of l2r, speculative and gpt do not depend on --steps."
     )
     return [text, "", *markdown_table(head, lines)]
-
-
-def draw(result: dict) -> bytes:
-    """A PNG for the last batch size and length. Left: seconds of every system by steps. Right:
-    an encoder's seconds relative to AO-GPT's, beside what the paper reports."""
-    last = result["rows"][-1]
-    batch_size = last["batch_size"]
-    length = last["length"]
-    rows_of_systems: dict[str, list[dict]] = {}
-    for row in result["rows"]:
-        if row["batch_size"] == batch_size and row["length"] == length:
-            rows_of_systems.setdefault(row["system"], []).append(row)
-    figure, (left, right) = new_figure(1, 2, (10, 4))
-    ticks = set()
-    for number, (system, rows) in enumerate(rows_of_systems.items()):
-        steps = [row["steps"] for row in rows]
-        ticks.update(steps)
-        style = {
-            "color": COLORS[number % len(COLORS)],
-            "linestyle": "--" if system in OWN_STEPS else "-",
-            "marker": MARKERS[number % len(MARKERS)],
-        }
-        left.plot(steps, [row["seconds"] for row in rows], label=system, **style)
-        if system in ("encoder", "encoder-eager"):
-            ratios = [row["times_ours"] for row in rows]
-            right.plot(steps, ratios, label=f"{system} / ours, here", **style)
-    right.axhline(
-        PAPER_RATIO,
-        color="gray",
-        linestyle=":",
-        label=PAPER_LABEL,
-    )
-    left.set_ylabel(f"seconds for {batch_size} samples of {length} tokens")
-    right.set_ylabel("seconds relative to AO-GPT")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("steps")
-        labels = [f"{steps:,}" for steps in sorted(ticks)]
-        axes.set_xticks(sorted(ticks), labels=labels, minor=False)
-        axes.legend(fontsize="small")
-    left.set_title(f"{result['machine']['name']}, {result['settings']['size']}")
-    return png(figure)

@@ -7,7 +7,7 @@
     python -m studies.gpu_day decoding --small               # a rehearsal on a CPU
 
 A part is a list of jobs. Each is a process of its own with a time limit, and writes small files
-to --out: JOB.log, what it measures as JSON or PNG, and JOB.done.json. Run again, a part goes on
+to --out: JOB.log, what it measures as JSON, and JOB.done.json. Run again, a part goes on
 with the jobs that are not done; training goes on from its checkpoint. A job whose time is up is
 asked to stop, so that training saves its state, and counts as done if it may be cut short.
 """
@@ -201,7 +201,7 @@ def decoding(o: Options, folder: str) -> list[Job]:
         command = (
             f"studies.bench decode {compared} --batch-size {batch_size} --draft 16 "
             "--systems ours cache-only speculative gpt encoder encoder-eager "
-            f"--steps {steps} --json {folder}/{name}.json --figure {folder}/{name}.png "
+            f"--steps {steps} --json {folder}/{name}.json "
             f"--shares {folder}/{name}_shares.json --overwrite"
         )
         jobs.append(Job(name, 200, command, may_be_cut=True))

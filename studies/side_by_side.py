@@ -9,6 +9,7 @@ does the same. In every other pair the other one begins. What counts is the proc
 that changes by a fifth within a minute on a busy machine, but the halves of a pair are seconds
 apart. A repetition's ratio is the median of its pairs."""
 
+import contextlib
 import json
 import os
 import statistics
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
+from scipy import stats
 
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
@@ -121,11 +122,9 @@ class Checkout:
     def take(self, turn: dict) -> float:
         """Return the seconds of a turn. Raises UserError if the process has ended."""
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        try:
+        with contextlib.suppress(BrokenPipeError):  # its last words are read below
             self.process.stdin.write(json.dumps(turn) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its last words are read below
         answer = self.process.stdout.readline()
         if not answer:
             said = self.process.stderr.read().strip().splitlines() or ["nothing"]
@@ -229,14 +228,10 @@ def row_of(what: str, repetitions: list[Seconds]) -> dict:
 def median_interval(values: list[float]) -> tuple[float, float]:
     """Return two of the values, between which the median lies with a probability of at least 95%
     (sign test); of fewer than six values the smallest and the largest, which is less sure."""
-    ordered = sorted(values)
-    count = len(ordered)
-    heads = torch.distributions.Binomial(count, torch.tensor(0.5).double())
-    at_most = heads.log_prob(torch.arange(count + 1).double()).exp().cumsum(0)
-    # Leaving out k values at each end misses the median with probability 2 P(at most k heads).
-    left_out = int((2 * at_most <= 0.05).sum()) - 1
-    left_out = max(left_out, 0)
-    return ordered[left_out], ordered[count - 1 - left_out]
+    if len(values) < 6:
+        return min(values), max(values)
+    low, high = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    return float(low), float(high)
 
 
 def table_of(rows: list[dict]) -> list[str]:

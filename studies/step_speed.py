@@ -47,7 +47,8 @@ class TrainOptions(BenchOptions):
     the clock starts. A system that is compiled again after the warm-up is an error."""
 
     systems: Annotated[
-        tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(SYSTEMS))
+        tuple[Literal[*SYSTEMS], ...],
+        tyro.conf.arg(help=". ".join(f"{n}: {text}" for n, text in SYSTEMS.items())),
     ] = ("aogpt", "gpt")
     batch_size: Count = 2
     """Sequences in a step, which is one forward and one backward pass."""
@@ -174,52 +175,49 @@ def measure(systems: list[Trainee], o: TrainOptions) -> dict[str, list[dict]]:
 
 
 def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -> dict:
-    """The row of a system; peak: operations per second."""
+    """Return the row of a system; peak: operations per second."""
     o = system.options
-    seconds = {
-        name: [s["seconds"] for s in taken[o.warmup :]] for name, taken in steps.items()
-    }
-    of = seconds[system.name]
-    speed = o.batch_size * o.length / statistics.median(of)
+    seconds = {}
+    for name, taken in steps.items():
+        seconds[name] = [step["seconds"] for step in taken[o.warmup :]]
+    own = seconds[system.name]
+    median = statistics.median(own)
+    speed = o.batch_size * o.length / median
     flops = flops_per_token(system.model.config, o.length)
     row = {
         "system": system.name,
-        "seconds": statistics.median(of),
-        "all_seconds": of,
+        "seconds": median,
+        "all_seconds": own,
         "losses": [step["loss"] for step in steps[system.name]],
         "tokens_per_second": speed,
         "mfu": speed * flops / peak if peak else None,
         "peak_bytes": system.memory,
     }
     if "gpt" in seconds:
-        ratios = [mine / other for mine, other in zip(of, seconds["gpt"], strict=True)]
-        median = row["seconds"] / statistics.median(seconds["gpt"])
-        row["times_gpt"] = [median, min(ratios), max(ratios)]
+        ratios = [one / gpt for one, gpt in zip(own, seconds["gpt"], strict=True)]
+        ratio = median / statistics.median(seconds["gpt"])
+        row["times_gpt"] = [ratio, min(ratios), max(ratios)]
     return row
 
 
 def report(result: dict) -> list[str]:
-    """The settings, and a table with ratios first."""
+    """Return the settings, and a table with ratios first."""
     s = result["settings"]
-    rows = result["rows"]
-    head = [
-        "system",
-        *["x gpt (min - max)"] * ("times_gpt" in rows[0]),
-        "step ms (min - max)",
-    ]
-    head += ["tokens/s", "MFU", "peak MB"]
     lines = []
-    for r in rows:
-        cells = ["{:.3f} ({:.3f} - {:.3f})".format(*r["times_gpt"])] * (
-            "times_gpt" in r
-        )
-        cells += [common.spread_of([1000 * seconds for seconds in r["all_seconds"]])]
-        cells += [common.short(r["tokens_per_second"])]
-        cells += ["unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"]
-        cells += [
-            "unknown" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:,.0f}"
-        ]
-        lines.append([r["system"], *cells])
+    for row in result["rows"]:
+        ratio = ""
+        if "times_gpt" in row:
+            ratio = "{:.3f} ({:.3f} - {:.3f})".format(*row["times_gpt"])
+        mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        peak = "unknown"
+        if row["peak_bytes"] is not None:
+            peak = f"{row['peak_bytes'] / 1e6:,.0f}"
+        milliseconds = [1000 * seconds for seconds in row["all_seconds"]]
+        speed = common.short(row["tokens_per_second"])
+        duration = common.spread_of(milliseconds)
+        lines.append([row["system"], ratio, duration, speed, mfu, peak])
+    head = ["system", "x gpt (min - max)", "step ms (min - max)"]
+    head += ["tokens/s", "MFU", "peak MB"]
     legend = (
         f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
         f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} of "

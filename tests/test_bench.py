@@ -155,10 +155,9 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
         "--repeats=2",
     ]
     words += ["--steps", 4, 32, "--json", tmp_path / "json"]
-    words += ["--figure", tmp_path / "png", "--shares", tmp_path / "shares"]
+    words += ["--shares", tmp_path / "shares"]
     status, printed, _ = script(bench, "decode", *words)
     assert status == 0
-    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     shares = json.loads((tmp_path / "shares").read_text())
     assert sum(shares["shares"].values()) == pytest.approx(1) and shares["steps"] == 32
     assert min(shares["shares"][part] for part in ("attention", "matrix products")) > 0
@@ -292,11 +291,11 @@ def test_figures_of_every_system_of_training_agree(capsys):
 
 
 def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "measure", lambda *words: (rows, []))
+    monkeypatch.setattr(bench, "measured", lambda *words: rows)
     for mfu, verdict in ((0.45, "ok"), (0.3, "FAILS"), (None, "")):
         ours = {"tokens_per_second": 1e5, "times_gpt": [1.04], "peak_bytes": 80}
         rows = {"aogpt": ours, "gpt": {"tokens_per_second": 2e5, "mfu": mfu}}
-        lines = bench.training(tmp_path, "small", 32, has_targets=True)
+        lines = bench.training(tmp_path, "small", 32)
         verdicts = {line[0]: line[3] for line in lines}
         name = "small, micro-batch 32"
         assert verdicts[f"{name}: MFU of the plain GPT"] == verdict
@@ -313,9 +312,9 @@ def test_figures_of_a_gpu_are_held_against_their_targets(tmp_path, monkeypatch):
 def test_what_fails_or_misses_its_target_is_the_exit_status(
     tmp_path, monkeypatch, capsys
 ):
-    rows, failed = bench.measure(tmp_path, "broken", "decode", "--group", "-1")
-    assert not rows and failed[0][-1] == "FAILS" and "--group" in failed[0][2]
-    monkeypatch.setattr(bench, "on_a_cpu", lambda out: [bench.check("a", "1"), *failed])
+    (failed,) = bench.decoding(tmp_path, "tiny", 4, "--group -1")
+    assert failed[-1] == "FAILS" and "--group" in failed[2]
+    monkeypatch.setattr(bench, "on_a_cpu", lambda out: [bench.check("a", "1"), failed])
     monkeypatch.setattr(bench, "pick_device", lambda device: CPU)
     assert bench.bench_gpu(tmp_path / "out") == 1
     assert (
