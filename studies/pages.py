@@ -345,12 +345,12 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
     lines = [
         "**At equal time.** FLOPs are of matrices and attention, forward and backward, without the "
         "tables and projections of adaLN; speeds are of the fastest run, since other work shared "
-        "the CPU. Where a token takes twice the compute, the last column is of runs of half as "
-        "many tokens.",
+        "the CPU. Where a token takes up to twice the compute, the last column is of runs of half "
+        "as many tokens.",
         "",
     ]
     head = ["", "parameters", "MFLOPs a token", "tokens a second"]
-    head += ["equal tokens", "equal compute"]
+    head += ["equal tokens", "at most equal compute"]
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
