@@ -17,8 +17,8 @@ from aogpt.training.config import load_toml
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command.
-MOST_OF_SAMPLE = {"functions": 115, "files": 15}
-MOST_OF_SCORE = {"functions": 113, "files": 18}
+MOST_OF_SAMPLE = {"functions": 110, "files": 15}
+MOST_OF_SCORE = {"functions": 94, "files": 14}
 SMALL = {
     "vocab_size": 320,
     "block_size": 64,

@@ -89,13 +89,6 @@ def supports_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
-def current(device: torch.device):
-    """A context in which a CUDA GPU is the current one, on which Triton kernels run."""
-    return (
-        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    )
-
-
 def attention_of_many_shapes():
     """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new
     shape."""

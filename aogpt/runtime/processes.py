@@ -33,7 +33,7 @@ CUT_OFF = (
 TOO_LATE = r"(?i)timed out (waiting|after)|timeout"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Processes:
     """This process among those of the job (one alone, or those that torchrun
     started)."""
@@ -42,10 +42,8 @@ class Processes:
     world_size: int
     device: torch.device
 
-    @property
-    def main(self) -> bool:
-        """Whether this is the process that prints, logs and writes results."""
-        return self.rank == 0
+    def __post_init__(self):
+        self.main = self.rank == 0  # the process that prints, logs and writes results
 
     def print0(self, *values, **options) -> None:
         if self.main:

@@ -445,7 +445,9 @@ class Engine:
     ) -> Generation:
         """Generate the samples of a plan from checked inputs, B at a time."""
         shapes = many_shapes() if self.compiled else contextlib.nullcontext()
-        with devices.current(self.device), devices.attention_of_many_shapes(), shapes:
+        # Triton's kernels run on the current GPU.
+        on_device = torch.accelerator.device_index(self.device.index)
+        with on_device, devices.attention_of_many_shapes(), shapes:
             parts = []
             for start in range(0, len(plan.order), self.B):
                 rows = slice(start, start + self.B)

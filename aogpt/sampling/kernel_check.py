@@ -46,7 +46,8 @@ def load_kernels(model: AOGPT, vocab_size: int | None = None) -> Kernels | None:
         return None
     key = model.config, weight.device, weight.dtype, vocab_size
     if key not in CHECKED:
-        with devices.current(weight.device), torch.no_grad():
+        # Triton's kernels run on the current GPU.
+        with torch.accelerator.device_index(weight.device.index), torch.no_grad():
             CHECKED[key] = check_kernels(model, vocab_size)
     return CHECKED[key]
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
-from ..orders import OrderConfig, inverse_permutation, orders_at, parse_order
+from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -436,7 +436,13 @@ def plan_samples(
             tokens.append(torch.tensor([token or 0 for token in row]))
         step_count = options.steps or max(1, generated_count(options, context))
         steps += [step_count] * num_samples
-        sort_keys += _sort_keys(orders, seed, key, numbers, T)
+        # The numbers in [0, 1) by which the plan puts positions in order.
+        if orders is None:
+            bits = philox_bits(seed, key, numbers, T, PLANS)
+            sort_keys += torch.from_numpy(to_uniform(bits))
+        else:
+            order = orders_at(orders, seed, key, numbers, T, PLANS)
+            sort_keys += inverse_permutation(order).double() / T
         bits = philox_bits(seed, key, numbers, T, TOKENS)
         uniforms += torch.from_numpy(to_uniform(bits))
     plan = _mode_plan(
@@ -496,22 +502,6 @@ def _with_required(
             row += word_at.get(place, [None])
         rows.append(row)
     return rows
-
-
-def _sort_keys(
-    orders: OrderConfig | None,
-    seed: int,
-    key: int,
-    rows: range,
-    length: int,
-) -> Tensor:
-    """Return the numbers (rows, length) in [0, 1) by which a plan puts positions in
-    order. orders: where they come from; None: a random number for each position."""
-    if orders is None:
-        bits = philox_bits(seed, key, rows, length, PLANS)
-        return torch.from_numpy(to_uniform(bits))
-    order = orders_at(orders, seed, key, rows, length, PLANS)
-    return inverse_permutation(order).double() / length
 
 
 def _mode_plan(

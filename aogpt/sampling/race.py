@@ -42,21 +42,13 @@ def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     """Return the 53 bits of `fresh_uniforms`."""
     bits = uniforms.view(torch.int64)
     z = bits * INCREMENT + salt
-    high = _shift_right(z, 30)
-    z.bitwise_xor_(high)
+    # A shift of int64 copies the sign from the left: the masks keep the other bits.
+    z.bitwise_xor_((z >> 30) & (2**34 - 1))
     z.mul_(FIRST_FACTOR)
-    high = _shift_right(z, 27)
-    z.bitwise_xor_(high)
+    z.bitwise_xor_((z >> 27) & (2**37 - 1))
     z.mul_(SECOND_FACTOR)
-    high = _shift_right(z, 31)
-    z.bitwise_xor_(high)
-    return _shift_right(z, 11)
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted with zeros from the left; a shift of int64 copies the sign."""
-    mask = (1 << (64 - bits)) - 1
-    return (z >> bits) & mask
+    z.bitwise_xor_((z >> 31) & (2**33 - 1))
+    return (z >> 11) & (2**53 - 1)
 
 
 def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
