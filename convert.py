@@ -91,7 +91,7 @@ def convert(
 
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)
-    show(f"read {loaded.describe()}")
+    show(f"read {loaded.description}")
     count = sum(parameter_counts(loaded.model).values())
     rest = "config.json" if not hub and layout == "aogpt" else "what transformers needs"
     show(f"wrote {destination}: model.safetensors ({count:,} parameters) and {rest}")

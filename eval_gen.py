@@ -266,7 +266,7 @@ def make_samples(
         settings["seed"] = a.seed
         settings["dtype"] = str(dtype).removeprefix("torch.")
         settings["weights"] = loaded.weights
-        settings["checkpoint"] = loaded.describe()
+        settings["checkpoint"] = loaded.description
         settings["versions"] = versions()
         label = f"{name_of(settings)} samples"
         records = []

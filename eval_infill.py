@@ -19,7 +19,7 @@ import tyro
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import spread
 from aogpt.evaluation.estimates import estimate
-from aogpt.evaluation.eval_sets import SplitOption, open_eval_set
+from aogpt.evaluation.eval_sets import SplitOption, open_eval_set, open_split
 from aogpt.evaluation.infilling import (
     Passages,
     find_last_words,
@@ -105,14 +105,8 @@ def main() -> None:
 
 def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     """Return the passages of the data set. Raises UserError if there is none."""
-    eval_set = open_eval_set(
-        a.data,
-        a.split,
-        loaded,
-        max_sequences=a.num_passages,
-        verify=False,
-    )
-    dataset = eval_set.dataset
+    dataset = open_split(a.data, a.split, verify=False)
+    eval_set = open_eval_set(dataset, loaded, max_sequences=a.num_passages)
     tokenizer = loaded.get_tokenizer()
     if a.last_word:
         block_size = loaded.model.config.block_size

@@ -10,6 +10,7 @@ sequence.
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,25 +20,22 @@ import tyro
 from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
+from aogpt.data.loader import TokenDataset
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
+from aogpt.evaluation.estimates import Estimate
 from aogpt.evaluation.eval_sets import (
     EvalSet,
     SplitOption,
     comparable,
     open_eval_set,
+    open_split,
     open_texts,
     read_text,
 )
-from aogpt.evaluation.likelihood import Scorer, Task
-from aogpt.evaluation.perplexity_table import (
-    comparison,
-    difference_row,
-    markdown,
-    result_rows,
-)
+from aogpt.evaluation.likelihood import Scorer, Scores, Task
 from aogpt.model import ModelConfig
-from aogpt.orders import parse_order, parse_settings
+from aogpt.orders import OrderConfig, parse_order, parse_settings
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
@@ -46,13 +44,70 @@ from aogpt.runtime.command_line import (
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
+from aogpt.runtime.outputs import (
+    Outputs,
+    ReportOptions,
+    markdown_table,
+    provenance,
+)
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.gaps import refuse_masks
 from aogpt.sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
+# What --orders can name: orders that are drawn, a rule by which the model chooses, or
+# None, SEDD's bound.
+Meaning = OrderConfig | Rule | None
+# A prepared data set, or the texts of a file.
+Source = TokenDataset | list[str]
+
+LABELS = {
+    "l2r": "left to right",
+    "random": "any order",
+    "score_entropy": "any order, score entropy",
+    "confidence": "the model's, by confidence",
+    "entropy": "the model's, by entropy",
+    "margin": "the model's, by margin",
+    "oracle": "oracle (no likelihood)",
+}
+HEAD = [
+    "text",
+    "orders",
+    "M",
+    "nats/token",
+    "std. error",
+    "by document",
+    "Monte Carlo",
+    "bits/token",
+    "bits/byte",
+    "perplexity",
+    "95% interval",
+]
+NOTES = {
+    "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
+    "outputs normalised to probabilities",
+    "iw": "weighted over K: -log of the mean probability of a sequence over K orders; its "
+    "expectation is between the mean over orders and -log of the mean over all orders",
+    "oracle": "oracle: next the position whose true token is most probable; it looks at the answer "
+    "and is not a likelihood: such probabilities of all texts do not add up to 1",
+}
+COMPARED = [
+    "text",
+    "orders",
+    "A, nats/token",
+    "B",
+    "A - B",
+    "A, bits/byte",
+    "B",
+    "A - B",
+    "p",
+]
+PAIRED = (
+    "A - B: the mean of the differences of the same sequences, below 0 where A is better, ± the "
+    "half-width of the 95% interval, the wider one of over sequences and by document; p: two-sided "
+    "t test that the mean is 0"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,86 +193,18 @@ def check_arguments(a: Arguments) -> Outputs:
     return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
-def scorers_of(
-    a: Arguments,
-    configs: list[ModelConfig],
-    block_size: int,
-) -> dict[str, list[Scorer]]:
-    """Return what to score with each model, by name. Raises UserError where one has no
-    such likelihood."""
-    names = a.orders
-    if names is None:  # what all models score in one pass
-        names = default_orders(configs[0])
-        if len(configs) > 1:
-            others = default_orders(configs[1])
-            names = tuple(name for name in names if name in others)
-    if not names:
-        raise UserError(
-            "the models share no order that both score in one pass: give --orders l2r"
-        )
-    scorers: dict[str, list[Scorer]] = {}
-    for name in names:
-        scorers[name] = []
-        for config in configs:
-            scorers[name].append(scorer_of(name, a, config, block_size))
-    all_scorers = [scorer for of_name in scorers.values() for scorer in of_name]
-    if set(a.ensemble) != {1} and not any(
-        scorer.ensembles != (1,) for scorer in all_scorers
-    ):
-        raise UserError(
-            "ensembles are for any-order decoders, along random orders: leave out "
-            "--ensemble, or give --orders random"
-        )
-    if a.bound == "iw" and not any(scorer.weighted for scorer in all_scorers):
-        raise UserError(
-            "--bound iw needs several random orders of a decoder: give other --orders"
-        )
-    return scorers
-
-
-def default_orders(config: ModelConfig) -> tuple[str, ...]:
-    """Return the orders along which a model scores a text in a single pass."""
-    if config.noise:
-        return ("random", "score_entropy")
-    if config.is_encoder:  # it sees a set of tokens, in no order
-        return ("random",)
-    if config.l2r_only:
-        return ("l2r",)
-    return ("l2r", "random")
-
-
-def scorer_of(text: str, a: Arguments, config: ModelConfig, block_size: int) -> Scorer:
-    """Return what one of --orders means."""
-    if a.group > 1 and (config.l2r_only or text == "score_entropy"):
-        raise UserError("--group is for any-order models: leave it out")
-    if text == "score_entropy":
-        if not config.noise:
-            raise UserError(
-                "--orders score_entropy is the bound of SEDD; this is another model"
-            )
-        return Scorer(joint=True)
-    kind = text.partition(":")[0]
-    is_rule = kind in get_args(RuleScore)
-    if config.l2r_only and (is_rule or kind != "l2r"):
-        raise UserError(
-            f"this model is a plain GPT and has no {text!r} order; give --orders l2r"
-        )
-    if is_rule:
-        return Scorer(rule=parse_rule(text, a.group), group=a.group)
-    orders = parse_order(text, "--orders")
-    orders.check_length(block_size)
-    is_uniform = orders.kind == "random"
-    is_elbo = is_uniform and config.is_encoder and a.group == 1
-    sizes = (1,)
-    if is_uniform and not config.is_encoder:
-        sizes = tuple(sorted(set(a.ensemble)))
-    return Scorer(
-        orders=orders,
-        group=a.group,
-        ensembles=sizes,
-        weighted=a.bound == "iw" and not orders.is_fixed and not is_elbo,
-        joint=is_elbo,
-    )
+def read_orders(a: Arguments) -> dict[str, Meaning]:
+    """Return what each of --orders means, by default all that some model scores in one
+    pass."""
+    meanings: dict[str, Meaning] = {}
+    for text in a.orders or ("l2r", "random", "score_entropy"):
+        if text == "score_entropy":
+            meanings[text] = None
+        elif text.partition(":")[0] in get_args(RuleScore):
+            meanings[text] = parse_rule(text, a.group)
+        else:
+            meanings[text] = parse_order(text, "--orders")
+    return meanings
 
 
 def parse_rule(text: str, group: int) -> Rule:
@@ -248,38 +235,123 @@ def is_text_file(name: str) -> bool:
     return name == "/dev/stdin" or name.endswith(".txt")
 
 
+def read_sources(a: Arguments, procs: Processes) -> dict[str, Source]:
+    """Return what to score, by name. Raises UserError or OSError for what is missing or
+    damaged."""
+    sources: dict[str, Source] = {}
+    for name in a.datasets:
+        if not is_text_file(name):
+            sources[Path(name).name] = open_split(name, a.split)
+            continue
+        text = procs.gather(procs.main and read_text(name))[0]
+        texts = [text]
+        if a.lines:
+            texts = [line for line in text.split("\n") if line.strip()] or [""]
+        sources[Path(name).name] = texts
+    if a.text is not None:
+        sources["text"] = [a.text]
+    return sources
+
+
+def scorers_of(
+    a: Arguments,
+    orders: dict[str, Meaning],
+    configs: list[ModelConfig],
+    block_size: int,
+) -> dict[str, list[Scorer]]:
+    """Return what to score with each model, by name. Raises UserError where one has no
+    such likelihood."""
+    names = list(orders)
+    if a.orders is None:  # what all models score in one pass
+        for config in configs:
+            names = [name for name in names if name in default_orders(config)]
+    if not names:
+        raise UserError(
+            "the models share no order that both score in one pass: give --orders l2r"
+        )
+    scorers: dict[str, list[Scorer]] = {}
+    for name in names:
+        scorers[name] = []
+        for config in configs:
+            scorer = scorer_of(name, orders[name], a, config, block_size)
+            scorers[name].append(scorer)
+    all_scorers = [scorer for of_name in scorers.values() for scorer in of_name]
+    if set(a.ensemble) != {1} and not any(
+        scorer.ensembles != (1,) for scorer in all_scorers
+    ):
+        raise UserError(
+            "ensembles are for any-order decoders, along random orders: leave out "
+            "--ensemble, or give --orders random"
+        )
+    if a.bound == "iw" and not any(scorer.weighted for scorer in all_scorers):
+        raise UserError(
+            "--bound iw needs several random orders of a decoder: give other --orders"
+        )
+    return scorers
+
+
+def default_orders(config: ModelConfig) -> tuple[str, ...]:
+    """Return the orders along which a model scores a text in a single pass."""
+    if config.noise:
+        return ("random", "score_entropy")
+    if config.is_encoder:  # it sees a set of tokens, in no order
+        return ("random",)
+    if config.l2r_only:
+        return ("l2r",)
+    return ("l2r", "random")
+
+
+def scorer_of(
+    name: str,
+    meaning: Meaning,
+    a: Arguments,
+    config: ModelConfig,
+    block_size: int,
+) -> Scorer:
+    """Return how a model scores along one of --orders."""
+    if a.group > 1 and (config.l2r_only or meaning is None):
+        raise UserError("--group is for any-order models: leave it out")
+    if meaning is None:
+        if not config.noise:
+            raise UserError(
+                "--orders score_entropy is the bound of SEDD; this is another model"
+            )
+        return Scorer(joint=True)
+    is_l2r = isinstance(meaning, OrderConfig) and meaning.kind == "l2r"
+    if config.l2r_only and not is_l2r:
+        raise UserError(
+            f"this model is a plain GPT and has no {name!r} order; give --orders l2r"
+        )
+    if isinstance(meaning, Rule):
+        return Scorer(rule=meaning, group=a.group)
+    meaning.check_length(block_size)
+    is_uniform = meaning.kind == "random"
+    is_elbo = is_uniform and config.is_encoder and a.group == 1
+    sizes = (1,)
+    if is_uniform and not config.is_encoder:
+        sizes = tuple(sorted(set(a.ensemble)))
+    return Scorer(
+        orders=meaning,
+        group=a.group,
+        ensembles=sizes,
+        weighted=a.bound == "iw" and not meaning.is_fixed and not is_elbo,
+        joint=is_elbo,
+    )
+
+
 def open_all(
     a: Arguments,
+    sources: dict[str, Source],
     loaded: Loaded,
     block_size: int,
-    procs: Processes,
 ) -> list[EvalSet]:
     """Return the data sets and texts, in blocks of this size."""
     eval_sets = []
-    for name in a.datasets:
-        if is_text_file(name):
-            text = procs.gather(procs.main and read_text(name))[0]
-            texts = [text]
-            if a.lines:
-                texts = [line for line in text.split("\n") if line.strip()] or [""]
-            eval_set = open_texts(
-                Path(name).name,
-                texts,
-                loaded,
-                a.max_sequences,
-                block_size,
-            )
+    for name, source in sources.items():
+        if isinstance(source, TokenDataset):
+            eval_set = open_eval_set(source, loaded, a.max_sequences, block_size)
         else:
-            eval_set = open_eval_set(
-                name,
-                a.split,
-                loaded,
-                max_sequences=a.max_sequences,
-                block_size=block_size,
-            )
-        eval_sets.append(eval_set)
-    if a.text is not None:
-        eval_set = open_texts("text", [a.text], loaded, a.max_sequences, block_size)
+            eval_set = open_texts(name, source, loaded, a.max_sequences, block_size)
         eval_sets.append(eval_set)
     return eval_sets
 
@@ -287,9 +359,13 @@ def open_all(
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Score every text along every order; the main process prints and writes the
     results."""
-    # 1. What to score, and with which models.
+    # 1. Everything that can be wrong before a model is loaded.
     outputs = check_arguments(a)
     dtype = pick_dtype(a.dtype, procs.device)
+    orders = read_orders(a)
+    sources = read_sources(a, procs)
+
+    # 2. The models, and what to score with each.
     models = []
     for name in (a.run, a.other):
         if name is not None:
@@ -299,13 +375,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         models = comparable(models)
     configs = [loaded.model.config for loaded in models]
     block_size = min(config.block_size for config in configs)
-    scorers = scorers_of(a, configs, block_size)
-    eval_sets = open_all(a, models[0], block_size, procs)
+    scorers = scorers_of(a, orders, configs, block_size)
+    eval_sets = open_all(a, sources, models[0], block_size)
     if "score_entropy" in scorers:
         if any(eval_set.dataset.of_records for eval_set in eval_sets):
             raise UserError("score_entropy takes no prompts; leave it out")
 
-    # 2. The losses, task after task.
+    # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
     report = Report(a, models)
     for eval_set in eval_sets:
@@ -352,12 +428,12 @@ class Report:
     def lines(self) -> list[str]:
         """Return the models and the table."""
         if not self.a.other:
-            return [self.models[0].describe(), "", *markdown(self.results)]
+            return [self.models[0].description, "", *markdown(self.results)]
         first, second = self.models
         return [
-            f"A: {first.describe()}",
+            f"A: {first.description}",
             "",
-            f"B: {second.describe()}",
+            f"B: {second.description}",
             "",
             *comparison(self.differences),
         ]
@@ -378,6 +454,169 @@ class Report:
             checkpoint=checkpoint,
         )
         return document | origin
+
+
+def result_rows(
+    task: Task,
+    scores: Scores,
+    draws: int,
+) -> list[dict]:
+    """Return the results of a task for the JSON report, one per ensemble size."""
+    rows = []
+    eval_set = task.eval_set
+    bytes_per_token = task.bytes_per_token()
+    for size, (loss, change) in scores.items():
+        row = {
+            "model": task.loaded.path,
+            "dataset": eval_set.name,
+            "data": eval_set.description(),
+            "orders": task.name,
+            "group": task.scorer.group,
+            "bound": "iw" if task.scorer.weighted else "mean",
+            "ensemble": size,
+            **vars(loss),
+            "perplexity": loss.perplexity,
+            "perplexity_95": loss.interval(),
+            "bits_per_token": loss.nll / math.log(2),
+            "bits_per_byte": loss.nll / math.log(2) / bytes_per_token,
+            "bytes_per_token": bytes_per_token,
+            "gain": -change.nll if change else None,
+            "gain_error": change.standard_error if change else None,
+            "blocks": eval_set.dataset.num_blocks,
+            "tokens": int(task.scored_tokens().sum()),
+            "draws": 1 if task.scorer.exact else draws,
+        }
+        rows.append(row)
+    return rows
+
+
+def difference_row(rows: list[dict], gap: Estimate) -> dict:
+    """Return the comparison of two models on one text, along one order, for the JSON
+    report: from their `result_rows`, and the estimate of the difference of their
+    losses."""
+    a, b = rows
+    # nats of a bit per byte
+    unit = math.log(2) * a["bytes_per_token"]
+    return {
+        "dataset": a["dataset"],
+        "data": a["data"],
+        "orders": a["orders"],
+        "group": a["group"],
+        "bound": a["bound"],
+        "nll": {
+            "a": a["nll"],
+            "b": b["nll"],
+            "difference": gap.nll,
+            "half_width_95": gap.half_width,
+        },
+        "bits_per_byte": {
+            "a": a["bits_per_byte"],
+            "b": b["bits_per_byte"],
+            "difference": gap.nll / unit,
+            "half_width_95": gap.half_width / unit,
+        },
+        "p": gap.p_value,
+        "p_by": "document" if gap.documents > 1 else "sequence",
+        "standard_error": gap.standard_error,
+        "document_error": gap.document_error,
+        "monte_carlo_error": gap.monte_carlo_error,
+        "sequences": gap.sequences,
+        "documents": gap.documents,
+        "blocks": a["blocks"],
+        "tokens": a["tokens"],
+        "draws": a["draws"],
+    }
+
+
+def markdown(results: list[dict]) -> list[str]:
+    """Return the lines of the table and of its notes."""
+    has_gains = any(r["gain"] is not None for r in results)
+    head = list(HEAD)
+    if has_gains:
+        head.append("gain")
+    rows = []
+    for r in results:
+        low, high = r["perplexity_95"]
+        interval = f"{low:.3f} to {high:.3f}"
+        if math.isnan(low):
+            interval = ""
+        cells = [
+            r["dataset"],
+            title_of(r),
+            str(r["ensemble"]),
+            f"{r['nll']:.4f}",
+            _number(r["standard_error"], 4),
+            _number(r["document_error"], 4),
+            _number(r["monte_carlo_error"], 5),
+            f"{r['bits_per_token']:.4f}",
+            _number(r["bits_per_byte"], 4),
+            f"{r['perplexity']:.3f}",
+            interval,
+        ]
+        if has_gains:
+            gain = ""
+            if r["gain"] is not None:
+                gain = f"{r['gain']:.5f} ± {_number(r['gain_error'], 5)}"
+            cells.append(gain)
+        rows.append(cells)
+    return [*markdown_table(head, rows, left=2), "", *_notes(results)]
+
+
+def comparison(differences: list[dict]) -> list[str]:
+    """Return the same of two models."""
+    rows = []
+    for r in differences:
+        cells = [r["dataset"], title_of(r)]
+        for unit in ("nll", "bits_per_byte"):
+            compared = r[unit]
+            difference = _number(compared["difference"], 4)
+            half_width = _number(compared["half_width_95"], 4)
+            cells.append(_number(compared["a"], 4))
+            cells.append(_number(compared["b"], 4))
+            cells.append(f"{difference} ± {half_width}")
+        cells.append("unknown" if math.isnan(r["p"]) else f"{r['p']:.2g}")
+        rows.append(cells)
+    table = markdown_table(COMPARED, rows, left=2)
+    return [*table, "", *_notes(differences), PAIRED]
+
+
+def _notes(results: list[dict]) -> list[str]:
+    """Return a line for each text, and what is said of its rows beside the table."""
+    texts = {}
+    kinds = set()
+    for r in results:
+        kinds.add(r["orders"].partition(":")[0])
+        kinds.add(r["bound"])
+        sequences = "sequence" if r["sequences"] == 1 else "sequences"
+        documents = "document" if r["documents"] == 1 else "documents"
+        text = f"{r['dataset']} ({r['data']['split']}): {r['sequences']:,}"
+        if r["sequences"] < r["blocks"]:
+            text += f" of {r['blocks']:,}"
+        text += (
+            f" {sequences} of {r['documents']:,} {documents}, {r['tokens']:,} tokens"
+        )
+        if "p_by" in r:
+            text += f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}"
+        texts[r["dataset"]] = text
+    notes = list(texts.values())
+    for kind, note in NOTES.items():
+        if kind in kinds:
+            notes.append(note)
+    return notes
+
+
+def title_of(row: dict) -> str:
+    """Return what the orders of a row are called in the table."""
+    text = LABELS.get(row["orders"], row["orders"])
+    if row["group"] > 1:
+        text += f", groups of {row['group']}"
+    if row["bound"] == "iw":
+        text += f", weighted over {row['draws']}"
+    return text
+
+
+def _number(value: float, digits: int) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def main() -> None:

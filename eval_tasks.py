@@ -175,7 +175,7 @@ def answer_prompts(
             page = page_of(loaded, questions, answers, known)
     if not procs.main:
         return
-    show(loaded.describe(), "", *table_of(results), "", *notes, sep="\n")
+    show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
     with outputs:
         outputs.write_jsonl(a.samples, rows)
         outputs.write(a.html, page)
@@ -243,7 +243,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     #    used, where the user left them to the model.
     mode = a.decoding.mode or model.decoding.mode
     show(
-        f"{model.loaded.describe()}, log-likelihoods: {model.order}, generation: {mode}\n"
+        f"{model.loaded.description}, log-likelihoods: {model.order}, generation: {mode}\n"
         f"{make_table(results)}"
     )
     if results.get("groups"):

@@ -428,7 +428,7 @@ class Report:
             loaded.model.wte.weight.dtype,
             procs.device,
             procs.world_size,
-            checkpoint=loaded.describe(),
+            checkpoint=loaded.description,
         )
         settings = origin.pop("settings")
         # Options with the defaults of the mode.
@@ -460,7 +460,7 @@ class Report:
         tokens = str(longest)
         if shortest < longest:
             tokens = f"{shortest} to {longest}"
-        source = f"from {self.session.loaded.describe()}"
+        source = f"from {self.session.loaded.description}"
         if self.a.interactive:
             source = f"with seed {self.a.seed}"
         line = (

@@ -358,7 +358,7 @@ def run(command: str) -> None:
         rows.append({"text": text} | values)
         show(*lines, "", sep="\n")
     with outputs:
-        origin = provenance(a, dtype, device, checkpoint=model.loaded.describe())
+        origin = provenance(a, dtype, device, checkpoint=model.loaded.description)
         outputs.write_json(a.json, {"results": rows} | origin)
 
 

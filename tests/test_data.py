@@ -30,7 +30,7 @@ from aogpt.data.loader import (
     spread,
 )
 from aogpt.data.tokenizers import get_tokenizer, other_tokenizer
-from aogpt.evaluation.eval_sets import open_eval_set
+from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
 from convert import convert
@@ -492,7 +492,7 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
             == loaded.get_tokenizer().sha256
         )
         assert loaded.get_tokenizer().encode("the cat") == [256, 257]
-        assert open_eval_set(data, None, loaded).mean_bytes(0) > 1.2
+        assert open_eval_set(open_split(data, None), loaded).mean_bytes(0) > 1.2
 
     (tmp_path / "export" / "tokenizer.tiktoken").unlink()
     with pytest.raises(
@@ -511,7 +511,7 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
         prepared("text", data, tmp_path / "a.txt", **swap | {"overwrite": False})
     prepared("text", data, tmp_path / "a.txt", **swap)
     with pytest.raises(UserError, match="of another vocabulary"):
-        open_eval_set(data, None, loaded)
+        open_eval_set(open_split(data, None), loaded)
     with pytest.raises(UserError, match="data.tokenizer"):
         train.train(config, ALONE)
 

@@ -206,7 +206,7 @@ def test_without_an_average_the_last_weights_are_used_and_reported(released):
     assert (loaded.weights, loaded.step) == (
         "raw",
         0,
-    ) and "raw weights" in loaded.describe()
+    ) and "raw weights" in loaded.description
     same_weights(loaded.model, raw)
 
 

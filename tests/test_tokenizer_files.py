@@ -21,7 +21,7 @@ from aogpt.data.tokenizers import (
     is_gpt2s,
     text_bytes,
 )
-from aogpt.evaluation.eval_sets import EvalSet, open_eval_set
+from aogpt.evaluation.eval_sets import EvalSet, open_eval_set, open_split
 from aogpt.runtime.errors import UserError
 from convert import convert
 
@@ -471,5 +471,8 @@ def test_a_gpt2_with_a_tokenizer_of_its_own_is_read_and_exported_with_it(tmp_pat
         out = tmp_path / f"data_{name.endswith('json')}"
         prepared("text", out, source, tokenizer=name, split="test")
     with pytest.raises(UserError, match="tokenizer|vocabulary"):
-        open_eval_set(tmp_path / "data_False", None, loaded)
-    assert open_eval_set(tmp_path / "data_True", None, loaded).mean_bytes(0) < 1
+        open_eval_set(open_split(tmp_path / "data_False", None), loaded)
+    assert (
+        open_eval_set(open_split(tmp_path / "data_True", None), loaded).mean_bytes(0)
+        < 1
+    )

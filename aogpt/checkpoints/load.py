@@ -65,6 +65,7 @@ class Loaded:
     system: str | None = None
     # Of the vocabulary of its tokenizer; None where nothing records it.
     tokenizer_sha256: str | None = None
+    description: str = ""  # the source, its step and the kind of its weights
 
     def get_tokenizer(self) -> Tokenizer:
         """Read its tokenizer. Raises UserError if the file has changed."""
@@ -78,10 +79,6 @@ class Loaded:
             "weights": self.weights,
             "system": self.system,
         }
-
-    def describe(self) -> str:
-        """Name the source, its step and the kind of its weights."""
-        return f"{self.path} (step {self.step}, {self.weights} weights)"
 
 
 def load(
@@ -142,7 +139,12 @@ def load(
         )
     if block_size is not None:
         set_block_size(model, block_size)
-    return Loaded(model=model.to(device).eval(), path=str(file), **origin)
+    return Loaded(
+        model=model.to(device).eval(),
+        path=str(file),
+        description=f"{file} (step {origin['step']}, {origin['weights']} weights)",
+        **origin,
+    )
 
 
 def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> Transformer:

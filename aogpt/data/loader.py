@@ -224,21 +224,44 @@ def spread(count: int, total: int) -> np.ndarray:
 
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer
-    where its examples with prompts are shorter. Attributes: meta, tokens (all ids,
-    memory-mapped), num_blocks, of_records. verify: see `read_tokens`. max_tokens: take
-    only blocks of this many tokens, spread over the split; 0: all. Raises
+    where its examples with prompts are shorter. Attributes: folder, split, meta, tokens
+    (all ids, memory-mapped), of_records, and of blocks block_size and num_blocks.
+
+    block_size: None: `divide` gives it later. verify: see `read_tokens`. max_tokens:
+    take only blocks of this many tokens, spread over the split; 0: all. Raises
     FileNotFoundError or UserError."""
 
     def __init__(
         self,
         folder,
         split: str,
-        block_size: int,
+        block_size: int | None,
         verify: bool = False,
         max_tokens: int = 0,
     ):
+        self.folder = Path(folder)
+        self.split = split
         self.meta = load_meta(folder)
         self.tokens = read_tokens(folder, split, verify)
+        self.shift = 0  # not 0 where a run had batches of another size before
+        entry = self.meta["splits"][split]
+        paths = [self.folder / entry["file"]]
+        self._sha256 = [entry["sha256"]]
+        self.of_records = "roles" in entry
+        if self.of_records:
+            paths.append(self.folder / entry["roles"]["file"])
+            self._sha256.append(entry["roles"]["sha256"])
+            self._all_roles = np.memmap(paths[1], np.uint8, mode="r")
+        self._opened = {}  # size and time of each file
+        for path in paths:
+            stat = path.stat()
+            self._opened[path] = (stat.st_size, stat.st_mtime_ns)
+        if block_size is not None:
+            self.divide(block_size, max_tokens)
+
+    def divide(self, block_size: int, max_tokens: int = 0) -> None:
+        """Divide the split into blocks, of an example each where it has prompts. Raises
+        UserError for a length that it was not prepared for."""
         protocol = self.meta.get("protocol")
         packed = self.meta.get("block_size") or block_size
         if protocol == "records" and packed < block_size:
@@ -251,28 +274,22 @@ class TokenDataset:
             if protocol == "records":
                 advice = f"set the model's block_size to {packed} or more"
             raise UserError(
-                f"{folder} is packed into blocks of {packed} tokens (protocol "
+                f"{self.folder} is packed into blocks of {packed} tokens (protocol "
                 f"{protocol}), not of {block_size}: {advice}"
             )
         count = self.tokens.size
         if count < block_size:
             raise UserError(
-                f"{split} of {folder} has {count:,} tokens, fewer than a block of "
-                f"{block_size:,}: lower block_size to at most {count:,}, or prepare more "
-                "text"
+                f"{self.split} of {self.folder} has {count:,} tokens, fewer than a block "
+                f"of {block_size:,}: lower block_size to at most {count:,}, or prepare "
+                "more text"
             )
         self.block_size = block_size
         self.num_blocks = count // block_size
-        self.shift = 0  # not 0 where a run had batches of another size before
         whole = self.tokens[: self.num_blocks * block_size]
         self._blocks = whole.reshape(-1, block_size)
-        entry = self.meta["splits"][split]
-        paths = [Path(folder) / entry["file"]]
-        self.of_records = "roles" in entry
-        if self.of_records:  # a block is an example with a prompt
-            paths.append(Path(folder) / entry["roles"]["file"])
-            roles = np.memmap(paths[1], np.uint8, mode="r")
-            self._roles = roles.reshape(-1, block_size)
+        if self.of_records:
+            self._roles = self._all_roles.reshape(-1, block_size)
         if max_tokens:  # a copy in memory
             wanted = max(1, max_tokens // block_size)
             chosen = spread(wanted, self.num_blocks)
@@ -280,13 +297,6 @@ class TokenDataset:
             self.num_blocks = len(chosen)
             if self.of_records:
                 self._roles = self._roles[chosen]
-        self._opened = {}  # size and time of each file
-        for path in paths:
-            stat = path.stat()
-            self._opened[path] = (stat.st_size, stat.st_mtime_ns)
-        self._sha256 = [entry["sha256"]]
-        if self.of_records:
-            self._sha256.append(entry["roles"]["sha256"])
 
     def files(self) -> dict[str, dict]:
         """What a run records of the files, by path, for `changed_files` when it

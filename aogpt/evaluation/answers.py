@@ -21,7 +21,7 @@ from ..sampling.engine import Generation
 from ..sampling.modes import DecodingOptions
 from ..sampling.page import PageSample, render
 from ..sampling.plans import Plan, group_sizes
-from .eval_sets import open_eval_set
+from .eval_sets import open_eval_set, open_split
 from .text_measures import mean_and_error
 
 ON_PAGE = 16  # rows
@@ -81,14 +81,8 @@ def open_questions(
     """Return the rows of a prepared data set, or `limit` of them, spread over the
     split. split: by default test, where there is one. judges: by the name of the data
     set that prepare.py was told. Raises UserError for a set without prompts."""
-    eval_set = open_eval_set(
-        name,
-        split,
-        loaded,
-        limit,
-        preferred_split="test",
-        verify=False,
-    )
+    dataset = open_split(name, split, preferred_split="test", verify=False)
+    eval_set = open_eval_set(dataset, loaded, limit)
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)
     if roles is None:
@@ -96,8 +90,8 @@ def open_questions(
             f"{eval_set.folder} holds text without prompts; make some with: "
             "python data/prepare.py records --source FILE.jsonl"
         )
-    dataset = eval_set.dataset.meta.get("settings", {}).get("dataset")
-    judge = (judges or {}).get(dataset)
+    told = dataset.meta.get("settings", {}).get("dataset")
+    judge = (judges or {}).get(told)
     return Questions(eval_set.name, eval_set.tokens(rows), roles, judge)
 
 

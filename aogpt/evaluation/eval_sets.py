@@ -241,48 +241,52 @@ def comparable(models: list[Loaded]) -> list[Loaded]:
     return [replace(model, scored_from=scored_from) for model in models]
 
 
-def open_eval_set(
+def open_split(
     name: str,
     split: str | None,
-    loaded: Loaded,
-    max_sequences: int | None = None,
     preferred_split: str | None = None,
     verify: bool = True,
-    block_size: int | None = None,
-) -> EvalSet:
-    """The prepared data set of this name, in blocks of the model, or of `block_size`.
-    verify: compare the checksum, which results name. Raises UserError or OSError where
-    it is missing, damaged or not for this model."""
+) -> TokenDataset:
+    """Return a split of the prepared data set of this name, not yet in blocks. verify:
+    compare the checksum, which results name. Raises UserError or OSError where it is
+    missing or damaged."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
+    if not split and preferred_split in meta["splits"]:
+        split = preferred_split
+    split = split or loader.evaluation_split(meta)
+    return TokenDataset(folder, split, None, verify=verify)
+
+
+def open_eval_set(
+    dataset: TokenDataset,
+    loaded: Loaded,
+    max_sequences: int | None = None,
+    block_size: int | None = None,
+) -> EvalSet:
+    """Return an `open_split` in blocks of the model, or of `block_size`. Raises
+    UserError where it is not for this model."""
+    meta = dataset.meta
     if other_tokenizer(vars(loaded), meta):
         other = ""
         if meta["tokenizer"] == loaded.tokenizer:
             other = " of another vocabulary"
         raise UserError(
-            f"{folder} holds {meta['tokenizer']} tokens, but the model was trained on "
-            f"{loaded.tokenizer} tokens{other}; prepare the text with the model's "
+            f"{dataset.folder} holds {meta['tokenizer']} tokens, but the model was trained "
+            f"on {loaded.tokenizer} tokens{other}; prepare the text with the model's "
             "--tokenizer"
         )
-    if not split and preferred_split in meta["splits"]:
-        split = preferred_split
-    split = split or loader.evaluation_split(meta)
-    dataset = TokenDataset(
-        folder,
-        split,
-        block_size or loaded.model.config.block_size,
-        verify=verify,
-    )
+    dataset.divide(block_size or loaded.model.config.block_size)
     rows = dataset.num_blocks
     # The protocol sedd drops what is left over, as published evaluations do.
-    if dataset.meta.get("protocol", "full") == "full":
+    if meta.get("protocol", "full") == "full":
         if dataset.tail().shape[1] > loaded.scored_from:
             rows += 1
     count = min(rows, max_sequences or rows)
     return EvalSet(
-        Path(name).name,
-        folder,
-        split,
+        dataset.folder.name,
+        dataset.folder,
+        dataset.split,
         dataset,
         count,
     )

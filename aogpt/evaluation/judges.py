@@ -162,7 +162,7 @@ class DecoderJudge(Judge):
         if config.is_encoder:
             raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
         self.name = name
-        self.source = loaded.describe()
+        self.source = loaded.description
         self.device = device
         self.model = loaded.model.to(device, torch.float32)
         self.tokenizer = loaded.tokenizer
