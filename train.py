@@ -40,7 +40,13 @@ from aogpt.data.loader import (
     open_training_data,
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
-from aogpt.objectives import ao_ar_loss, groupwise_loss, masked_nll, score_entropy
+from aogpt.objectives import (
+    OBJECTIVES,
+    ao_ar_loss,
+    groupwise_loss,
+    masked_nll,
+    score_entropy,
+)
 from aogpt.runtime.command_line import run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
 from aogpt.runtime.errors import UserError
@@ -63,7 +69,7 @@ from aogpt.training.saving import (
     not_finite_message,
 )
 from aogpt.training.state import State, start
-from aogpt.training.validation import best_by, evaluate
+from aogpt.training.val_losses import best_by, evaluate
 
 
 def main() -> int:
@@ -208,7 +214,7 @@ def training_loop(
             # All processes must stop, and save, after the same step.
             stop.agree(
                 failed=progress.skipped_in_a_row >= t.max_skipped_steps,
-                due=time.monotonic() > saver.next_by_clock,
+                clock=time.monotonic() > saver.next_by_clock,
             )
             if stop.failed:
                 steps = progress.skipped_in_a_row
@@ -218,8 +224,8 @@ def training_loop(
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
-            saves = saver.wants(progress, stop)
-            if not validates and not saves:
+            checkpoint_due = saver.is_due(progress, stop)
+            if not validates and not checkpoint_due:
                 continue
             # So that the checkpoint has the counts of all steps.
             log.training(losses.arrived(wait=True))
@@ -236,7 +242,7 @@ def training_loop(
                 log.validation(val_losses, val_data.num_blocks)
                 selecting = val_losses[""][best_by(config)]  # of the first average
                 best = better_of(best, progress.step, selecting.mean)
-            if saver.takes(progress, stop, best):
+            if saver.should_save(progress, stop, best):
                 saver.save(state, best)
                 log.restart_clock()
         saved = saver.wait()
@@ -255,7 +261,7 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
     """Mean loss of a micro-batch, nats per token."""
-    objective = config.objective.facts
+    objective = OBJECTIVES[config.objective.kind]
     if batch.masks is not None:  # an encoder's
         if objective.of_scores:
             # [MASK] is the first id after the tokens.
@@ -273,7 +279,7 @@ def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
             batch.order,
             group,
             weight=batch.weight,
-            given=batch.given,
+            prompt_lengths=batch.prompt_lengths,
         )
     return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
 

@@ -305,8 +305,10 @@ class PositionTable(nn.Embedding):
         """wave_std: of initial sine waves, where model.position_init asks for them."""
         super().__init__(rows, width)
         self.wave_std = wave_std if c.position_init == "sinusoidal" else None
-        self.first_wave = 0  # the waves of row 0 are those of this position
-        self.rows_before = rows - c.block_size  # those of [None], before position 0's
+        # Row i starts with the sine waves of position i + first_wave.
+        self.first_wave = 0
+        # Rows in front of that of position 0: one where [None] has a row, else none.
+        self.rows_before = rows - c.block_size
 
 
 class TargetTable(PositionTable):
@@ -321,7 +323,8 @@ class TargetTable(PositionTable):
         wave_std: float | None = 0.04,
     ):
         super().__init__(c, c.block_size, width, wave_std)
-        self.first_wave = 1  # as in `wpe`, whose row 0 is [None]'s
+        # Position 0 has the waves that it has in `wpe`, where it is row 1.
+        self.first_wave = 1
 
     def make_neutral(self) -> None:
         nn.init.zeros_(self.weight)
@@ -707,11 +710,7 @@ class AOGPT(Transformer):
 
         tokens (B, T) in sequence order; order (B, T), every row a permutation of
         0..T-1."""
-        # tokens.gather(1, order), as a scatter: torch.compile would fuse a gather into
-        # the loss and repeat it for every logit.
-        inverse = inverse_permutation(order)
-        wanted = torch.empty_like(tokens)
-        wanted.scatter_(1, inverse, tokens)
+        wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
 
@@ -747,6 +746,13 @@ class AOGPT(Transformer):
         elif self.wtpe is not None and target == "shared":
             p.added = p.lookup(self.wtpe.weight)
         return self.run_blocks(x, p)
+
+
+def in_prediction_order(tokens: Tensor, order: Tensor) -> Tensor:
+    """tokens.gather(1, order), as a scatter: torch.compile would fuse a gather into the
+    loss and repeat it for every logit. (B, T) each -> (B, T)."""
+    wanted = torch.empty_like(tokens)
+    return wanted.scatter_(1, inverse_permutation(order), tokens)
 
 
 def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from .scoring import (
 from .systems import log_linear_noise
 
 
-class Objective(NamedTuple):
+class ObjectiveFacts(NamedTuple):
     """What an objective is of."""
 
     for_encoders: bool  # else for decoders, along orders
@@ -42,16 +42,16 @@ class Objective(NamedTuple):
 
 
 OBJECTIVES = {
-    "ar": Objective(for_encoders=False),
-    "ao_ar": Objective(for_encoders=False),
-    "groupwise": Objective(for_encoders=False, in_groups=True),
-    "lambda_dce": Objective(for_encoders=True),
-    "masked_ce": Objective(for_encoders=True),
-    "k_dce": Objective(for_encoders=True),
-    "t_dce": Objective(for_encoders=True),
-    "score_entropy": Objective(for_encoders=True, of_scores=True),
+    "ar": ObjectiveFacts(for_encoders=False),
+    "ao_ar": ObjectiveFacts(for_encoders=False),
+    "groupwise": ObjectiveFacts(for_encoders=False, in_groups=True),
+    "lambda_dce": ObjectiveFacts(for_encoders=True),
+    "masked_ce": ObjectiveFacts(for_encoders=True),
+    "k_dce": ObjectiveFacts(for_encoders=True),
+    "t_dce": ObjectiveFacts(for_encoders=True),
+    "score_entropy": ObjectiveFacts(for_encoders=True, of_scores=True),
 }
-Kind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
+ObjectiveKind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
 
@@ -65,7 +65,7 @@ class ObjectiveConfig(Table):
     # (random mask rate, stratified over the batch), masked_ce (the same, unweighted: no
     # bound, arXiv 2602.15014), k_dce (random number of masked tokens), t_dce (time on
     # the log-linear noise schedule); score_entropy (SEDD).
-    kind: Kind = "ao_ar"
+    kind: ObjectiveKind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
     noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
@@ -82,7 +82,7 @@ class ObjectiveConfig(Table):
             )
 
     @property
-    def facts(self) -> Objective:
+    def facts(self) -> ObjectiveFacts:
         """What the objective is of."""
         return OBJECTIVES[self.kind]
 
@@ -92,12 +92,17 @@ def ao_ar_loss(
     tokens: Tensor,
     order: Tensor,
     weight: Tensor | None = None,
+    group_start: Tensor | None = None,
 ) -> Tensor:
     """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the
     paper, section 3, equation 2); a differentiable scalar. Its mean over uniform orders
     is the masked diffusion objective / T. model: AOGPT, or a wrapper of it; tokens,
-    order: LongTensor (B, T); weight: (B, T), of every step of the order."""
-    nll = model(tokens, order)
+    order: LongTensor (B, T); weight: (B, T), of every step of the order; group_start:
+    (B, T), of two-stream models, see `QueryDecoder.hidden`."""
+    if group_start is None:
+        nll = model(tokens, order)
+    else:
+        nll = model(tokens, order, group_start)
     return nll.mean() if weight is None else (nll * weight).mean()
 
 
@@ -107,15 +112,15 @@ def groupwise_loss(
     order: Tensor,
     group: int,
     weight: Tensor | None = None,
-    given=None,
+    prompt_lengths: Tensor | None = None,
 ) -> Tensor:
     """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for
-    two-stream models. group: steps in a group; given: (B,) steps of the prompt, before
-    the first group."""
+    two-stream models. group: steps in a group; prompt_lengths: LongTensor (B,), steps
+    before the first group."""
     if group == 1:
         return ao_ar_loss(model, tokens, order, weight)
-    nll = model(tokens, order, group_starts(order, group, given))
-    return nll.mean() if weight is None else (nll * weight).mean()
+    starts = group_starts(order, group, prompt_lengths)
+    return ao_ar_loss(model, tokens, order, weight, starts)
 
 
 @dataclass
@@ -149,7 +154,7 @@ def masks_at(
     """Training masks of the sequences `rows` of a global batch of `total`, a pure
     function of the arguments. The rates of lambda_dce and masked_ce are stratified. A
     prompt (in `roles`) is never masked."""
-    share, position = _uniform(
+    row_uniforms, position_uniforms = _uniform(
         seed,
         step,
         rows,
@@ -157,9 +162,11 @@ def masks_at(
         roles,
     )
     if config.prefix_prob:
-        share, position = _with_prefixes(config.prefix_prob, share, position)
+        row_uniforms, position_uniforms = _with_prefixes(
+            config.prefix_prob, row_uniforms, position_uniforms
+        )
     if config.kind in ("lambda_dce", "masked_ce"):
-        share = stratified(
+        row_uniforms = stratified(
             seed,
             step,
             rows,
@@ -168,8 +175,8 @@ def masks_at(
         )
     return _masks(
         config.kind,
-        share,
-        position,
+        row_uniforms,
+        position_uniforms,
         config.noise_eps,
         roles,
     )
@@ -186,7 +193,7 @@ def evaluation_masks(
 ) -> Masks:
     """As `masks_at`, with the numbers of masked positions, or the times, stratified
     over the batch. Not lambda_dce: its weight 1 / lambda has infinite variance."""
-    _, position = _uniform(
+    _, position_uniforms = _uniform(
         seed,
         step,
         rows,
@@ -194,7 +201,7 @@ def evaluation_masks(
         roles,
         SCORED_MASKS,
     )
-    share = stratified(
+    row_uniforms = stratified(
         seed,
         step,
         rows,
@@ -204,8 +211,8 @@ def evaluation_masks(
     )
     return _masks(
         kind,
-        share,
-        position,
+        row_uniforms,
+        position_uniforms,
         ObjectiveConfig.noise_eps,
         roles,
     )
@@ -213,14 +220,14 @@ def evaluation_masks(
 
 def _masks(
     kind: str,
-    share: Tensor,
-    position: Tensor,
+    row_uniforms: Tensor,
+    position_uniforms: Tensor,
     eps: float,
     roles: Roles | None = None,
 ) -> Masks:
-    """Masks from uniform numbers of sequences (B,) and positions (B, T), such that the
-    weighted loss (of masked_ce alone not) has the masked diffusion objective as its
-    expectation (RADD, section 3; SEDD):
+    """Masks from uniform numbers, one for each sequence, (B,), and one for each of its
+    positions, (B, T), such that the weighted loss (of masked_ce alone not) has the
+    masked diffusion objective as its expectation (RADD, section 3; SEDD):
 
         kind            masked                              weight
         lambda_dce      at rate l ~ U(0, 1)                 1 / l
@@ -230,28 +237,28 @@ def _masks(
         score_entropy   as t_dce                            sigma'(t)
 
     n is T, or the number of predicted tokens of a sequence with a prompt."""
-    n = (position < NEVER).sum(dim=1)
+    n = (position_uniforms < NEVER).sum(dim=1)
     lengths = None if roles is None else roles.lengths
     if kind == "k_dce":
-        k = (share * n).long() + 1
-        rank = position.argsort(dim=1).argsort(dim=1)
+        k = (row_uniforms * n).long() + 1
+        rank = position_uniforms.argsort(dim=1).argsort(dim=1)
         return Masks(
             rank < k[:, None],
             n / k,
             log_linear_noise(k / n, eps),
             lengths,
         )
-    t = share.clamp(min=SMALLEST_RATE)
+    t = row_uniforms.clamp(min=SMALLEST_RATE)
     if kind in ("lambda_dce", "masked_ce"):
         weight = 1 / t if kind == "lambda_dce" else torch.full_like(t, 2.0)
         return Masks(
-            position < t[:, None],
+            position_uniforms < t[:, None],
             weight,
             log_linear_noise(t, eps),
             lengths,
         )
     rate = (1 - eps) * t
-    masked = position < rate[:, None]
+    masked = position_uniforms < rate[:, None]
     sigma = log_linear_noise(t, eps)
     if kind == "t_dce":
         return Masks(masked, 1 / t, sigma, lengths)
@@ -277,30 +284,30 @@ def _uniform(
     given."""
     bits = philox_bits(seed, step, rows, length + 1, stream)
     uniform = torch.from_numpy(to_uniform(bits))
-    position = uniform[:, 1:]
+    position_uniforms = uniform[:, 1:]
     if roles is not None:
-        position = position.where(roles.predicted, NEVER)
-    return uniform[:, 0], position
+        position_uniforms = position_uniforms.where(roles.predicted, NEVER)
+    return uniform[:, 0], position_uniforms
 
 
 def _with_prefixes(
     prob: float,
-    share: Tensor,
-    position: Tensor,
+    row_uniforms: Tensor,
+    position_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Uniform numbers as above; in a share `prob` of the rows they fall from left to
     right."""
-    heads = share < prob  # there the unmasked positions are the first ones
+    heads = row_uniforms < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(
-        heads, share / prob, (share - prob) / max(1 - prob, SMALLEST_RATE)
+        heads, row_uniforms / prob, (row_uniforms - prob) / max(1 - prob, SMALLEST_RATE)
     )
-    predicted = position < NEVER
-    rising = position.sort(dim=1).values
+    predicted = position_uniforms < NEVER
+    rising = position_uniforms.sort(dim=1).values
     # The first of n predicted positions gets the largest number, the last the smallest.
     after = (predicted.sum(dim=1, keepdim=True) - predicted.cumsum(dim=1)).clamp(min=0)
     falling = rising.gather(1, after).where(predicted, NEVER)
-    return left, torch.where(heads[:, None], falling, position)
+    return left, torch.where(heads[:, None], falling, position_uniforms)
 
 
 def stratified(

@@ -23,7 +23,7 @@ from .runtime.randomness import ORDERS, philox_bits, to_uniform
 from .runtime.validation import Count, Probability, Seed, Table, check_values
 
 
-class Kind(NamedTuple):
+class OrderFacts(NamedTuple):
     """What a kind of orders is."""
 
     settings: tuple[str, ...] = ()  # the fields of OrderConfig that it reads
@@ -35,24 +35,24 @@ class Kind(NamedTuple):
 
 # A new kind is a line here, a case in `orders_at` and its help above `OrderConfig.kind`.
 ORDER_KINDS = {
-    "l2r": Kind(is_fixed=True),
-    "r2l": Kind(is_fixed=True),
-    "random": Kind(covers_all=True),
-    "fixed_random": Kind(("seed",), is_fixed=True),
-    "fixed_blockwise": Kind(("block", "seed"), is_fixed=True),
-    "random_blockwise": Kind(("block",)),
-    "slots": Kind(("block",)),
-    "context_l2r": Kind(("share",)),
-    "random_l2r": Kind(("share",)),
-    "sliding": Kind(("window",)),
-    "infill": Kind(("share",)),
-    "file": Kind(("file",)),
+    "l2r": OrderFacts(is_fixed=True),
+    "r2l": OrderFacts(is_fixed=True),
+    "random": OrderFacts(covers_all=True),
+    "fixed_random": OrderFacts(("seed",), is_fixed=True),
+    "fixed_blockwise": OrderFacts(("block", "seed"), is_fixed=True),
+    "random_blockwise": OrderFacts(("block",)),
+    "slots": OrderFacts(("block",)),
+    "context_l2r": OrderFacts(("share",)),
+    "random_l2r": OrderFacts(("share",)),
+    "sliding": OrderFacts(("window",)),
+    "infill": OrderFacts(("share",)),
+    "file": OrderFacts(("file",)),
 }
 # A mixture also has the settings of the kind that it mixes in.
 MIXABLE = dict.fromkeys(
     setting for kind in ORDER_KINDS.values() for setting in kind.settings
 )
-ORDER_KINDS["mixture"] = Kind(("l2r_prob", "mixed", *MIXABLE), covers_all=True)
+ORDER_KINDS["mixture"] = OrderFacts(("l2r_prob", "mixed", *MIXABLE), covers_all=True)
 OrderKind = Literal[*ORDER_KINDS]  # type: ignore[valid-type]
 
 
@@ -273,7 +273,7 @@ def read_orders(file: str, length: int) -> np.ndarray:
 def parse_order(text: str, option: str) -> OrderConfig:
     """The distribution that `kind` or `kind:setting=value,...` means, such as
     slots:block=8."""
-    settings = ORDER_KINDS.get(text.partition(":")[0], Kind()).settings
+    settings = ORDER_KINDS.get(text.partition(":")[0], OrderFacts()).settings
     types = {key: type(getattr(OrderConfig, key)) for key in settings}
     example = f"{settings[0]}=1" if settings else ""
     kind, values = parse_settings(text, types, example, option)

@@ -83,8 +83,8 @@ def test_an_order_is_a_line_and_a_case(project):
     """Even positions first, then odd ones."""
     project.edit(
         "aogpt/orders.py",
-        '    "random": Kind(',
-        '    "even_first": Kind(is_fixed=True),\n    "random": Kind(',
+        '    "random": OrderFacts(',
+        '    "even_first": OrderFacts(is_fixed=True),\n    "random": OrderFacts(',
     )
     project.edit(
         "aogpt/orders.py",

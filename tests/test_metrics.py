@@ -20,7 +20,7 @@ from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
-from aogpt.training import metrics, plot, validation
+from aogpt.training import metrics, plot, val_losses
 from aogpt.training.config import ObjectiveConfig, StageConfig
 from aogpt.training.metrics import read_metrics
 from aogpt.training.state import Progress
@@ -43,7 +43,7 @@ def val_data(data, count):
 def any_order(model, data, config):
     """Validation loss in random orders."""
     val_data = TokenDataset(data, "val", LENGTH)
-    return validation.validation_loss(
+    return val_losses.validation_loss(
         model, val_data, OrderConfig("random"), config, ALONE
     )
 
@@ -60,8 +60,8 @@ def any_order(model, data, config):
 )
 def test_a_run_is_judged_by_its_own_orders(data, order, target, names, best):
     config = tiny_config(data, "", order=order, model__target=target)
-    orders, own = validation.validation_orders(config)
-    assert list(orders) == names and validation.best_by(config) == own == best
+    orders, own = val_losses.validation_orders(config)
+    assert list(orders) == names and val_losses.best_by(config) == own == best
 
 
 def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
@@ -73,7 +73,7 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     config = change(
         config, model__target="two_stream", objective=ObjectiveConfig("groupwise")
     )
-    assert validation.best_by(config) == "own"
+    assert val_losses.best_by(config) == "own"
     train.train(config, ALONE)
     line = lines_of(config.run_folder)[-1]
     model = load_model(config.run_folder)
@@ -206,7 +206,7 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
     found = {}
     for count in (100, dataset.num_blocks):
         config = change(config, eval__sequences=count)
-        found[count] = validation.validation_loss(
+        found[count] = val_losses.validation_loss(
             model, dataset, RANDOM, config, ALONE
         ).mean
     part, whole = found.values()

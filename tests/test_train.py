@@ -53,7 +53,7 @@ from aogpt.training.config import WandbConfig
 from aogpt.training.optimizers import learning_rate, make_optimizers
 from aogpt.training.saving import StopRequest
 from aogpt.training.state import Progress, State, named_tensors
-from aogpt.training.validation import Loss
+from aogpt.training.val_losses import Loss
 
 
 def assert_same_run(config, reference):

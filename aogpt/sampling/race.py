@@ -1,4 +1,9 @@
-"""A draw from weights and one uniform number, which rounding hardly ever changes.
+"""A draw from weights and one uniform number.
+
+The same sample shall come out of every batch, and batches round the weights
+differently. A cumulative sum (inverse CDF) adds rounding up over all ids, and may then
+draw another one. In a race every id has a time of its own, and the first one wins:
+rounding changes only races that end in a tie up to rounding.
 
 Shapes: N rows, V ids, K blocks of ids."""
 
@@ -23,10 +28,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of
     the row's uniform number. The first one is drawn. (-log of the times are log weights
-    with Gumbel noise.) Rounding of the weights, which varies with the batch, changes
-    only races that end in a tie up to rounding; in an inverse CDF it would add up over
-    the ids. Blocks race first, then the ids of the first block: V / 64 + 64 numbers
-    instead of V."""
+    with Gumbel noise.) Blocks race first, then the ids of the first block: V / 64 + 64
+    numbers instead of V."""
     index, _ = race(weights, uniforms)
     return index
 

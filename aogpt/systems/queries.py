@@ -6,7 +6,7 @@ import abc
 import torch
 from torch import Tensor, nn
 
-from ..model import ModelConfig, PositionTable, Transformer, inverse_permutation
+from ..model import ModelConfig, PositionTable, Transformer, in_prediction_order
 
 
 class QueryDecoder(Transformer, abc.ABC):
@@ -44,10 +44,8 @@ class QueryDecoder(Transformer, abc.ABC):
         group_start: Tensor | None = None,
     ) -> Tensor:
         """As `AOGPT.forward`; group_start: see `hidden`."""
+        wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order, group_start)  # (B, T, D)
-        # As in `AOGPT.forward`.
-        wanted = torch.empty_like(tokens)
-        wanted.scatter_(1, inverse_permutation(order), tokens)
         return self.loss(self.head_logits, x, wanted)
 
     @abc.abstractmethod

@@ -30,7 +30,8 @@ class Batch:
     order: Tensor | None = None
     # decoder, with prompts (B, T): factor of the loss of each step
     weight: Tensor | None = None
-    given: Tensor | None = None  # decoder, with prompts LongTensor (B,): prompt tokens
+    # decoder, with prompts LongTensor (B,): tokens of the prompt
+    prompt_lengths: Tensor | None = None
     masks: Masks | None = None  # encoder
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -43,7 +44,7 @@ class Batch:
             tokens=function(self.tokens),
             order=optional(self.order),
             weight=optional(self.weight),
-            given=optional(self.given),
+            prompt_lengths=optional(self.prompt_lengths),
             masks=None if self.masks is None else self.masks.map(function),
         )
 
@@ -76,7 +77,8 @@ def make_batch(
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
-        return Batch(tokens, order, weight, given=roles.given.sum(dim=1))
+        prompt_lengths = roles.given.sum(dim=1)
+        return Batch(tokens, order, weight, prompt_lengths)
     masks = masks_at(
         config.objective,
         seed=config.seed,

@@ -38,7 +38,7 @@ from ..systems import flops_per_token
 from .config import Config
 from .optimizers import learning_rates
 from .state import Progress
-from .validation import Losses
+from .val_losses import Losses
 
 ORDERS = {
     "l2r": "left to right",

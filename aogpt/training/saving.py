@@ -25,7 +25,7 @@ from ..runtime.processes import Processes
 from .config import Config
 from .metrics import read_metrics
 from .state import Progress, State, named_tensors, not_finite, plain_values
-from .validation import best_by
+from .val_losses import best_by
 
 
 class StopRequest:
@@ -38,10 +38,10 @@ class StopRequest:
         self.signalled = False  # this process
         # Why this process stops, if not by a signal; raised once a checkpoint is saved.
         self.error: Exception | None = None
-        # True if true of any process at the last `agree`. due: time for a checkpoint.
+        # True if true of any process at the last `agree`.
         self.requested = False
         self.failed = False
-        self.due = False
+        self.clock = False  # checkpoint.minutes have passed
         # torchrun, if it started this process
         self.launcher: int | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -55,17 +55,17 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signalled = True
 
-    def agree(self, failed: bool = False, due: bool = False) -> None:
-        """Set `requested`, `failed` and `due` if they are true of any process."""
+    def agree(self, failed: bool = False, clock: bool = False) -> None:
+        """Set `requested`, `failed` and `clock` if they are true of any process."""
         # Without its launcher, another job may take the place of this one.
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
-        flags = [self.signalled or self.error is not None, failed, due]
+        flags = [self.signalled or self.error is not None, failed, clock]
         if self.procs.world_size > 1:
             counts = torch.tensor(flags, dtype=torch.float32)
             dist.all_reduce(counts)  # between the CPUs: waits for no GPU
             flags = (counts > 0).tolist()
-        self.requested, self.failed, self.due = flags
+        self.requested, self.failed, self.clock = flags
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Saver:
         self.writing: Writing | None = None
         # The path of the last checkpoint; None if it could not be written.
         self.written: Path | None = None
-        self.due = False  # a checkpoint, at the next step that counts
+        self.unsaved = False  # whether a checkpoint was due that is not written yet
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -113,16 +113,16 @@ class Saver:
         if minutes > 0:
             self.next_by_clock = time.monotonic() + 60 * minutes
 
-    def wants(self, progress: Progress, stop: StopRequest) -> bool:
-        """Whether a checkpoint is due: by the number of the step, at the end, or as the
-        processes have agreed."""
+    def is_due(self, progress: Progress, stop: StopRequest) -> bool:
+        """Whether a checkpoint is due: by the number of the step, at the end, as the
+        processes have agreed, or since an earlier step that was skipped."""
         by_step = progress.step % self.config.checkpoint.interval == 0
         is_last = progress.step == self.config.train.steps
-        if by_step or is_last or stop.requested or stop.due:
-            self.due = True
-        return self.due
+        if by_step or is_last or stop.requested or stop.clock:
+            self.unsaved = True
+        return self.unsaved
 
-    def takes(
+    def should_save(
         self,
         progress: Progress,
         stop: StopRequest,
@@ -134,7 +134,7 @@ class Saver:
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
             return False
-        return self.due or best != progress.best
+        return self.unsaved or best != progress.best
 
     def save(self, state: State, best: dict | None) -> None:
         """Write the state, or start to; best: {"step", "loss"}, progress.best once it
@@ -191,7 +191,7 @@ class Saver:
                 step=step,
             )
             self.wait()
-        self.due = False
+        self.unsaved = False
         self.restart_clock()
 
     def wait(self) -> Path | None:

@@ -30,7 +30,7 @@ from .optimizers import (
     make_optimizers,
     named_state,
 )
-from .validation import validation_orders
+from .val_losses import validation_orders
 from .warm_start import check_start, warm_start
 
 # Keys (or tables) that differ when a run resumes (docs/training.md). REFUSED: an error;
