@@ -37,7 +37,7 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import INFILL_SEEDS, philox_bits
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling import gaps, live, modes, resampling
+from aogpt.sampling import gaps, modes, resampling, terminal
 from aogpt.sampling.engine import Generation
 from aogpt.sampling.gaps import Gapped
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
@@ -88,9 +88,6 @@ class Arguments(RunOptions, OutputOptions):
     token-forwards and seconds are totals over all samples up to then."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
-    live: bool = False
-    """On a terminal: replay each finished sample in 2 to 6 seconds. A dim bar is a token not yet
-    known; colors show how probable a token was. Any key ends a replay, Ctrl-C ends all."""
     interactive: bool = False
     """Read lines from the terminal or standard input: masks are filled in, other text is continued
     by 40 tokens. An empty line repeats the last one with the next seed; "exit" or Ctrl-D ends."""
@@ -174,7 +171,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     # 3. Samples.
     session = Session(options, loaded, tokenizer, outputs, procs)
     if a.interactive:
-        live.interact(lambda line, seed: fill_line(a, session, line, seed), a.seed)
+        terminal.interact(lambda line, seed: fill_line(a, session, line, seed), a.seed)
     else:
         fill(a, session, requests)
 
@@ -396,12 +393,9 @@ class Report:
             self.write(records)
         if self.a.html:
             self.kept += records
-        styled = sys.stdout.isatty() and live.can_style()
-        replays = self.a.live and styled
-        if not self.a.jsonl or replays:
-            tokenizer = self.session.tokenizer
+        if not self.a.jsonl:
             first = 1 + self.count
-            print_samples(records, tokenizer, styled, replays, self.several, first)
+            print_samples(records, self.session.tokenizer, self.several, first)
         self.count += len(records)
         if self.a.decoding.ban:
             self.with_banned += modes.banned_count(records, self.a.decoding.ban)
@@ -700,17 +694,12 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
 def print_samples(
     records: list[dict],
     tokenizer: Tokenizer,
-    styled: bool,
-    replays: bool,
     several: bool,
     first: int,
 ) -> None:
-    """Print the samples. styled: on a terminal, generated tokens are bold beside given
-    ones, or replayed. several: name the prompt of each; first: the number of the first
-    one."""
+    """Print the samples; on a terminal generated tokens are bold beside given ones.
+    several: name the prompt of each; first: the number of the first one."""
     for number, record in enumerate(records, first):
-        step = record["step"]
-        log_probs = record["log_probs"]
         title = f"sample {number}"
         if several:
             title += f" of prompt {record['prompt_index'] + 1}"
@@ -718,14 +707,9 @@ def print_samples(
             title += f" ({caption(record)})"
         sys.stdout.write(f"=== {title} ===\n")
         text = visible(record["text"])
-        if styled:
+        if -1 in record["step"] and terminal.can_style():
             pieces = tokenizer.pieces(record["tokens"])
-            if replays:
-                replays = live.play(pieces, step, log_probs)
-                sys.stdout.write("\n")
-                continue
-            if -1 in step:
-                text = live.paint(live.cells(pieces, step, log_probs))
+            text = terminal.emphasised(pieces, record["step"])
         sys.stdout.write(f"{text}\n\n")  # not show(), which would escape the bold type
 
 

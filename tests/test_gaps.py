@@ -6,7 +6,6 @@ import inspect
 import itertools
 import json
 import math
-import runpy
 import sys
 import typing
 
@@ -438,13 +437,6 @@ def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, b
     assert told.count("=== sample") == 1
     with pytest.raises(ValueError, match="--candidates chooses among fillings"):
         run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
-
-
-def test_the_terminal_is_imported_where_it_is_needed(monkeypatch):
-    """Windows has no termios."""
-    for name in ("termios", "tty"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert "play" in runpy.run_module("aogpt.sampling.live")
 
 
 @pytest.fixture
