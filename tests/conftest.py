@@ -27,20 +27,24 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-SLOW = (
-    "test_train",
-    "test_elastic",
+LONG = (
+    "test_decode",
+    "test_kernels",
     "test_parallel",
-    "test_end_to_end",
+    "test_train",
+    "test_findings",
+    "test_sample",
     "test_sharded",
-    "test_eval_ppl",
+    "test_elastic",
+    "test_hub",
+    "test_app",
 )
 
 
 def pytest_collection_modifyitems(items):
-    """Two workers take file after file: the slow ones first, so that neither is left
+    """Two workers take file after file: the longest ones first, so that neither is left
     alone with one at the end. And a test that is marked as slow says why."""
-    places = {name: place for place, name in enumerate(SLOW)}
+    places = {name: place for place, name in enumerate(LONG)}
     # A stable sort: the order within files stays.
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:

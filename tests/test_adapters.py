@@ -210,6 +210,7 @@ def test_a_run_of_adapters_resumes_exactly(tuned, tmp_path):
         train.train(change(parts, train__lora_rank=4, train__steps=9), ALONE)
 
 
+@pytest.mark.slow(reason="starts two processes")
 def test_two_processes_train_the_adapters_of_one(tuned, tmp_path):
     config, _ = tuned
     alone = change(config, out=str(tmp_path), name="alone")

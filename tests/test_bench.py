@@ -80,6 +80,7 @@ def test_the_floor_counts_bytes_and_operations():
     assert floor_of(plan, c, 50, 4, processor) == pytest.approx(flops / 10)
 
 
+@pytest.mark.slow(reason="times four systems")
 def test_systems_with_steps_of_their_own_are_timed_once(tmp_path, script):
     """And an encoder that is not compiled has an engine of its own."""
     words = [
@@ -113,11 +114,12 @@ SLOW = pytest.mark.slow(reason="two benchmarks, each in full")
 
 
 def every_choice():
-    """Of both benchmarks; the quick ones first."""
+    """Of both benchmarks."""
     few = ["--batch-size", 1, "--device", "cpu", "--repeats", 1]
     decode = ["decode", "--lengths", 12, 24, "--group", 6, *few]
     train = ["train", "--length", 16, "--warmup", 1, "--no-compile", *few]
-    yield [*decode, "--size", "tiny", "--memory", "--systems", *decoding_speed.SYSTEMS]
+    every = [*decode, "--size", "tiny", "--memory"]
+    yield pytest.param([*every, "--systems", *decoding_speed.SYSTEMS], marks=SLOW)
     for optimizer in ("adamw", "muon"):
         every = ["--systems", *step_speed.SYSTEMS]
         yield pytest.param(
@@ -235,6 +237,7 @@ def test_impossible_settings_are_refused_by_name(monkeypatch):
             measure(options(**TINY | settings))
 
 
+@pytest.mark.slow(reason="compiles two systems")
 def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     graphs = []
     plain = torch.nn.Module.compile

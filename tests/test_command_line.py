@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ALONE, ROOT, prepared, run_script
+from helpers import ALONE, ROOT, prepared, run_script, some_slow
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -67,7 +67,14 @@ def test_an_option_is_not_given_twice(script, run, tmp_path):
     assert done.returncode == 2 and "--dtype is given twice" in done.stderr
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    some_slow(
+        [("2>&-",), (">&-",), (">&- 2>&-",)],
+        lambda closed: closed == ">&- 2>&-",
+        "a process for each",
+    ),
+)
 def test_a_closed_output_is_nowhere_and_no_error(tmp_path, closed):
     """The number of a closed one is not that of the next file that is opened."""
     body = """

@@ -798,7 +798,11 @@ def test_kill_in_the_middle(tmp_path, big_text):
     "number, ignores_ctrl_c",
     [
         (signal.SIGINT, False),
-        (signal.SIGTERM, False),
+        pytest.param(
+            signal.SIGTERM,
+            False,
+            marks=pytest.mark.slow(reason="in the background it is the same"),
+        ),
         (signal.SIGTERM, True),
     ],
     ids=["ctrl_c", "scheduler", "scheduler_in_the_background"],

@@ -28,7 +28,7 @@ def short(steps):
     "path",
     some_slow(
         [(path,) for path in SYSTEMS],
-        lambda path: path.stem in ("aogpt", "a3", "encoder"),
+        lambda path: path.stem in ("aogpt", "encoder"),
         "four scripts, three seconds, for each",
     ),
     ids=lambda path: path.stem,

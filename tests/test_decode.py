@@ -78,6 +78,11 @@ SPECULATIVE = modes("""
     speculative --order l2r --draft 3, speculative --draft 2
 """)
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
+OF_EACH_KIND = modes("""
+    l2r --group-size 3, random, mdm --steps 3 --schedule cosine, even --steps 2,
+    confidence, entropy --group-size 3, confidence --threshold 0.45 --block 3,
+    speculative --draft 2
+""")
 
 RELATIVE = ["target rotary", "two_stream, rotary", "mask_query, rotary"]
 
@@ -190,9 +195,17 @@ OTHERS = {
 }
 
 
-# Every mode in one system; in the others those in which they take a way of their own.
+# In one system each kind of mode, in the others those in which they take a way of their
+# own.
 QUICK_MODES = {
-    "AO-GPT": [*AOGPT_MODES, *PACED],
+    "AO-GPT": modes("""
+    l2r, l2r --group-size 3, random --group-size 2, adaptive --unmask-by random,
+    mdm --steps 1, mdm --steps 5, mdm --steps 2 --schedule cosine, even --steps 3,
+    even --steps 3 --schedule cosine, confidence, entropy --group-size 2,
+    margin --group-size 3, speculative --order l2r --draft 4, speculative --draft 3,
+    confidence --threshold 0.45, confidence --threshold 0.4 --entropy-bound 1.0,
+    entropy --block 3 --group-size 2
+"""),
     "two_stream": modes("""
     random --group-size 2, mdm --steps 3 --schedule cosine, speculative --draft 4,
     confidence --threshold 0.45 --block 3
@@ -225,9 +238,7 @@ SAME_WAY = "other systems decode in these modes by the same code"
             for system in systems
             for mode in some_modes
         ),
-        lambda system, seed, mode: (
-            seed != 0 and mode in QUICK_MODES.get(system, ["confidence --group-size 2"])
-        ),
+        lambda system, seed, mode: seed != 0 and mode in QUICK_MODES.get(system, ()),
         SAME_WAY,
     ),
 )
@@ -281,6 +292,19 @@ INFILLED = [  # systems, seed, prompts, modes
 ]
 
 
+QUICK_INFILLED = {
+    "AO-GPT": modes("""
+    random --group-size 2, mdm --steps 3, even --steps 2 --schedule cosine, confidence,
+    entropy --entropy-bound 0.95, speculative --draft 2
+"""),
+    "two_stream": ["mdm --steps 3"],
+    "mask_query": ["entropy --group-size 2", "speculative --order l2r --draft 3"],
+    "target rotary": ["confidence", "speculative --order l2r --draft 3"],
+    "RADD": ["entropy"],
+    "SEDD": ["even --steps 2"],
+}
+
+
 @pytest.mark.parametrize(
     "system, seed, prompt, mode",
     some_slow(
@@ -292,14 +316,7 @@ INFILLED = [  # systems, seed, prompts, modes
             for mode in some_modes
         ],
         lambda system, seed, prompt, mode: (
-            mode
-            in (
-                "mdm --steps 3",
-                "confidence",
-                "speculative --order l2r --draft 3",
-                "entropy",
-            )
-            or (system == "AO-GPT" and prompt == ENDS[0])
+            prompt == ENDS[0] and mode in QUICK_INFILLED.get(system, ())
         ),
         SAME_WAY,
     ),
@@ -566,12 +583,14 @@ def fits(system, mode):
 
 
 def every_mode_of(*systems):
-    """All modes of all systems. Those of the first one are quick; the others share the
-    modes, each mode with a sixth of the systems, and the rest is slow."""
+    """All modes of all systems. A mode of each kind is quick with the first one; the
+    others share the modes, each with a twelfth of them, and the rest is slow."""
 
     def is_quick(system, mode):
         number = systems.index(system)
-        return number == 0 or (number + EVERY_MODE.index(mode)) % 6 == 0
+        if number == 0:
+            return mode in OF_EACH_KIND
+        return (number + EVERY_MODE.index(mode)) % 12 == 0
 
     pairs = [
         (system, mode)
@@ -787,7 +806,14 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     ]
 
 
-@pytest.mark.parametrize("mode", ["l2r", "even --steps 8", "mdm --steps 16"])
+@pytest.mark.parametrize(
+    "mode",
+    some_slow(
+        [("l2r",), ("even --steps 8",), ("mdm --steps 16",)],
+        lambda mode: mode == "even --steps 8",
+        "a large model, several seconds",
+    ),
+)
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     """At this width batches of 1 and 8 take other kernels, and some tokens are drawn
     again."""
@@ -925,7 +951,8 @@ BY_HAND = {"l2r": 12, "mdm --steps 1": 12, "random": 12, "even --steps 4": 12 + 
             [False, True],
         ),
         lambda mode, prompted, ragged: (
-            prompted and ragged or not prompted and not ragged and mode in BY_HAND
+            (prompted and ragged and mode in OF_EACH_KIND)
+            or (not prompted and not ragged and mode in BY_HAND)
         ),
         "rows with a prompt and of different lengths are the general case",
     ),
@@ -1093,6 +1120,7 @@ def counted_graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow(reason="compiles to C++, twenty seconds")
 def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache():
     """Writing into a part of a tensor, compiled code would copy the whole: no buffer
     that it allocates may be as large as the cache of a layer, or as what a step reads
@@ -1133,7 +1161,9 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
             ("SEDD", "even --steps 2", 0.9),
             ("encoder AO-GPT", "confidence --group-size 6", 1.0),
         ],
-        lambda system, mode, top_p: mode == "even --steps 2" or system == "two_stream",
+        lambda system, mode, top_p: (
+            system == "two_stream" or (system, mode) == ("AO-GPT", "even --steps 2")
+        ),
         "each is compiled",
     ),
 )

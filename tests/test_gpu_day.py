@@ -76,7 +76,13 @@ time.sleep(60)
     assert status == (0 if may_be_cut else 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow(reason="the other signal")),
+    ],
+)
 def test_a_job_does_not_outlive_the_script(number, tmp_path):
     """A job that did would still run beside the same command given again. In the
     background of a shell, Ctrl-C is ignored and SIGTERM is not."""

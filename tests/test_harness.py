@@ -199,7 +199,7 @@ def test_greedy_looks_at_the_tokenizer_s_ids_only(adapter):
     "system",
     some_slow(
         [(name,) for name in SYSTEMS if name != "GPT-2"],
-        lambda system: system in ("AO-GPT", "two_stream", "RADD"),
+        lambda system: system in ("AO-GPT", "RADD"),
         "600 estimates of each",
     ),
 )

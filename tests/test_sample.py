@@ -172,7 +172,26 @@ class OneOf(Processes):
         return [value]
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
+# One of each way to plan: by a random time, a schedule, an order, a score or drafts.
+OF_EACH_KIND = (
+    "mdm cosine",
+    "even",
+    "l2r in groups",
+    "order",
+    "bound",
+    "speculative",
+    "refined at random, in groups",
+)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    some_slow(
+        [(mode,) for mode in EVERY_MODE],
+        lambda mode: mode in OF_EACH_KIND,
+        "every mode, a second for each",
+    ),
+)
 def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
     draw, prompts, mode, run
 ):
@@ -209,6 +228,7 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
     assert got[:3] == [whole[0, n][0] for n in range(3)]
 
 
+@pytest.mark.slow(reason="starts two processes")
 def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     draw, run, prompts, tmp_path
 ):
@@ -728,7 +748,14 @@ def test_no_sample_holds_a_banned_word(draw):
         assert not any(pair in text for text in free)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    some_slow(
+        [(mode,) for mode in MODES],
+        lambda mode: mode in OF_EACH_KIND,
+        "every mode",
+    ),
+)
 def test_every_sample_holds_the_required_words(draw, mode):
     """As given tokens, elsewhere in each sample; the same ones for any number of
     samples."""

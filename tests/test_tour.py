@@ -79,6 +79,10 @@ def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
     assert kinds == {"display_data", "stdout"}  # no warnings, no errors
 
 
+EXECUTES = pytest.mark.slow(reason="executes the notebook, twenty seconds")
+
+
+@EXECUTES
 def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
     """Except for the numbers, which depend a little on the machine."""
     for ours, theirs in zip(printed(fresh), printed(committed), strict=True):
@@ -88,6 +92,7 @@ def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
         assert ours == theirs
 
 
+@EXECUTES
 def test_every_step_shows_what_it_says(fresh):
     texts = printed(fresh)
     assert len(texts) == CELLS and all(texts[i] for i in range(CELLS) if i != 7)
