@@ -213,4 +213,4 @@ def write_transformers_files(
 
 
 if __name__ == "__main__":
-    run_script(lambda: tyro.cli(convert))
+    run_script(lambda: tyro.cli(convert, prog="python convert.py"))

@@ -167,7 +167,7 @@ class Arguments(ModelOptions, ReportOptions):
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments = tyro.cli(Arguments, prog="python eval_gen.py", description=__doc__)
     with processes(arguments.device) as procs:
         evaluate(arguments, procs)
 

@@ -80,7 +80,7 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(Arguments, prog="python eval_infill.py", description=__doc__)
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")

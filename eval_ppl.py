@@ -272,8 +272,13 @@ def scorers_of(
     scorers: dict[str, list[Scorer]] = {}
     for name in names:
         scorers[name] = []
-        for config in configs:
-            scorer = scorer_of(name, orders[name], a, config, block_size)
+        for run, config in zip((a.run, a.other), configs, strict=False):
+            try:
+                scorer = scorer_of(name, orders[name], a, config, block_size)
+            except UserError as error:
+                if a.other is None:
+                    raise
+                raise UserError(f"{run}: {error}") from None
             scorers[name].append(scorer)
     all_scorers = [scorer for of_name in scorers.values() for scorer in of_name]
     if set(a.ensemble) != {1} and not any(
@@ -430,13 +435,19 @@ class Report:
         if not self.a.other:
             return [self.models[0].description, "", *markdown(self.results)]
         first, second = self.models
-        return [
+        lines = [
             f"A: {first.description}",
             "",
             f"B: {second.description}",
             "",
             *comparison(self.differences),
         ]
+        if first.tokens and second.tokens and first.tokens != second.tokens:
+            lines += [
+                "",
+                f"note: A has trained on {first.tokens:,} tokens, B on {second.tokens:,}",
+            ]
+        return lines
 
     def document(self, dtype: torch.dtype, procs: Processes) -> dict:
         """Return what --json holds."""
@@ -620,7 +631,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments = tyro.cli(Arguments, prog="python eval_ppl.py", description=__doc__)
     with processes(arguments.device) as procs:
         evaluate(arguments, procs)
 

@@ -100,7 +100,7 @@ class Arguments(harness.Settings, RunOptions, OutputOptions):
 
 def main(judges: Mapping[str, Judge] | None = None) -> None:
     """Answer the tasks of the command line. judges: see `open_questions`."""
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(Arguments, prog="python eval_tasks.py", description=__doc__)
     check_values(a)
     if not a.tasks:
         raise UserError(

@@ -129,6 +129,8 @@ def train(config: Config, procs: Processes) -> int:
         mode = " --temperature 0.7 --top-p 0.9"
         if data.of_records:
             mode = ' --mode l2r --prompt "..." --until-end'
+        elif not config.model.is_encoder and not config.model.l2r_only:
+            mode = " --mode l2r" + mode  # reads best
         procs.print0(
             f"finished {step} steps; next: python sample.py {folder}{mode}, or more "
             "--train.steps"

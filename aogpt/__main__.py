@@ -31,7 +31,10 @@ def main() -> int | None:
         return 0
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}; choose one of {', '.join(COMMANDS)}")
-    sys.argv = [f"aogpt {command}", *sys.argv[2:]]
+    program = "aogpt"
+    if sys.argv[0].endswith("__main__.py"):  # not the installed command
+        program = "python -m aogpt"
+    sys.argv = [f"{program} {command}", *sys.argv[2:]]
     if command in TEXT_COMMANDS:
         from .commands import main as run_command
     else:

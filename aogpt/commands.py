@@ -5,8 +5,10 @@ plain values, for --json, and the lines to show."""
 
 import abc
 import functools
+import inspect
 import math
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
-from .sampling.gaps import MASK, RankBy
+from .sampling.gaps import MASK, RankBy, space_note
 from .sampling.modes import Mode
 from .sampling.token_choice import Temperature, TokenChoice
 
@@ -201,7 +203,10 @@ class Fill(Drawing):
             rows.append(row)
         last = f"nats per token; ranked by {best.ranked_by}; seed {best.seed}"
         if best.effective_sample_size is not None:
-            last += f"; effective sample size {best.effective_sample_size:.1f}"
+            last += (
+                "; weight: share of p(text in the gap | both sides), whatever its length; "
+                f"effective sample size {best.effective_sample_size:.1f}"
+            )
         return {"fillings": rows}, [*filling_table(fillings), "", last]
 
 
@@ -313,9 +318,10 @@ def rank_answer(model: aogpt.TextModel, text: str, end: bool) -> Answer:
         if has_both_sides:
             row.append(number(alternative.given_both_sides))
         cells.append(row)
-    lines = markdown_table(head, cells)
+    legend = "log p of the whole text, in nats, and its share among the alternatives"
     if has_both_sides:
-        lines += ["", "given both sides: the tokens that alternatives do not share"]
+        legend += "; given both sides: of the tokens that alternatives do not share"
+    lines = [*markdown_table(head, cells), "", legend]
     return {"alternatives": [asdict(row) for row in alternatives]}, lines
 
 
@@ -333,11 +339,17 @@ def blanks_answer(model: aogpt.TextModel, text: str, top: int) -> Answer:
 
 def run(command: str) -> None:
     """Run the command of this name with the words of the command line."""
-    # A function: tyro would show mistakes in the options of a class in a box.
-    a = tyro.cli(functools.partial(COMMANDS[command]))
+    kind = COMMANDS[command]
+    # A function: tyro would show mistakes in the options of a class in a box. Indented,
+    # as tyro joins lines that begin with a letter.
+    a = tyro.cli(
+        functools.partial(kind),
+        prog=sys.argv[0],
+        description=textwrap.indent(inspect.getdoc(kind) or "", " "),
+    )
     if not a.texts:
         example = EXAMPLES[command]
-        raise UserError(f'give a text, as in: aogpt {command} {a.model} "{example}"')
+        raise UserError(f'give a text, as in: {sys.argv[0]} {a.model} "{example}"')
     outputs = Outputs({"--json": a.json}, [a.model], a.overwrite)
     device = pick_device(a.device)
     if sys.stderr.isatty():
@@ -354,6 +366,8 @@ def run(command: str) -> None:
     model.model.to(dtype)
     rows = []
     for text in a.texts:
+        if note := space_note(text, model.tokenizer):
+            show(note, file=sys.stderr)
         values, lines = a.answer(model, text)
         rows.append({"text": text} | values)
         show(*lines, "", sep="\n")

@@ -695,7 +695,7 @@ class AOGPT(Transformer):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         c = config
-        self.start = nn.Parameter(torch.empty(c.n_embd))
+        self.start = nn.Parameter(torch.zeros(c.n_embd))
         if c.position != "rotary":
             self.wpe = PositionTable(c, c.block_size + 1, c.n_embd)
         self.wtpe: TargetTable | None = None
@@ -704,6 +704,12 @@ class AOGPT(Transformer):
         elif c.target in ("input", "shared"):
             self.wtpe = TargetTable(c, c.n_embd)
         self.add_blocks(Block)
+        reads_target = any(getattr(m, "conditions", ()) for m in self.modules())
+        if c.is_encoder or (c.target not in ("none", "rotary") and not reads_target):
+            raise ValueError(
+                f"this configuration (target {c.target!r}, {c.attention} attention) is of "
+                "another class than AOGPT: use aogpt.systems.build_model(config)"
+            )
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
         """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order.

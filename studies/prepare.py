@@ -63,7 +63,7 @@ class PrepareStudy(Prepare):
 
 def main() -> None:
     """Prepare the dataset of the command line."""
-    args = library.parse(PrepareStudy, __doc__)
+    args = library.parse(PrepareStudy, "python -m studies.prepare", __doc__)
     if args.predict and args.name != "chorales":
         raise UserError("--predict is for chorales; leave it out")
     prepare(args, DATASETS)

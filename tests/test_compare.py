@@ -96,6 +96,16 @@ def test_the_difference_is_paired(
     assert f" {row['nll']['difference']:.4f} ± " in report["terminal"]
 
 
+def test_unequal_training_is_noted(compare, run, longer, raw):
+    """The losses of a longer run and a shorter one do not compare two models."""
+    told = compare(run, longer, "--max-sequences 2")["terminal"]
+    assert "note: A has trained on" in told
+    told = compare(run, run, "--max-sequences 2")["terminal"]
+    assert "has trained on" not in told
+    told = compare(run, raw, "--max-sequences 2")["terminal"]  # not recorded
+    assert "has trained on" not in told
+
+
 def test_a_model_does_not_differ_from_itself(compare, run, encoder):
     for path, options in (
         (run, "--orders l2r random confidence --group 2"),

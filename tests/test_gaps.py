@@ -452,6 +452,12 @@ def command(monkeypatch, capsys, books):
     return call
 
 
+def test_a_space_before_a_mask_is_noted_where_words_begin_with_theirs(books):
+    assert "leave the space out" in gaps.space_note("The [MASK:2] ran", books.tokenizer)
+    assert gaps.space_note("The[MASK:2] ran", books.tokenizer) is None
+    assert gaps.space_note("The [MASK:2] ran", get_tokenizer("bytes")) is None
+
+
 def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeypatch):
     path = tmp_path / "scores.json"
     texts = ("The old horse.", "The [cat|tax] barked.", "The dog[MASK:2] home.")

@@ -36,6 +36,8 @@ FIELDS = {  # what a message may have in the place of a variable
     "mode": ' --mode l2r --prompt "..." --until-end',
     "needs": "",
     "out": "",
+    "path": "configs/quickstart.toml",
+    "command": "-m studies.speculation",
 }
 COMMAND = re.compile(
     r"(?:python (?:-m )?[\w./]+|torchrun .*?\.py|^aogpt [a-z]+)(?: .*|$)", re.M

@@ -311,6 +311,17 @@ UNFIT = [
 ]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"target": "two_stream"}, {"target": "mask_query"}, {"attention": "full"}],
+)
+def test_ao_gpt_is_not_made_of_the_configuration_of_another_class(settings):
+    """It would be a decoder that does not know what to predict, without a word."""
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=32, **settings)
+    with pytest.raises(ValueError, match="build_model"):
+        model_page.AOGPT(config)
+
+
 @pytest.mark.parametrize("tokens, shape, words", UNFIT)
 def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
     for model in (make_system("AO-GPT"), make_system("RADD")):

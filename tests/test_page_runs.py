@@ -44,6 +44,7 @@ UNREACHED = {
     "return self.head_logits(self.hidden(*inputs))",
     "self.wtpe = TargetTable(c, c.n_embd)",
     "p.added = p.lookup(self.wtpe.weight)",
+    "raise ValueError(",
 }
 
 # Methods that one of the recipes does without, and why; `logits` is for users.

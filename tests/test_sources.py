@@ -259,6 +259,23 @@ def test_the_hint_for_missing_data_is_a_command_that_makes_it(
     assert command_for(name) == command
 
 
+def test_the_hint_for_a_folder_or_file_of_texts_prepares_them(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(FileNotFoundError, match="no meta.json.*--source .*/[*].txt "):
+        find_dataset(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no meta.json.*--source .*a.txt --out"):
+        find_dataset(tmp_path / "a.txt")
+
+
+def test_little_text_is_noted(tmp_path, capsys):
+    source = tmp_path / "a.txt"
+    source.write_text("word " * 400)
+    prepared("text", tmp_path / "o", source)
+    assert "to train on are few" in capsys.readouterr().out
+    prepared("text", tmp_path / "p", source, protocol="sedd", split="test")
+    assert "to train on are few" not in capsys.readouterr().out
+
+
 def test_data_of_the_studies_is_made_by_their_command(tmp_path):
     assert set(OF_STUDIES) == STUDIES.keys() and not set(OF_STUDIES) & DATASETS.keys()
     with pytest.raises(UserError, match="is made by: python -m studies.prepare star"):

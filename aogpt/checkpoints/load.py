@@ -63,6 +63,8 @@ class Loaded:
     scored_from: int = 0
     # The layout of released weights; None for a model trained here.
     system: str | None = None
+    # That a run has trained on; None where nothing records it.
+    tokens: int | None = None
     # Of the vocabulary of its tokenizer; None where nothing records it.
     tokenizer_sha256: str | None = None
     description: str = ""  # the source, its step and the kind of its weights
@@ -253,6 +255,7 @@ def from_checkpoint(
         model = make_model(config, tensors)
     origin = {key: values["data"].get(key) for key in RECORDED}
     origin["step"] = values["step"]
+    origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
     return model, origin
 

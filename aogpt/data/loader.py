@@ -8,6 +8,7 @@ processes reads the same. Shapes: B sequences, T block_size."""
 from __future__ import annotations
 
 import functools
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -86,6 +87,15 @@ def find_dataset(name: str | Path) -> Path:
     for folder in (expand_home(name), DATA / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
+    path = Path(expand_home(name))
+    if path.exists():
+        texts = shlex.quote(str(name))
+        if path.is_dir():
+            texts += "/*.txt"
+        raise FileNotFoundError(
+            f"{name} is not a prepared dataset, it has no meta.json; make one of its "
+            f"text with: python data/prepare.py text --source {texts} --out data/own"
+        )
     prepared = sorted(path.parent.name for path in DATA.glob("*/meta.json"))
     raise FileNotFoundError(
         f"{name} is not a prepared dataset, neither a folder nor in {DATA} "

@@ -50,6 +50,7 @@ FILES = {"meta.json", *tokenizers.FILES, tokenizers.HUB_SETTINGS}
 for _split in SPLITS:
     FILES |= {f"{_split}.bin", f"{_split}.roles.bin"}
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
+ENOUGH = 100_000  # tokens of text to train on: below that a note
 FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
@@ -147,14 +148,14 @@ def main() -> None:
     """Prepare the dataset of the command line."""
     # A scheduler's way to stop a run cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, interrupt)
-    prepare(parse(Prepare, __doc__))
+    prepare(parse(Prepare, "python data/prepare.py", __doc__))
 
 
-def parse(options: type[Prepare], description: str) -> Prepare:
+def parse(options: type[Prepare], program: str, description: str) -> Prepare:
     """Return the command line as a Prepare, or a subclass of it."""
     names = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
     config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(options, description=description, config=config)
+    return tyro.cli(options, prog=program, description=description, config=config)
 
 
 def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
@@ -496,6 +497,12 @@ class Writer:
                     f"val has {share:.1%} of the tokens, where --val-fraction is "
                     f"{fraction:.1%} of the documents, which differ in length"
                 )
+        tokens = entries.get("train", {}).get("tokens", ENOUGH)
+        if tokens < ENOUGH and self.args.protocol == "full":
+            notes.append(
+                f"{counted(tokens, 'tokens')} to train on are few; a model that writes "
+                f"words needs about {ENOUGH:,}"
+            )
         for split in ("val", "test"):
             if "train" in files and split in files:
                 shared = packing.shared_rows(files["train"], files[split])

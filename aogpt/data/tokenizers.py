@@ -631,7 +631,7 @@ def _get_known(name: str) -> Tokenizer:
     # Of requests, an OSError, a wrong hash: one remedy for all.
     except Exception as error:
         raise UserError(
-            f"tiktoken could not get r50k_base, the gpt2 tokenizer ({reason_of(error)}). "
-            "Without a network, set TIKTOKEN_CACHE_DIR to a folder that holds it as "
-            "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4, or use --tokenizer bytes"
+            "GPT-2's vocabulary cannot be downloaded; use --tokenizer english or bytes, "
+            "or set TIKTOKEN_CACHE_DIR to a folder that holds it as "
+            f"0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 ({type(error).__name__})"
         ) from error

@@ -10,6 +10,7 @@ It needs gradio: run `make playground`, or pip install -r requirements-playgroun
 
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -175,7 +176,7 @@ class Arguments:
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(Arguments, prog=sys.argv[0], description=__doc__)
     if a.run == BOOKS and not Path(BOOKS).exists():
         raise UserError("name a model: aogpt playground MODEL")
     if importlib.util.find_spec("gradio") is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.tokenizers import Tokenizer
+from ..data.tokenizers import AlphabetTokenizer, BytesTokenizer, Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
 from ..scoring import token_log_probs
@@ -61,6 +61,18 @@ def read_gaps(text: str) -> list[str | range]:
     if len(parts) == 1:
         raise UserError("there is no mask; write [MASK:n] for n new tokens")
     return parts
+
+
+def space_note(text: str, tokenizer: Tokenizer) -> str | None:
+    """Return a note on a space before a mask, if the tokenizer's words begin with
+    theirs, so that the space would be a token of its own."""
+    is_of_characters = isinstance(tokenizer, BytesTokenizer | AlphabetTokenizer)
+    if " [MASK" not in text or is_of_characters:
+        return None
+    return (
+        "note: a mask after a space is filled as if the space were a word; leave the "
+        'space out, as in "The[MASK] ran"'
+    )
 
 
 def refuse_masks(text: str, advice: str) -> None:

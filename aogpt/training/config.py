@@ -367,7 +367,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         Config,
         default=default,
         args=words,
-        prog=f"train.py {path}",
+        prog=f"python train.py {path}",
         # indented, as tyro joins lines that begin with a letter
         description=textwrap.indent(description, " "),
     )

@@ -18,7 +18,7 @@ def validation_panels() -> dict[str, tuple[str, str]]:
     """Return the panels of the validation losses, one for each kind of orders."""
     panels = {}
     for kind, orders in ORDERS.items():
-        title = f"validation, {orders} (dashed: last weights)"
+        title = f"validation, {orders} (averaged weights; dashed: of the last step)"
         panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
     return panels
 
@@ -56,11 +56,14 @@ def plot_runs(folders: list[Path]) -> bytes:
     for."""
     runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
     panels = panels_of(runs)
-    lines = -(-len(panels) // COLUMNS)  # rounded up
+    columns = min(COLUMNS, len(panels))
+    if len(panels) == 4:  # two lines of two leave no place empty
+        columns = 2
+    lines = -(-len(panels) // columns)  # rounded up
     figure, grid = new_figure(
         lines,
-        COLUMNS,
-        (15.6, 3.8 * lines + 0.6),
+        columns,
+        (5.2 * columns, 3.8 * lines + 0.6),
         squeeze=False,
     )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):

@@ -264,7 +264,7 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     run."""
     best = progress.best
     if best is None:
-        return "no checkpoint was validated (see --eval.interval)"
+        return "no checkpoint has been validated yet (--eval.interval)"
     key = f"val_loss_{best_by(config)}"
     loss = "not validated"
     for row in read_metrics(config.run_folder / "metrics.jsonl"):
