@@ -2,8 +2,10 @@
 text."""
 
 import gc
+import importlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import hypothesis
@@ -117,6 +119,43 @@ def script(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             run_main(module.main)
         return stop.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def mistake(script):
+    """Run a script in vain, as after a mistake of the user's: what it says, on one
+    line."""
+
+    def call(module, *arguments):
+        status, _, err = script(module, *arguments)
+        assert status == 2 and "Traceback" not in err, err
+        return " ".join(err.split())
+
+    return call
+
+
+@pytest.fixture
+def printed(script):
+    """Run a script that succeeds: what it prints."""
+
+    def call(module, *arguments):
+        status, out, err = script(module, *arguments)
+        assert status == 0, err
+        return out
+
+    return call
+
+
+@pytest.fixture
+def run_here(script):
+    """In place of studies.runs.run_alone: a script runs in this process."""
+
+    def call(name, *arguments, processes=1):
+        module = importlib.import_module(Path(name).stem)
+        status, out, errors = script(module, *arguments)
+        return subprocess.CompletedProcess([name, *arguments], status, out, errors)
 
     return call
 

@@ -90,12 +90,16 @@ def documents(folder, split="test"):
     return text.split("<|endoftext|>")[:-1]
 
 
+def write_rows(path, rows):
+    """Write objects as a JSONL file; returns its path."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
 def write_jsonl(path, texts, field="text"):
     """Write texts as a JSONL file; returns its path."""
-    path.write_text(
-        "".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8"
-    )
-    return path
+    return write_rows(path, [{field: text} for text in texts])
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
@@ -165,8 +169,8 @@ def run_script(*arguments, check=True, timeout=600, **environment):
         "timeout": timeout,
     }
     done = subprocess.run(command, **options)
-    told = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert not (check and done.returncode), told
+    output = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert not (check and done.returncode), output
     return done
 
 

@@ -25,8 +25,10 @@ def use(folder: Path) -> dict:
     found = {}
     if case["texts"]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        how = {"add_special_tokens": False}
-        found = {"ids": [tokenizer(text, **how).input_ids for text in case["texts"]]}
+        options = {"add_special_tokens": False}
+        found = {
+            "ids": [tokenizer(text, **options).input_ids for text in case["texts"]]
+        }
         found |= {
             "mask": tokenizer.mask_token_id,
             "back": tokenizer.batch_decode(found["ids"]),

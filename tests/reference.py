@@ -32,7 +32,7 @@ from aogpt.sampling.plans import (
     speculative_plan,
 )
 from aogpt.scoring import masked_log_probs, token_log_probs
-from aogpt.systems import build_model
+from aogpt.systems import build_model, log_linear_noise
 
 LEVEL = (
     1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
@@ -999,6 +999,23 @@ def uncached_log_probs(model, tokens, plan):
                 scored = token_log_probs(model, text, single)
             result[b, order[i]] = scored[0, start]
     return result
+
+
+def logits_given(model, tokens, context, target, sizes=()):
+    """Logits (V,) at one position of a row (T,) given its tokens at `context`, which
+    were predicted in groups of these sizes."""
+    length = len(tokens)
+    if model.config.is_encoder:
+        masked = torch.tensor([[p not in context for p in range(length)]])
+        sigma = None
+        if model.config.noise:
+            sigma = log_linear_noise(masked.double().mean(dim=1))
+        return model.logits(model.with_masks(tokens[None], masked), sigma)[0, target]
+    order = torch.tensor([order_through(context, target, length)])
+    inputs = (tokens[None], order)
+    if in_groups(model):
+        inputs = (*inputs, group_starts(sizes, length)[None])
+    return model.head_logits(model.hidden(*inputs))[0, len(context)]
 
 
 def sizes_of(steps):

@@ -22,6 +22,7 @@ from reference import (
     accept,
     all_sequences,
     enumerable_system,
+    logits_given,
     make_plan,
     make_system,
     modes,
@@ -53,7 +54,6 @@ from aogpt.sampling import (
 )
 from aogpt.sampling.plans import Pace, Rule
 from aogpt.scoring import masked_log_probs, token_log_probs
-from aogpt.systems import log_linear_noise
 
 # positions and tokens of the enumerable models: 81 sequences
 N = 4
@@ -248,13 +248,10 @@ def test_samples_match_enumeration(system, seed, mode):
         model, make_plan(mode, SAMPLES, N, seed=seed + 10), seed + 20
     )
     assert accept(counts, expected_distribution(mode, system, seed))
-    for other in (
-        modes(OTHERS[mode])
-        if (system, seed) == ("AO-GPT", 1) and mode in OTHERS
-        else ()
-    ):
-        expected = SAMPLES * expected_distribution(other, system, seed)
-        assert reference.chi_square_p(counts, expected) < 1e-6, other
+    if (system, seed) == ("AO-GPT", 1) and mode in OTHERS:
+        for other in modes(OTHERS[mode]):
+            expected = SAMPLES * expected_distribution(other, system, seed)
+            assert reference.chi_square_p(counts, expected) < 1e-6, other
 
 
 PROMPTED_MODES = modes("""
@@ -424,16 +421,14 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
     past = torch.arange(N) >= lengths[:, None]
     assert not got.tokens[past].any() and not got.log_probs[past].any()
     assert (got.step[past] == -1).all()
+    enumerate_them = reference.conditionals
+    if system in ENCODERS:
+        enumerate_them = reference.encoder_conditionals
     for length in (2, 3, 4):
-        of = (
-            reference.encoder_conditionals
-            if system in ENCODERS
-            else reference.conditionals
-        )
+        conditional = enumerate_them(model, V, length)
+        expected = reference.distribution_of(mode, conditional, V, length)
         counts = reference.sequence_counts(got.tokens[lengths == length, :length], V)
-        assert accept(
-            counts, reference.distribution_of(mode, of(model, V, length), V, length)
-        )
+        assert accept(counts, expected)
 
 
 RULES = (
@@ -471,22 +466,39 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
         torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("rule", ["confidence", "entropy", "margin"])
+OWN_ORDERS = {  # how many positions a step predicts: group, pace, block
+    "one": (1, None, None),
+    "two": (2, None, None),
+    "two of a block": (2, None, 3),
+    "threshold": (1, Pace(threshold=0.4), None),
+    "entropy bound in a block": (1, Pace(entropy_bound=1.0, most=3), 2),
+}
+OF_OWN_ORDERS = [
+    "AO-GPT",
+    "two_stream",
+    "mask_query",
+    "target rotary",
+    "encoder AO-GPT",
+]
+SCORES = ["confidence", "entropy", "margin"]
+
+
 @pytest.mark.parametrize(
-    "system", ["AO-GPT", "two_stream", "mask_query", "target rotary", "encoder AO-GPT"]
+    "system, steps, score",
+    some_slow(
+        itertools.product(OF_OWN_ORDERS, OWN_ORDERS, SCORES),
+        lambda system, steps, score: (
+            score == SCORES[(OF_OWN_ORDERS.index(system) + len(steps)) % 3]
+        ),
+        "each way in each system by the other scores",
+    ),
 )
-@pytest.mark.parametrize(
-    "group, pace, block",
-    [(1, None, None), (2, None, None), (2, None, 3), (1, Pace(threshold=0.4), None)]
-    + [(1, Pace(entropy_bound=1.0, most=3), 2)],
-)
-def test_likelihoods_in_the_models_own_order_sum_to_one(
-    system, rule, group, pace, block
-):
+def test_likelihoods_in_the_models_own_order_sum_to_one(system, steps, score):
     """Also where a token of each record is given: then for each value of it."""
     model = enumerated(system, 5)[0]
     sequences = all_sequences(V, N)
-    rule = Rule(rule, pace, block)
+    group, pace, block = OWN_ORDERS[steps]
+    rule = Rule(score, pace, block)
     nll = decoding_nll(model, sequences, rule, group)
     assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) < 1e-6
     roles = Roles.of(torch.tensor([0, 1, 0, 0]).expand(len(sequences), N))
@@ -501,7 +513,8 @@ def test_likelihoods_in_the_models_own_order_sum_to_one(
 @pytest.mark.parametrize("group", [1, 2])
 def test_the_oracle_order_is_greedy_on_the_truth_and_no_likelihood(system, group):
     """All 81, by enumeration; equals are taken from left to right."""
-    (model, table), sequences = enumerated(system, 5), all_sequences(V, N)
+    model, table = enumerated(system, 5)
+    sequences = all_sequences(V, N)
     expected = torch.empty(len(sequences), N, dtype=torch.float64)
     for i in range(len(sequences)):
         context = ()
@@ -516,12 +529,6 @@ def test_the_oracle_order_is_greedy_on_the_truth_and_no_likelihood(system, group
     assert abs(nll.neg().sum(dim=1).exp().sum().item() - 1) > 1e-3
     nll = decoding_nll(model, sequences, Rule("oracle", Pace(most=group)), 1)
     torch.testing.assert_close(nll, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_oracle_order_is_for_texts_alone():
-    plan = dataclasses.replace(l2r_plan(2, N), unmask_by="oracle")
-    with pytest.raises(ValueError, match="the oracle order needs forced tokens"):
-        generate(enumerated("AO-GPT", 5)[0], plan)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -600,31 +607,6 @@ def every_mode_of(*systems):
     ]
     marked = some_slow(pairs, is_quick, "more than two hundred cases")
     return pytest.mark.parametrize("system, mode", marked)
-
-
-def logits_given(model, tokens, context, target, sizes=()):
-    """(V,) of one position given the row's tokens at `context`, in groups of these
-    sizes."""
-    length = len(tokens)
-    if model.config.is_encoder:
-        masked = torch.tensor([[p not in context for p in range(length)]])
-        sigma = (
-            log_linear_noise(masked.double().mean(dim=1))
-            if model.config.noise
-            else None
-        )
-        return model.logits(model.with_masks(tokens[None], masked), sigma)[0, target]
-    rest = [p for p in range(length) if p not in context and p != target]
-    order = torch.tensor([[*context, target, *rest]])
-    starts = (
-        reference.group_starts(sizes, length)[None]
-        if reference.in_groups(model)
-        else None
-    )
-    groups = () if starts is None else (starts,)
-    return model.head_logits(model.hidden(tokens[None], order, *groups))[
-        0, len(context)
-    ]
 
 
 @torch.no_grad()
@@ -749,6 +731,14 @@ def test_the_simple_sampler_has_log_probabilities_among_the_ids_that_may_be_draw
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5
 
 
+def assert_same_samples(got, expected, cut=...):
+    """Tokens, steps and log-probabilities; `cut`: an index of the rows and positions of
+    the expected ones. Log-probabilities are stored as float32, in steps of up to 1e-6."""
+    assert torch.equal(got.tokens, expected.tokens[cut])
+    assert torch.equal(got.step, expected.step[cut])
+    assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5
+
+
 @every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
@@ -761,49 +751,47 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     plan = make_plan(mode, 7, LENGTHS, given)
     uniforms = uniforms_for(7, seed=5)
     choice = TokenChoice(0.9, 0.9)
-    few = {"uniforms": uniforms, "choice": choice, "vocab_size": 5}
-    copy_of = tokens.clone()
-    of_few = generate(model, plan, tokens, **few).tokens
-    assert torch.equal(tokens, copy_of) and (of_few[~given] < 5).all()
-    other = tokens.where(given, (tokens + 1) % TOKENS)
-    assert torch.equal(generate(model, plan, other, **few).tokens, of_few)
-    whole = generate(model, plan, tokens, uniforms=uniforms, choice=choice)
+
+    def draw(inputs, **changes):
+        settings = {"uniforms": uniforms, "choice": choice} | changes
+        return generate(model, plan, inputs, **settings)
+
+    before = tokens.clone()
+    few = draw(tokens, vocab_size=5)
+    assert torch.equal(tokens, before) and (few.tokens[~given] < 5).all()
+    other_inputs = tokens.where(given, (tokens + 1) % TOKENS)
+    assert torch.equal(draw(other_inputs, vocab_size=5).tokens, few.tokens)
+
+    whole = draw(tokens)
     for size in (2, 3, 100):
-        parts = generate(
-            model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=size
-        )
-        assert torch.equal(parts.tokens, whole.tokens) and torch.equal(
-            parts.step, whole.step
-        )
-        # stored as float32, in steps of up to 1e-6
-        assert (parts.log_probs - whole.log_probs).abs().max() < 1e-5
-        assert parts.token_forwards == whole.token_forwards and torch.equal(
-            parts.length, LENGTHS
-        )
+        parts = draw(tokens, batch_size=size)
+        assert_same_samples(parts, whole)
+        assert parts.token_forwards == whole.token_forwards
+        assert torch.equal(parts.length, LENGTHS)
     for b, length in ((1, 5), (5, 9), (6, 12)):
-        row = slice(b, b + 1)
-        one = plan[b : b + 1]
-        short = {
-            "order": one.order[:, :length],
-            "step": one.step[:, :length],
-            "length": None,
-        }
-        inputs = dataclasses.replace(one, **short), tokens[row, :length]
-        alone = generate(model, *inputs, uniforms=uniforms[row, :length], choice=choice)
-        assert torch.equal(alone.tokens, whole.tokens[row, :length])
-        assert torch.equal(alone.step, whole.step[row, :length])
-        assert (alone.log_probs - whole.log_probs[row, :length]).abs().max() < 1e-5
-    before = torch.get_rng_state()
-    drawn, same = (
-        generate(model, plan, tokens, generator=seeded(5)).tokens for _ in range(2)
-    )
-    assert torch.equal(drawn, same) and torch.equal(before, torch.get_rng_state())
+        cut = (slice(b, b + 1), slice(length))
+        shorter = dataclasses.replace(
+            plan[b : b + 1], order=plan.order[cut], step=plan.step[cut], length=None
+        )
+        alone = generate(
+            model, shorter, tokens[cut], uniforms=uniforms[cut], choice=choice
+        )
+        assert_same_samples(alone, whole, cut)
+
     changed = uniforms.clone()
     changed[3] = (changed[3] + 0.5) % 1
-    other = generate(model, plan, tokens, uniforms=changed, choice=choice)
-    assert (other.tokens == whole.tokens).all(dim=1).tolist() == [
-        b != 3 for b in range(7)
-    ]
+    same = (draw(tokens, uniforms=changed).tokens == whole.tokens).all(dim=1)
+    assert same.tolist() == [b != 3 for b in range(7)]
+
+
+@pytest.mark.parametrize("mode", OF_EACH_KIND)
+def test_samples_of_a_seed_are_the_same_and_leave_the_global_generator_alone(mode):
+    model = text_model()
+    plan = make_plan(mode, 7, LENGTHS)
+    before = torch.get_rng_state()
+    first, second = (generate(model, plan, generator=seeded(5)) for _ in range(2))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -905,13 +893,9 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
                     there = torch.nn.Parameter(there, requires_grad=False)
                 setattr(module, name, there)
         got = generate(moved, plan, choice=TokenChoice(top_p=0.9), **inputs)
-    assert moved.wte.weight.device.type == "meta" and not isinstance(
-        got.tokens, OnDevice
-    )
-    assert torch.equal(got.tokens, expected.tokens) and torch.equal(
-        got.step, expected.step
-    )
-    assert (got.log_probs - expected.log_probs).abs().max() < 1e-5
+    assert moved.wte.weight.device.type == "meta"
+    assert not isinstance(got.tokens, OnDevice)
+    assert_same_samples(got, expected)
 
 
 @pytest.fixture
@@ -1177,19 +1161,22 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=2)
 
     def run(compile):
-        more = {"choice": TokenChoice(0.9, top_p), "batch_size": 4, "vocab_size": 11}
         return generate(
-            model, plan, tokens, generator=seeded(1), compile=compile, **more
+            model,
+            plan,
+            tokens,
+            generator=seeded(1),
+            compile=compile,
+            choice=TokenChoice(0.9, top_p),
+            batch_size=4,
+            vocab_size=11,
         )
 
     eager = run(False)
     got = run(True)
-    assert torch.equal(eager.tokens, got.tokens) and torch.equal(eager.step, got.step)
-    assert (eager.log_probs - got.log_probs).abs().max() < 1e-5  # stored as float32
-    assert (
-        eager.model_calls == got.model_calls
-        and eager.token_forwards == got.token_forwards
-    )
+    assert_same_samples(got, eager)
+    assert eager.model_calls == got.model_calls
+    assert eager.token_forwards == got.token_forwards
     graphs = counted_graphs.frame_count
     assert 0 < graphs <= got.model_calls  # one for all layers of a shape
     again = run(True)
@@ -1288,6 +1275,11 @@ DOUBLE = {"dtype": torch.float64}
             r"uniforms.*\[0, 1\)",
         ),
         (l2r_plan(1, 4), {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
+        (
+            dataclasses.replace(l2r_plan(2, 4), unmask_by="oracle"),
+            {},
+            "the oracle order needs forced tokens",
+        ),
         (
             l2r_plan(1, 4),
             {"forced": torch.full((1, 4), 17)},

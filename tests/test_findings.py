@@ -3,13 +3,11 @@ them."""
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import math
 import re
 import shutil
-import subprocess
 import threading
 import tomllib
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -48,51 +46,53 @@ SHIPPED = experiments.experiment_names()
 def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     experiment = load_experiment(name)
     assert experiment.title and experiment.source and experiment.setting
+    assert experiment.figure in figures.DRAWINGS
     text = experiment.answer + experiment.caveats + str(experiment.row)
     assert not re.search("supported|undecided", text)  # verdicts are computed
-    assert all(len(one.primary) <= len(experiment.recipes) for one in experiment.claims)
-    for recipe in experiment.recipes:
-        assert sum(recipe in claim.primary for claim in experiment.claims) <= 3
     for recipe, run_configs in experiment.recipes.items():
-        assert len({json.dumps(one.tune) for one in run_configs.values()}) == 1
-        for one in run_configs.values():
-            assert one.description and all(
-                len(values) >= 3 for values in one.tune.values()
-            )
-            configs = [experiment.config(recipe, one, seed, {}) for seed in (0, 1)]
-            differences = configuration.differences(*configs)
-            assert differences.keys() == {"name", "seed", "order.seed"}
-            others = [
-                experiment.config(recipe, other, 0, {})
-                for other in run_configs.values()
-            ]
-            same_data = next(
-                other
-                for other in others
-                if (other.data, other.train.steps)
-                == (configs[0].data, configs[0].train.steps)
-            )
-            assert configs[0].eval == same_data.eval
-            start = {
-                "init_from": configs[0].train.init_from
-            }  # what a run starts from may differ
-            assert configs[0].train == dataclasses.replace(same_data.train, **start)
-            assert configs[0].model.block_size == same_data.model.block_size
-    known = {one for recipe in experiment.recipes.values() for one in recipe}
-    sides = [
-        side for claim in experiment.claims for side in (claim.lower, claim.higher)
-    ]
-    sides += [side for ratio in experiment.ratios for side in (*ratio.of, *ratio.to)]
-    sides = [term for side in sides for term in side.split(" - ")]
-    assert all(side.partition(":")[0] in known or is_number(side) for side in sides)
-    assert known >= {
-        one for measure in experiment.measures for one in measure.run_configs
-    }
-    assert experiment.figure in figures.DRAWINGS
-    for claim in experiment.claims:  # of numbers of runs: at one limit, of single terms
+        check_run_configs(experiment, recipe, run_configs)
+    check_claims(experiment)
+
+
+def check_run_configs(experiment, recipe, run_configs):
+    """Those of one recipe have the same grid, and on the same data the same evaluation
+    and training, whatever they start from."""
+    assert len({json.dumps(one.tune) for one in run_configs.values()}) == 1
+    first = {}  # by data and steps
+    for one in run_configs.values():
+        assert one.description and all(len(grid) >= 3 for grid in one.tune.values())
+        config = experiment.config(recipe, one, 0, {})
+        other_seed = experiment.config(recipe, one, 1, {})
+        differences = configuration.differences(config, other_seed)
+        assert differences.keys() == {"name", "seed", "order.seed"}
+        same_data = first.setdefault((config.data, config.train.steps), config)
+        init_from = same_data.train.init_from
+        assert dataclasses.replace(config.train, init_from=init_from) == same_data.train
+        assert config.eval == same_data.eval
+        assert config.model.block_size == same_data.model.block_size
+
+
+def check_claims(experiment):
+    """Claims, ratios and measures are of run configs that there are; at most three
+    claims are primary under a recipe."""
+    run_configs = {name for recipe in experiment.recipes.values() for name in recipe}
+    sides = []
+    for claim in experiment.claims:
+        assert len(claim.primary) <= len(experiment.recipes)
+        sides += [claim.lower, claim.higher]
+        # Of numbers of runs: at one limit, of single terms.
         assert claim.success in (None, experiment.success)
         if claim.success is not None:
             assert " - " not in claim.lower + claim.higher and not claim.ranks
+    for recipe in experiment.recipes:
+        assert sum(recipe in claim.primary for claim in experiment.claims) <= 3
+    for ratio in experiment.ratios:
+        sides += [*ratio.of, *ratio.to]
+    for side in sides:
+        for term in side.split(" - "):
+            assert term.partition(":")[0] in run_configs or is_number(term)
+    for measure in experiment.measures:
+        assert run_configs >= set(measure.run_configs)
 
 
 WITH_PAGES = [name for name in SHIPPED if (pages.RESULTS / f"{name}.md").exists()]
@@ -164,32 +164,44 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
         (Claim("", "a", "2.3"), stats.ttest_1samp([2.3 - x for x in low], 0)),
         (Claim("", "a:l2r", "a"), stats.ttest_1samp([x / 2 for x in low], 0)),
     ):
-        found = judged(claim, "training", entries)
+        result = judged(claim, "training", entries)
         interval = expected.confidence_interval(0.95)
-        assert found["p"] == pytest.approx(expected.pvalue) and found["verdict"] == ""
-        ends = found["mean"] - found["half_width"], found["mean"] + found["half_width"]
-        assert (
-            ends == pytest.approx((interval.low, interval.high)) and found["seeds"] == 4
-        )
-    entries["c"] = by_seed(*np.add(low, 1))
-    entries["d"] = by_seed(*np.multiply(low, 2))
-    of_gaps = judged(Claim("", "b - a", "d - c"), "training", entries)
-    means = [np.mean(v) for v in (low, high[:4])]
-    assert of_gaps["mean"] == pytest.approx(
-        2 * means[0] - (means[0] + 1) - means[1] + means[0]
-    )
-    parts = [np.var(v, ddof=1) / 4 for v in (low, low, np.multiply(low, 2), high[:4])]
-    degrees = sum(parts) ** 2 / sum(part**2 / 3 for part in parts)
-    expected = stats.t.ppf(0.975, degrees) * math.sqrt(sum(parts))
-    assert of_gaps["half_width"] == pytest.approx(expected)
+        assert result["p"] == pytest.approx(expected.pvalue)
+        assert result["mean"] - result["half_width"] == pytest.approx(interval.low)
+        assert result["mean"] + result["half_width"] == pytest.approx(interval.high)
+        assert result["seeds"] == 4 and result["verdict"] == ""
     within = judged(Claim("", "b", "a", margin=0.6), "training", entries)
     shifted = stats.ttest_ind([x + 0.6 for x in low], high[:4], equal_var=False)
     assert within["p"] == pytest.approx(shifted.pvalue) and within["mean"] < 0
-    assert (
-        judged(Claim("", "a:training@0.5", "9.5"), "training", entries)["mean"] == 0.5
-    )
-    assert judged(Claim("", "a:training-2*l2r", "0"), "training", entries)["mean"] == 0
     assert judged(Claim("", "a", "1"), "training", {"a": by_seed(2.0)})["p"] is None
+
+
+def test_a_side_of_a_claim_may_be_an_earlier_loss_or_a_sum_of_two():
+    entries = {"a": by_seed(2.0, 2.1, 1.9, 2.05)}
+    earlier = judged(Claim("", "a:training@0.5", "9.5"), "training", entries)
+    assert earlier["mean"] == 0.5
+    twice_half = judged(Claim("", "a:training-2*l2r", "0"), "training", entries)
+    assert twice_half["mean"] == 0
+
+
+def welch_half_width(samples):
+    """95% half-width of a sum of means of samples of one size, by Welch's degrees."""
+    size = len(samples[0])
+    parts = [np.var(sample, ddof=1) / size for sample in samples]
+    degrees = sum(parts) ** 2 / sum(part**2 / (size - 1) for part in parts)
+    return stats.t.ppf(0.975, degrees) * math.sqrt(sum(parts))
+
+
+def test_the_difference_of_two_gaps_has_the_errors_of_all_four_sides():
+    a = np.array([2.0, 2.1, 1.9, 2.05])
+    b = np.array([2.5, 2.7, 2.2, 2.9])
+    sides = {"a": a, "b": b, "c": a + 1, "d": 2 * a}
+    entries = {name: by_seed(*losses) for name, losses in sides.items()}
+    result = judged(Claim("", "b - a", "d - c"), "training", entries)
+    expected = 2 * a.mean() - (a.mean() + 1) - b.mean() + a.mean()
+    assert result["mean"] == pytest.approx(expected)
+    half_width = welch_half_width(list(sides.values()))
+    assert result["half_width"] == pytest.approx(half_width)
 
 
 def test_an_error_that_all_seeds_share_is_added_once():
@@ -210,35 +222,25 @@ def test_an_error_that_all_seeds_share_is_added_once():
 
 def test_a_claim_with_a_loss_on_the_unigram_plateau_or_a_run_that_did_not_end_is_undecided():
     text = {"unigram": [3.0, None], "unigram_test": [2.6, None]}
-    of = {"eval_random": [2.55, None], "ptb_random": [2.95, None]}
-    entries = {"a": by_seed(2.95, 2.5, **text, **of), "b": by_seed(2.5, 2.6, **text)}
-    entries["c"] = by_seed(
-        2.1, 2.2, eval_random=[2.4, None], ptb_random=[2.0, None], **text
-    )
-    for lower, higher, word in (
-        ("b", "a", verdicts.PLATEAU),  # either side, in any run
-        ("a", "b", verdicts.PLATEAU),
-        ("c", "b", ""),
-        ("c", "a:lowest_training", verdicts.PLATEAU),
-        (
-            "c:eval_random",
-            "a:eval_random",
-            verdicts.PLATEAU,
-        ),  # of the text that it is scored on
-        ("c:ptb_random", "a:ptb_random", ""),  # of other text
-    ):
-        assert judged(Claim("", lower, higher), "training", entries)["verdict"] == word
-    entries["b"]["runs"][1] = {
-        "seed": 1,
-        "tokens": [],
-        "losses": {},
-        "commit": "",
-        "measured": {},
+    a = text | {"eval_random": [2.55, None], "ptb_random": [2.95, None]}
+    c = text | {"eval_random": [2.4, None], "ptb_random": [2.0, None]}
+    entries = {
+        "a": by_seed(2.95, 2.5, **a),
+        "b": by_seed(2.5, 2.6, **text),
+        "c": by_seed(2.1, 2.2, **c),
     }
-    assert (
-        judged(Claim("", "c", "b"), "training", entries)["verdict"]
-        == verdicts.UNFINISHED
-    )
+
+    def verdict(lower, higher):
+        return judged(Claim("", lower, higher), "training", entries)["verdict"]
+
+    assert verdict("b", "a") == verdict("a", "b") == verdicts.PLATEAU
+    assert verdict("c", "a:lowest_training") == verdicts.PLATEAU
+    # Of the text that it is scored on, and of other text.
+    assert verdict("c:eval_random", "a:eval_random") == verdicts.PLATEAU
+    assert verdict("c:ptb_random", "a:ptb_random") == ""
+    assert verdict("c", "b") == ""
+    entries["b"]["runs"][1] |= {"tokens": [], "losses": {}, "measured": {}}
+    assert verdict("c", "b") == verdicts.UNFINISHED
 
 
 def test_tokens_to_a_goal_are_a_lower_bound_where_a_run_does_not_reach_it():
@@ -312,7 +314,7 @@ def test_primary_claims_share_the_error_of_an_experiment():
         assert [c["verdict"] for c in claims] == words
 
 
-def test_successes_are_compared_by_fishers_test(tmp_path):
+def test_successes_are_compared_by_fishers_test():
     """Against scipy and the independent script. A run that did not end fails."""
     entries = {"good": by_seed(*[0.95] * 7, 0.9), "bad": by_seed(*[0.4] * 7, 1.0)}
     claim = Claim("", "bad", "good", success=0.9)
@@ -352,7 +354,7 @@ def test_without_successes_differences_are_rarely_found():
     assert 10 < low <= 100
 
 
-def test_a_page_tells_what_run_configs_cost_and_reach_at_equal_compute(tmp_path):
+def test_a_page_tells_what_run_configs_cost_and_reach_at_equal_compute():
     experiment = dataclasses.replace(
         load_experiment("E22"), equal_time={"rotary": "rotary", "two_stream": "half"}
     )
@@ -453,11 +455,8 @@ def test_equal_sides_of_a_claim_are_merged_and_those_that_cancel_are_left_out():
         "c": by_seed(1.0, 1.4, 1.1),
     }
     twice = judged(Claim("", "a - b", "b - c"), "training", entries)
-    values = [2 * np.array([2.4, 2.5, 2.9]), [2.0, 2.2, 1.9], [1.0, 1.4, 1.1]]
-    parts = [np.var(sample, ddof=1) / 3 for sample in values]
-    degrees = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
-    expected = stats.t.ppf(0.975, degrees) * math.sqrt(sum(parts))
-    assert twice["half_width"] == pytest.approx(expected)
+    samples = [2 * np.array([2.4, 2.5, 2.9]), [2.0, 2.2, 1.9], [1.0, 1.4, 1.1]]
+    assert twice["half_width"] == pytest.approx(welch_half_width(samples))
     assert twice["mean"] == pytest.approx(2 * 2.6 - 6.1 / 3 - 3.5 / 3)
     assert twice["p_rank"] is None  # ranks are of two run configs
     one = judged(Claim("", "a", "b"), "training", entries)
@@ -566,8 +565,13 @@ def row(seed, loss, error, **measured):
         "training_error": [1.0, error],
         "l2r": [8.0, loss / 2],
     }
-    told = {"seed": seed, "commit": "", "tokens": [1, 2], "losses": losses}
-    return told | {"measured": measured}
+    return {
+        "seed": seed,
+        "commit": "",
+        "tokens": [1, 2],
+        "losses": losses,
+        "measured": measured,
+    }
 
 
 def measured(**figures):
@@ -725,15 +729,8 @@ class OneByOne(Executor):
 
 
 @pytest.fixture
-def tiny(data, tmp_path, monkeypatch, script):
+def tiny(data, tmp_path, monkeypatch, run_here):
     """An experiment of seconds: a run config that learns nothing, one that does."""
-
-    def run_alone(name, *arguments, processes=1):
-        status, out, errors = script(
-            importlib.import_module(Path(name).stem), *arguments
-        )
-        return subprocess.CompletedProcess([name, *arguments], status, out, errors)
-
     sizes = {"model__n_layer": 1, "train__micro_batch_size": 8}
     base = tiny_config(
         data, tmp_path, steps=20, eval__interval=5, eval__draws=2, **sizes
@@ -750,7 +747,7 @@ def tiny(data, tmp_path, monkeypatch, script):
     pages.load_results.cache_clear()
     monkeypatch.setattr(experiments, "OUT", tmp_path / "runs")
     monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(runs, "run_alone", run_alone)
+    monkeypatch.setattr(runs, "run_alone", run_here)
     monkeypatch.setattr(runner, "ThreadPoolExecutor", OneByOne)
     monkeypatch.setattr(
         verdicts, "NOTHING", -math.inf
@@ -772,6 +769,8 @@ run = functools.partial(run_main, findings)
 
 
 def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, capsys):
+    recipes = tomllib.loads((tiny / "E7.toml").read_text())["recipes"]
+    write(tiny, {"recipes": {"slow": recipes["slow"]}})
     out = run(monkeypatch, capsys, "E7")
     experiment, recipes = pages.load_results("E7")
     entries = recipes["slow"]
@@ -955,11 +954,11 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(
         with pytest.raises(FileError, match=message):
             load_experiment("E7")
         (tiny / "E7.toml").write_text(before)
-    of = {
+    measure = {
         "script": "eval_ppl.py",
         "arguments": ["{run}", "--datasets", "data/bytes/nothing"],
     }
-    write(tiny, {"measures": [of], "recipes": {"slow": {"optim.beta2": 0.9}}})
+    write(tiny, {"measures": [measure], "recipes": {"slow": {"optim.beta2": 0.9}}})
     with pytest.raises(FileNotFoundError, match="data/bytes/nothing"):
         run(monkeypatch, capsys, "E7")
     assert not list((tiny / "runs").rglob("*_s1"))

@@ -15,7 +15,16 @@ from dataclasses import asdict, replace
 import pytest
 import safetensors.torch
 import torch
-from helpers import ALONE, ROOT, make_data, metrics, needs_gpt2, run_script, tiny_config
+from helpers import (
+    ALONE,
+    ROOT,
+    make_data,
+    metrics,
+    needs_gpt2,
+    run_script,
+    some_slow,
+    tiny_config,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import ENCODERS, OTHERS, SYSTEMS, make_system, seeded
@@ -42,6 +51,16 @@ START = 7  # a token that stands for a begin-of-text of a pretrained model
 PLAIN = [name for name, c in (SYSTEMS | OTHERS).items() if c.get("target") == "none"]
 PLAIN = [name for name in PLAIN if name not in ENCODERS]
 NAMES = [*SYSTEMS, "Llama, A3", "Llama, plain"]
+# A decoder of each kind of conditioning, a plain GPT and an encoder.
+FEW = ["AO-GPT", "GPT-2", "target rotary", "two_stream", "Llama, A3", "SEDD"]
+every_system = pytest.mark.parametrize(
+    "system",
+    some_slow(
+        [(name,) for name in NAMES],
+        lambda system: system in FEW,
+        "the client uses the folder of each system",
+    ),
+)
 TEXTS = [
     "The cat sat.",
     " two  spaces\n\n\ttabs ",
@@ -156,12 +175,11 @@ def library_file(folder):
     return get_tokenizer("tokenizer.json", folder=folder)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the client found, by system; its folders and cases under `folder`."""
-    root = tmp_path_factory.mktemp("hub")
+def used_by_client(root, systems, tokenizers):
+    """What the client found in the folders of these systems, and of these tokenizers
+    alone, by name; the folders and cases are under `folder`."""
     result = {"folder": root}
-    for system in NAMES:
+    for system in systems:
         scored_from = {"scored_from": int(system == "GPT-2")}
         source = write_export(root / f"{system} source", tiny(system), **scored_from)
         convert(str(source), root / system, hub=True)
@@ -169,8 +187,7 @@ def found(tmp_path_factory):
         settings = json.loads(place.read_text()) | {"start_token_id": START}
         place.write_text(json.dumps(settings))
         torch.save(inputs_of(system), root / f"{system}.pt")
-    others = {"english": get_tokenizer("english"), "library": library_file(root)}
-    for name, tokenizer in others.items():  # the tokenizer alone
+    for name, tokenizer in tokenizers.items():
         (root / name).mkdir()
         result[name, "ids"] = hub.write_tokenizer(root / name, tokenizer)
         for file in ("config.json", "modeling_aogpt.py"):
@@ -178,14 +195,31 @@ def found(tmp_path_factory):
         torch.save({"texts": TEXTS}, root / f"{name}.pt")
     cache = {"HF_HOME": str(root / "home"), "HF_MODULES_CACHE": str(root / "modules")}
     cache |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    names = [*NAMES, *others]
-    run_script(
-        "-I",
-        ROOT / "tests" / "hub_client.py",
-        *(root / name for name in names),
-        **cache,
-    )
+    names = [*systems, *tokenizers]
+    folders = [root / name for name in names]
+    run_script("-I", ROOT / "tests" / "hub_client.py", *folders, **cache)
     return result | {name: torch.load(root / f"{name}.found.pt") for name in names}
+
+
+@pytest.fixture(scope="module")
+def found_of_few(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hub")
+    tokenizers = {"english": get_tokenizer("english"), "library": library_file(root)}
+    return used_by_client(root, FEW, tokenizers)
+
+
+@pytest.fixture(scope="module")
+def found_of_others(tmp_path_factory):
+    others = [name for name in NAMES if name not in FEW]
+    return used_by_client(tmp_path_factory.mktemp("hub"), others, {})
+
+
+@pytest.fixture
+def found(request):
+    """What the client found, of a slow test in the folders of the other systems."""
+    if request.node.get_closest_marker("slow"):
+        return request.getfixturevalue("found_of_others")
+    return request.getfixturevalue("found_of_few")
 
 
 # Reads a folder and a file of tokens and orders; writes log p along them.
@@ -229,7 +263,7 @@ def test_a_folder_of_version_0_1_loads_with_its_own_code_and_here(tmp_path):
 # ---- the process of a user -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_transformers_computes_what_the_project_computes(found, system):
     model, (inputs, of) = load_model(found["folder"] / system), of_case(found, system)
     labels = of["labelled"]["labels"]
@@ -253,12 +287,12 @@ def test_transformers_computes_what_the_project_computes(found, system):
     assert found[system]["loss"] == pytest.approx(-log_p.mean().item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
     found, system
 ):
-    of = of_case(found, system)[1]["generate"]
-    for name, keywords in of.items():
+    calls = of_case(found, system)[1]["generate"]
+    for name, keywords in calls.items():
         gap = keywords["input_ids"]
         filled = found[system][name]
         assert filled.shape[1] == 12 + keywords.get("max_new_tokens", 0)
@@ -267,17 +301,17 @@ def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
         assert torch.equal(filled[:, :12][known], gap[known]) and not known.all()
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_generate_draws_what_the_model_gives(found, system):
     """The tokens are those of aogpt/sampling/simple.py (which other tests compare with
     enumeration), of encoders those of the plain loop, given the same order and
     uniforms."""
     model = load_model(found["folder"] / system)
-    of = of_case(found, system)[1]["generate"]
+    calls = of_case(found, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
     assert torch.equal(found[system]["not sampled"], found[system]["greedy"])
     for name in ("filled", "greedy", "nucleus"):
-        keywords = of[name]
+        keywords = calls[name]
         ids = torch.nn.functional.pad(keywords["input_ids"], (0, 6), value=MASK)
         for row in range(2):
             order = torch.arange(18) if system in PLAIN else keywords["order"][row]
@@ -308,7 +342,7 @@ def test_a_folders_nucleus_is_the_samplers(top_p):
     torch.testing.assert_close(kept / kept.sum(dim=-1, keepdim=True), expected)
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_rows_of_a_padded_batch_are_what_they_are_alone(found, system):
     pairs = found[system]["rows"]
     assert len(pairs) == 8
@@ -319,7 +353,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(found, system):
             torch.testing.assert_close(alone, padded, rtol=0, atol=1e-5, msg=side)
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_a_missing_tensor_is_an_error_and_a_saved_folder_is_read_again(found, system):
     assert "lacks model.blocks.0.attn.proj.weight" in found[system]["lacking"]
     assert torch.equal(found[system]["saved"], found[system]["again"])
@@ -345,16 +379,16 @@ def filled_by_loop(
     return tokens, None
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, system):
-    of = of_case(found, system)[1]["labelled"]
+    labelled = of_case(found, system)[1]["labelled"]
     result = found[system]
     assert result["embeddings"]
     if system in ENCODERS:
         assert "an encoder fills in [MASK]" in result["causal"]
         return
     model = load_model(found["folder"] / system)
-    tokens = of["input_ids"]
+    tokens = labelled["input_ids"]
     with torch.no_grad():
         for _ in range(6):
             longer = torch.nn.functional.pad(tokens, (0, 1))
@@ -375,8 +409,11 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, sys
     assert result["text"].startswith("The cat")
 
 
-@pytest.mark.parametrize("system", [n for n in NAMES if n not in ENCODERS])
+@every_system
 def test_a_new_model_of_a_folder_has_our_initial_values(found, system):
+    if system in ENCODERS:
+        assert "fresh" not in found[system]
+        return
     expected = build_model(tiny(system).config)
     init_weights(expected, seeded(1))
     expected = dict(expected.named_parameters())
@@ -406,7 +443,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("system", NAMES)
+@every_system
 def test_mistakes_are_told_in_one_line(found, system):
     for name, message in found[system]["refused"].items():
         assert message and "\n" not in message and re.search(REFUSALS[name], message), (
@@ -521,8 +558,8 @@ def test_the_files_of_code_import_each_other_and_torch_and_transformers_alone(tm
 # ---- the way back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system", NAMES)
-def test_a_folder_is_read_back_without_running_its_code(found, system, tmp_path):
+@every_system
+def test_a_folder_is_read_back_without_running_its_code(found, system):
     """Also the one that transformers saved after a step of training."""
     for name, expected in (
         (system, tiny(system)),
@@ -654,13 +691,13 @@ def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
     def offline(*words, **more):
         raise ConnectionError("no network")
 
-    for name, call, told in (
+    for name, call, message in (
         ("create_repo", offline, "no network"),
         ("get_token", lambda: None, "hf auth login.*HF_TOKEN"),
     ):
         monkeypatch.setattr(huggingface_hub, name, call)
         with pytest.raises(
-            UserError, match=f"{told}.*hf upload --private me/it"
+            UserError, match=f"{message}.*hf upload --private me/it"
         ) as raised:
             pushed[1]()
         assert "\n" not in str(raised.value)
