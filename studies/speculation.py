@@ -6,28 +6,29 @@
 Every row is one run of eval_gen.py on the books model, saved in results/speculation.runs.jsonl.
 The model judges its own samples from left to right; the divergence of n-grams from held-out books
 is beside it, since a judge alone rewards text that is too likely. The page names its numbers, as
-{speculative, draft 16: perplexity .1f}."""
+{speculative, draft 16: perplexity .1f}.
 
-import math
+The row `acceptance` was measured once, by this file at commit c636b8d: the probability that a
+drafted token is kept, by its place in the draft ("by_place": mean, standard error) and by its
+distance from the nearest position that was drafted before it in the same pass ("by_distance":
+count, mean, standard error; 0 for the first). The context is a random half of the positions of
+held-out books, the draft the next 16 of the order. A token is kept with probability 1 - TV(p, q):
+p is its distribution given the context alone, q that given the drafts before it too."""
+
 import re
-import statistics
 from dataclasses import dataclass
 
-import torch
 import tyro
 
-from aogpt.checkpoints import load_model
-from aogpt.data.loader import TokenDataset, find_dataset, spread
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.files import write_atomically, write_jsonl, write_text
 from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
-from aogpt.scoring import masked_logits
 from studies.runs import ROOT, report_of, rows_by
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"
 LENGTH = 128
-RESULTS = ROOT / "results"
+ROWS = ROOT / "results" / "speculation.runs.jsonl"
 TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
@@ -123,26 +124,21 @@ class Arguments:
 def main() -> None:
     """Measure what has no row, and write the page and the figure."""
     a = tyro.cli(Arguments, description=__doc__)
-    folder = RESULTS
+    folder = ROOT / "results"
     samples = a.samples
     length = LENGTH
-    sequences = 64
     if a.quick:
         folder = ROOT / "out" / "speculation"
         samples = 4
         length = 16
-        sequences = 2
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "speculation.runs.jsonl"
+    file = folder / ROWS.name
     rows = rows_by("name", file)
     for name, words in (EXACT | APPROXIMATE | GROUPS).items():
         if name not in rows:
             rows[name] = measured(name, words, samples, length)
             write_jsonl(file, rows.values())
             show(f"{name}: {rows[name]['nfe']:.1f} passes", flush=True)
-    if "acceptance" not in rows:
-        rows["acceptance"] = acceptance_row(sequences)
-        write_jsonl(file, rows.values())
+    rows["acceptance"] = rows_by("name", ROWS)["acceptance"]
     image = figure(rows)
     write_atomically(folder / "speculation.png", lambda out: out.write(image))
     write_text(folder / "speculation.md", page(rows))
@@ -159,83 +155,6 @@ def measured(name: str, words: str, samples: int, length: int) -> dict:
     row.pop("per_sample")
     made = {"name": name, "command": f"python {command}", "commit": commit()}
     return made | row
-
-
-# ---- why it works: what a draft loses by not knowing its neighbours ------------------------------
-
-
-def acceptance_row(sequences: int) -> dict:
-    """Return the probability that a drafted token is kept, by its distance from the nearest
-    position that was drafted before it in the same pass.
-
-    Text is held-out books. The context is a random half of the positions, the draft the next 16 of
-    the order. A token is kept with probability 1 - TV(p, q): p is its distribution given the
-    context alone, q that given the drafts before it too (here: the true text)."""
-    model = load_model(MODEL)
-    data = TokenDataset(find_dataset(REFERENCE), "test", LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    by_place: dict[str, list[list[float]]] = {"random": [], "l2r": []}
-    by_distance: dict[int, list[float]] = {}
-    for tokens in data.blocks(spread(sequences, data.num_blocks)):
-        for kind, kept in by_place.items():
-            order = torch.randperm(LENGTH, generator=generator)
-            if kind == "l2r":
-                order = torch.arange(LENGTH)
-            kept.append(kept_probabilities(model, tokens, order))
-            if kind == "random":
-                pairs = zip(distances(order), kept[-1], strict=True)
-                for distance, probability in pairs:
-                    by_distance.setdefault(distance, []).append(probability)
-    places = {}
-    for kind, kept in by_place.items():
-        columns = zip(*kept, strict=True)
-        places[kind] = [list(mean_and_error(column)) for column in columns]
-    by_distance = dict(sorted(by_distance.items()))
-    return {
-        "name": "acceptance",
-        "commit": commit(),
-        "sequences": sequences,
-        "by_place": places,
-        "by_distance": {
-            str(distance): [len(values), *mean_and_error(values)]
-            for distance, values in by_distance.items()
-        },
-    }
-
-
-KNOWN = LENGTH // 2  # tokens of the context
-DRAFTED = slice(KNOWN, KNOWN + 16)
-
-
-@torch.no_grad()
-def kept_probabilities(model, tokens, order) -> list[float]:
-    """Return 1 - TV(p, q) of each draft along `order` (T,); of the first it is 1."""
-    masked = torch.ones_like(order, dtype=torch.bool)
-    masked[order[:KNOWN]] = False
-    logits = masked_logits(model, tokens[None], masked[None], order[None])
-    place = masked.cumsum(0) - 1  # of a masked position among all masked ones
-    drafted = logits[place[order[DRAFTED]]].double().softmax(-1)
-    verified = model.logits(tokens[None], order[None])[0, DRAFTED].double().softmax(-1)
-    return torch.minimum(drafted, verified).sum(-1).tolist()
-
-
-def distances(order) -> list[int]:
-    """Return for each draft the distance to the nearest position drafted before it; 0 for the
-    first."""
-    places = order[DRAFTED].tolist()
-    nearest = [0]
-    for number in range(1, len(places)):
-        before = places[:number]
-        nearest.append(min(abs(places[number] - other) for other in before))
-    return nearest
-
-
-def mean_and_error(values) -> tuple[float, float]:
-    """Return the mean and its standard error, 0 of a single value."""
-    error = 0.0
-    if len(values) > 1:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), error
 
 
 # ---- the page ------------------------------------------------------------------------------------
