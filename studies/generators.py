@@ -25,33 +25,39 @@ SHUFFLED = 63  # characters of a chunk
 
 
 @dataclass(frozen=True)
-class Generated(Dataset):
-    """A dataset of random numbers. make: (generator) -> document."""
+class Made(Dataset):
+    """A dataset of random numbers; `numbers` are its documents in each split. Subclasses have
+    documents(split, rng, count), which yields them, and `origin`, what is recorded of them."""
 
-    make: Callable[[np.random.Generator], str] = lambda rng: ""
-    splits: tuple[str, ...] = ("train", "val")
     tokenizer: str = "bytes"
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the documents of each split, not made yet."""
         corpora = {}
-        for number, (split, count) in enumerate(
+        for place, (split, count) in enumerate(
             zip(self.splits, self.numbers, strict=True)
         ):
-            seed = [number, count]
-            facts = {
-                "generated": self.make.__name__,
-                "seed": seed,
-                "documents": count,
-            }
-            corpora[split] = Corpus(
-                self.documents(seed, count), [facts], reading=request.reading
-            )
+            seed = [place, count]
+            documents = self.documents(split, np.random.default_rng(seed), count)
+            facts = self.origin | {"seed": seed, "documents": count}
+            corpora[split] = Corpus(documents, [facts], reading=request.reading)
         return corpora
 
-    def documents(self, seed: list[int], count: int) -> Iterator[str]:
-        """Yield `count` documents."""
-        rng = np.random.default_rng(seed)
+
+@dataclass(frozen=True)
+class Generated(Made):
+    """make: (random numbers) -> document."""
+
+    make: Callable[[np.random.Generator], str] = lambda rng: ""
+    splits: tuple[str, ...] = ("train", "val")
+
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"generated": self.make.__name__}
+
+    def documents(
+        self, split: str, rng: np.random.Generator, count: int
+    ) -> Iterator[str]:
         for _ in range(count):
             yield self.make(rng)
 
@@ -103,13 +109,11 @@ def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
     """-log probability of a sequence of draws. With n_v draws of letter v of V and
     weight a, the probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma =
     log G."""
-    G = math.lgamma
     total = len(LETTERS) * weight
-    of_letters = 0.0
+    nats = math.lgamma(total + len(text)) - math.lgamma(total)
     for letter in LETTERS:
-        count = text.count(letter)
-        of_letters += G(count + weight) - G(weight)
-    return G(total + len(text)) - G(total) - of_letters
+        nats -= math.lgamma(text.count(letter) + weight) - math.lgamma(weight)
+    return nats
 
 
 @functools.cache

@@ -39,8 +39,12 @@ def datasets() -> dict[str, Dataset]:
         ),
     }
     for name, task in TASKS.items():
+        keys = task.keys or 1000
         made[name] = Puzzles(
-            task=task, block_size=task.length, config=CONFIGS.get(name)
+            (task.documents, keys, keys),
+            task=task,
+            block_size=task.length,
+            config=CONFIGS.get(name),
         )
     return made
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aogpt.data.catalogue import Dataset, Request
 from aogpt.data.prompts import as_prompt
-from aogpt.data.sources import Corpus
+from studies.generators import Made
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -27,9 +26,8 @@ class Task:
     length: int  # characters (bytes) of an example
     start = 0  # of the answer, where only the answer is compared
     documents = 100_000  # of the training split
-    keys: int | None = (
-        None  # of val and of test, where they are few and each is drawn once
-    )
+    # Of val and of test, where they are few and each is drawn once.
+    keys: int | None = None
     board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
     # with exact conditionals
@@ -62,29 +60,21 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Puzzles(Dataset):
-    """The examples of a task, made of random numbers; each fills a block."""
+class Puzzles(Made):
+    """The examples of a task; each fills a block."""
 
     task: Task | None = None
-    tokenizer: str = "bytes"
     protocol: str = "records"
 
-    def corpora(self, request: Request) -> dict[str, Corpus]:
-        """Return the examples of each split, not made yet."""
-        counts = [self.task.documents, *[self.task.keys or 1000] * 2]
-        corpora = {}
-        for number, (split, count) in enumerate(zip(self.splits, counts, strict=True)):
-            seed = [number, count]
-            facts = {"task": self.task.name, "seed": seed, "documents": count}
-            corpora[split] = Corpus(
-                self.examples(split, seed, count), [facts], reading=request.reading
-            )
-        return corpora
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"task": self.task.name}
 
-    def examples(self, split: str, seed: list[int], count: int) -> Iterator[str]:
-        """Yield `count` examples whose keys belong to a split."""
+    def documents(
+        self, split: str, rng: np.random.Generator, count: int
+    ) -> Iterator[str]:
+        """Yield examples whose keys belong to a split."""
         task = self.task
-        rng = np.random.default_rng(seed)
         drawn = set()
         for _ in range(count):
             key = task.draw(rng)
