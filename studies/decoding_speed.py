@@ -18,7 +18,7 @@ import torch
 import tyro
 from annotated_types import Ge
 
-from aogpt.model import AOGPT, ModelConfig
+from aogpt.model import AOGPT
 from aogpt.runtime.devices import pick_device, pick_dtype, synchronize
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
@@ -194,27 +194,12 @@ class DecodeBench:
                 common.tell(f"{timing['seconds']:.3g} s")
         rows = []
         for system in self.systems:
-            row = self.row(system, steps, timings[system], drawn[0])
-            if SYSTEMS[system].has_floor:
-                ratio = self.times_floor(system, timings[system], drawn[1:])
-                row["times_floor"] = ratio
-            rows.append(row)
+            rows.append(self.row(system, steps, timings[system], drawn[0]))
             if SYSTEMS[system].has_own_steps:
                 self.repeated[system] = timings[system]
         for row in rows:
             row["times_ours"] = row["seconds"] / rows[0]["seconds"]
         return rows
-
-    def times_floor(self, system: str, timings: list[dict], drawn: list[Plan]) -> float:
-        """Seconds of a system relative to its floor, the median of the plans."""
-        model = self.models[SYSTEMS[system].model]
-        itemsize = model.wte.weight.dtype.itemsize
-        ratios = []
-        for timing, plan in zip(timings, drawn, strict=True):
-            own = plan_of(system, plan, self.options.draft)
-            floor = floor_of(own, model.config, self.vocab_size, itemsize, self.rates)
-            ratios.append(timing["seconds"] / floor)
-        return statistics.median(ratios)
 
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
         """What is measured of a system, with the counts of its first plan."""
@@ -235,6 +220,9 @@ class DecodeBench:
             "tokens_per_second": self.B * self.T / seconds,
             "ms_per_call": 1000 * statistics.median(of_a_call),
         }
+        if SYSTEMS[system].has_floor:
+            ratios = [timing["seconds"] / timing["floor"] for timing in timings]
+            row["times_floor"] = statistics.median(ratios)
         if self.options.memory:
             row["peak_bytes"] = self.peak(system, plan)
         return row
@@ -244,8 +232,10 @@ class DecodeBench:
         if not SYSTEMS[system].is_slow:
             own = plan_of(system, plan, self.options.draft)
             seconds, (done,) = self.decode(system, [own])
+            model = self.models[SYSTEMS[system].model]
             return {
                 "seconds": seconds,
+                "floor": floor_of(own, model, self.vocab_size, self.rates),
                 "calls": done.model_calls,
                 "timed_calls": done.model_calls,
                 "token_forwards": done.token_forwards,
@@ -452,11 +442,7 @@ def scale_logits(model: AOGPT, vocab_size: int) -> None:
 
 
 def floor_of(
-    plan: Plan,
-    config: ModelConfig,
-    vocab_size: int,
-    itemsize: int,
-    rates: dict[str, float],
+    plan: Plan, model: AOGPT, vocab_size: int, rates: dict[str, float]
 ) -> float:
     """A lower bound on the seconds of the engine on AO-GPT at these rates: in each model call the
     larger of two times. Bytes: the weights of blocks and head, and the keys and values of all
@@ -464,8 +450,9 @@ def floor_of(
     unmasked token, four per width, layer and pair of an input and one it sees. Not included: adaLN,
     embeddings, norms, token choice."""
     sizes = group_sizes(plan)
-    D = config.n_embd
-    L = config.n_layer
+    D = model.config.n_embd
+    L = model.config.n_layer
+    itemsize = model.wte.weight.dtype.itemsize
     active = sizes > 0
     known = sizes.cumsum(dim=1) - sizes
     # The first copy of the group before has stayed in the cache; the others are computed again.

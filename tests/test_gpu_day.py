@@ -157,6 +157,29 @@ def test_every_part_lists_jobs_that_exist(tmp_path, monkeypatch):
         gpu_day.pretrained(Options(part="pretrained"), tmp_path)
 
 
+def test_figures_are_held_against_their_targets(tmp_path):
+    training = [
+        {"system": "aogpt", "times_gpt": [1.04, 1.0, 1.2], "mfu": 0.3},
+        {"system": "gpt", "times_gpt": [1.0, 1.0, 1.0], "mfu": 0.4},
+    ]
+    decoding = [
+        {"system": "ours", "times_floor": 2.6, "times_ours": 1.0, "steps": 64},
+        {"system": "encoder", "times_ours": 26.0, "steps": 64},
+        {"system": "l2r", "times_floor": 9.0, "times_ours": 2.0, "steps": 64},
+    ]
+    for name, rows in (("plain", training), ("compared_32", decoding)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "cpu.json").write_text('{"rows": [{"system": "gpt", "mfu": null}]}')
+    names = ["plain", "compared_32", "cpu", "not_run"]
+    jobs = [Job(name, 60, "x.py") for name in names]
+    assert gpu_day.targets(jobs, tmp_path) == [
+        ["plain", "aogpt: times_gpt", "1.04", "at most 1.05", "met"],
+        ["plain", "gpt: mfu", "0.4", "at least 0.41", "missed"],
+        ["compared_32", "ours: times_floor, 64 steps", "2.6", "at most 2.5", "missed"],
+        ["compared_32", "encoder: times_ours, 64 steps", "26", "at least 25", "met"],
+    ]
+
+
 @pytest.mark.slow(reason="rehearses a day of experiments")
 @pytest.mark.parametrize("part", ["decoding", "training"])
 def test_the_rehearsal_of_a_part_ends_well(part, tmp_path):
