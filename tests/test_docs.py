@@ -169,7 +169,7 @@ def parse(monkeypatch):
             )
             return configuration.from_command_line(words, "")
         elif script == "studies.bench":
-            for name in ("bench_decode", "bench_train", "bench_gpu"):
+            for name in ("bench_decode", "bench_train"):
                 monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
         elif script == "studies.pretrained":
             for part in ("Agree", "Lambada", "Fill", "Gather", "Page"):
