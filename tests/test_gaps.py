@@ -8,10 +8,11 @@ import json
 import math
 import sys
 import typing
+from collections import Counter
 
 import pytest
 import torch
-from helpers import run_main, run_script
+from helpers import read_lines, run_main, run_script, write_rows
 from reference import (
     DECODERS,
     ENCODERS,
@@ -69,19 +70,19 @@ def test_masks_are_read():
             gaps.read_gaps(wrong)
 
 
+def sizes_of_gaps(context):
+    """How many tokens are missing in each gap of a context."""
+    runs = itertools.groupby(context, key=lambda token: token is None)
+    return tuple(len(list(run)) for missing, run in runs if missing)
+
+
 def test_every_combination_of_lengths_that_fits_is_a_context():
     tokenizer = get_tokenizer("bytes")
-    found = gaps.contexts("a[MASK:1-3]b[MASK:2-3]c", tokenizer, 8)
-    sizes = [
-        [
-            len(list(run))
-            for blank, run in itertools.groupby(row, lambda t: t is None)
-            if blank
-        ]
-        for row in found
-    ]
-    assert sizes == [[1, 2], [1, 3], [2, 2], [2, 3], [3, 2]]  # [3, 3] has 9 tokens
-    assert [t for t in found[-1] if t is not None] == list(b"abc")
+    contexts = gaps.contexts("a[MASK:1-3]b[MASK:2-3]c", tokenizer, 8)
+    sizes = [sizes_of_gaps(context) for context in contexts]
+    # (3, 3) has 9 tokens
+    assert sizes == [(1, 2), (1, 3), (2, 2), (2, 3), (3, 2)]
+    assert [t for t in contexts[-1] if t is not None] == list(b"abc")
     for text, words in (
         ("a[MASK:1-3]", "needs text after"),
         ("abcdefgh[MASK:1-9]b", "block size, 8"),
@@ -119,7 +120,8 @@ def test_scores_are_products_of_conditionals_and_ragged_rows_score_as_each_alone
 
 
 @pytest.mark.parametrize(
-    "system", ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
+    "system",
+    ["AO-GPT", "target rotary", "two_stream", "mask_query, rotary", "RADD", "SEDD"],
 )
 def test_blanks_and_single_tokens_are_the_conditionals(system):
     """All blanks in one pass: each given the known tokens alone."""
@@ -141,47 +143,37 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     assert max(abs(a - b) for a, b in zip(each, expected.tolist(), strict=True)) < 1e-5
 
 
-def test_alternatives_hide_the_same_tokens_around_them(books):
+def filled_log_prob(text, tokens, hidden):
+    """log p of the tokens at the places of a range, from left to right, given all others."""
+    given = [None if i in hidden else token for i, token in enumerate(tokens)]
+    (scores,) = gaps.score_fillings(text.model, [given], [tokens])
+    return scores.filling * len(hidden)
+
+
+@pytest.mark.parametrize(
+    "model, written, after",
+    [
+        ("books", "The caf[é|è|e|es] was full.", " was full."),
+        ("books", "The c[a|o]t sat.", " sat."),
+        ("bytes", "a [é|e] b", " b"),
+    ],
+)
+def test_alternatives_are_scored_given_the_tokens_that_all_share(
+    books, model, written, after
+):
     """Of characters of several tokens and inside words: all tokens that differ."""
-    ranked = books.rank("The caf[é|è|e|es] was full.")
-    ids = {row.text: books.tokenizer.encode(row.text) for row in ranked}
-    before = books.tokenizer.encode("The")
-    after = books.tokenizer.encode(" was full.")
-    for row in ranked:
-        tokens = ids[row.text]
-        assert tokens[:1] == before and tokens[-len(after) :] == after
-        hidden = len(tokens) - 1 - len(after)
-        given = before + [None] * hidden + after
-        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
-        # "caf" may begin with a token that all share
-        assert row.given_both_sides >= scores.filling * hidden - 1e-4
-        shared = 0
-        while len({tuple(one[: shared + 2]) for one in ids.values()}) == 1:
-            shared += 1
-        given = tokens[: shared + 1] + [None] * (hidden - shared) + after
-        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
-        expected = scores.filling * (hidden - shared)
-        assert math.isclose(row.given_both_sides, expected, abs_tol=1e-4)
-    bytes_model = small("AO-GPT")
-    (accent,) = [r for r in bytes_model.rank("a [é|e] b") if "é" in r.text]
-    tokens = list("a é b".encode())
-    given = [97, 32, None, None, 32, 98]
-    (scores,) = gaps.score_fillings(bytes_model.model, [given], [tokens])
-    assert math.isclose(accent.given_both_sides, 2 * scores.filling, abs_tol=1e-4)
-    words = {row.text: row for row in books.rank("The c[a|o]t sat.")}
-    lengths = {
-        text: len(books.tokenizer.encode(text))
-        - 1
-        - len(books.tokenizer.encode(" sat."))
-        for text in words
-    }
-    for text, row in words.items():
-        tokens = books.tokenizer.encode(text)
-        end = len(tokens) - len(books.tokenizer.encode(" sat."))
-        given = [None if 1 <= i < end else token for i, token in enumerate(tokens)]
-        (scores,) = gaps.score_fillings(books.model, [given], [tokens])
-        expected = scores.filling * lengths[text]
-        assert math.isclose(row.given_both_sides, expected, abs_tol=1e-4)
+    text = books if model == "books" else small("AO-GPT")
+    ranked = text.rank(written)
+    rows = [text.tokenizer.encode(alternative.text) for alternative in ranked]
+    end = text.tokenizer.encode(after)
+    shared = 0
+    while len({tuple(row[: shared + 1]) for row in rows}) == 1:
+        shared += 1
+    for alternative, row in zip(ranked, rows, strict=True):
+        assert row[-len(end) :] == end
+        hidden = range(shared, len(row) - len(end))
+        expected = filled_log_prob(text, row, hidden)
+        assert math.isclose(alternative.given_both_sides, expected, abs_tol=1e-4)
 
 
 def test_equal_alternatives_count_once_and_an_empty_one_has_no_tokens(books):
@@ -211,32 +203,36 @@ def test_the_end_of_a_text_counts_where_alternatives_end_it(books):
 
 def test_alternatives_rank_by_the_probability_of_the_whole_text():
     text = small("AO-GPT")
-    found = text.rank("The [cat|dog|old dog|] sat [on|by] it")
-    assert len(found) == 8 and abs(sum(row.share for row in found) - 1) < 1e-9
-    for row in found:
+    ranked = text.rank("The [cat|dog|old dog|] sat [on|by] it")
+    assert len(ranked) == 8
+    assert math.isclose(sum(row.share for row in ranked), 1, abs_tol=1e-9)
+    for row in ranked:
         tokens = torch.tensor([list(row.text.encode())])
         order = torch.arange(tokens.shape[1])[None]
         total = float(token_log_probs(text.model, tokens, order).double().sum())
-        assert abs(row.log_prob - total) < 1e-4
-    assert [row.log_prob for row in found] == sorted(
-        (r.log_prob for r in found), reverse=True
-    )
-    (one,) = text.rank("a [cat|] sat")[:1]
-    whole = list(b"a cat sat")
-    given = [token if not 2 <= i < 5 else None for i, token in enumerate(whole)]
-    (scores,) = gaps.score_fillings(text.model, [given], [whole])
-    spans = {row.text: row.given_both_sides for row in text.rank("a [cat|] sat")}
-    assert abs(spans["a cat sat"] - 3 * scores.filling) < 1e-4 and one.text in spans
-    assert spans["a  sat"] is None  # nothing has no probability
+        assert math.isclose(row.log_prob, total, abs_tol=1e-4)
+    log_probs = [row.log_prob for row in ranked]
+    assert log_probs == sorted(log_probs, reverse=True)
+
+
+def test_an_alternative_of_no_tokens_has_no_probability_given_both_sides():
+    text = small("AO-GPT")
+    scores = {row.text: row.given_both_sides for row in text.rank("a [cat|] sat")}
+    expected = filled_log_prob(text, list(b"a cat sat"), range(2, 5))
+    assert math.isclose(scores["a cat sat"], expected, abs_tol=1e-4)
+    assert scores["a  sat"] is None
+    encoder = small("RADD").rank("a [cat|] sat")
+    assert {row.text for row in encoder if row.given_both_sides is None} == {"a  sat"}
+    plain = small("GPT-2").rank("a [cat|] sat")
+    assert {row.given_both_sides for row in plain} == {None}
+
+
+def test_what_cannot_be_ranked_or_counted_is_refused():
+    text = small("AO-GPT")
     with pytest.raises(ValueError, match="no alternatives"):
         text.rank("no brackets")
     with pytest.raises(ValueError, match="at most 512 combinations"):
         text.rank("[a|b]" * 10)
-    assert {row.given_both_sides for row in small("GPT-2").rank("a [cat|] sat")} == {
-        None
-    }
-    encoder = small("RADD").rank("a [cat|] sat")
-    assert {row.text for row in encoder if row.given_both_sides is None} == {"a  sat"}
     for call, name in (
         (lambda: text.fill("a[MASK:2]", candidates=0), "candidates"),
         (lambda: text.fill("a[MASK:2]", num_samples=0), "num_samples"),
@@ -247,38 +243,29 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text():
             call()
 
 
-def test_text_in_text_out(books):
-    options = {"candidates": 3, "mode": "l2r", "temperature": 0.7}
-    found = books.fill("She[MASK:2-6] home.", seed=3, **options)
-    assert len(found) == 3 == len({filling.text for filling in found})
-    assert all(f.text.startswith("She") and f.text.endswith(" home.") for f in found)
-    rights = [filling.scores.right for filling in found]
+def test_fillings_are_distinct_and_ranked_by_the_text_to_the_right(books):
+    options = {"candidates": 3, "mode": "l2r", "temperature": 0.7, "seed": 3}
+    fillings = books.fill("She[MASK:2-6] home.", **options)
+    texts = [filling.text for filling in fillings]
+    assert len(set(texts)) == len(texts) == 3
+    assert all(text.startswith("She") and text.endswith(" home.") for text in texts)
+    rights = [filling.scores.right for filling in fillings]
     assert rights == sorted(rights, reverse=True)
-    assert found == books.fill("She[MASK:2-6] home.", seed=3, **options)
-    assert {f.ranked_by for f in found} == {"right"} and {f.seed for f in found} == {3}
+    assert {(f.ranked_by, f.seed) for f in fillings} == {("right", 3)}
+    assert books.fill("She[MASK:2-6] home.", **options) == fillings
+
+
+def test_a_text_is_continued_and_scored(books):
     text = books.generate("Once upon a time", 12, mode="l2r", temperature=0)
-    assert (
-        text.startswith("Once upon a time") and len(books.tokenizer.encode(text)) >= 12
-    )
+    assert text.startswith("Once upon a time")
+    assert len(books.tokenizer.encode(text)) >= 12
     scored = books.score("Once upon a time there was a king.")
     assert "".join(scored.pieces) == "Once upon a time there was a king."
-    assert (
-        scored.nats == -math.fsum(scored.log_probs) and 0.5 < scored.bits_per_byte < 2.5
-    )
-    assert books.score("Once upon a time", "random", seed=1) != books.score(
-        "Once upon a time", "random"
-    )
+    assert scored.nats == -math.fsum(scored.log_probs)
+    assert 0.5 < scored.bits_per_byte < 2.5
+    first, other = (books.score("Once upon a time", "random", seed=s) for s in (0, 1))
+    assert first != other
     assert books.score("A long text. " * 200).nats > 1000  # in blocks
-    (likely,) = books.blanks("Once upon a[MASK] there was", 2048)
-    shares = [share for _, share, _ in likely]
-    assert abs(sum(shares) - 1) < 1e-6 and shares == sorted(shares, reverse=True)
-    log_p = books.score_each("Once upon a time there was").log_probs[5]
-    by_text = {text: share for text, share, _ in likely}
-    assert abs(math.log(by_text[" time"]) - log_p) < 1e-4
-    assert len(by_text) == 2048  # each token has a text of its own
-    assert "<0xC3>" in by_text and not any("\ufffd" in text for text in by_text)
-    for text, _, token in likely[:99]:
-        assert books.tokenizer.to_bytes([token]) == text.encode() or "<0x" in text
     for wrong in (
         lambda: books.score(""),
         lambda: books.generate("a", 10**6),
@@ -286,6 +273,19 @@ def test_text_in_text_out(books):
     ):
         with pytest.raises(ValueError):
             wrong()
+
+
+def test_blanks_lists_every_token_with_its_probability(books):
+    (likely,) = books.blanks("Once upon a[MASK] there was", 2048)
+    shares = [share for _, share, _ in likely]
+    assert abs(sum(shares) - 1) < 1e-6 and shares == sorted(shares, reverse=True)
+    by_text = {text: share for text, share, _ in likely}
+    log_p = books.score_each("Once upon a time there was").log_probs[5]
+    assert abs(math.log(by_text[" time"]) - log_p) < 1e-4
+    assert len(by_text) == 2048  # each token has a text of its own
+    assert "<0xC3>" in by_text and not any("\ufffd" in text for text in by_text)
+    for text, _, token in likely[:99]:
+        assert books.tokenizer.to_bytes([token]) == text.encode() or "<0x" in text
 
 
 def test_models_are_compared_on_the_same_blocks():
@@ -361,11 +361,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
         {"infill": "She[MASK:1-3] and[MASK:2-3] home."},
         {"prompt": "The", "length": 8},
     ]
-    lines[2].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(lines[2], rows)
     words = (BOOKS, "--mode", "l2r", "--num-samples", 2)
     files = ("--prompts", lines[2], "--jsonl", lines[0], "--html", lines[1])
     run_main(sample, monkeypatch, capsys, *words, *files, "--candidates", 3)
-    found = [json.loads(line) for line in lines[0].read_text().splitlines()]
+    found = read_lines(lines[0])
     assert [row["prompt_index"] for row in found] == [0, 0, 0, 1, 1]
     rights = [row["scores"]["right"] for row in found[:3]]
     assert rights == sorted(rights, reverse=True) and "scores" not in found[3]
@@ -376,11 +376,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     rows.append(
         {"infill": "She[MASK:1] home."}
     )  # of a known length: 8 samples of it alone
-    lines[2].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(lines[2], rows)
     run_main(
         sample, monkeypatch, capsys, *words, *files, "--candidates", 8, "--overwrite"
     )
-    more = [json.loads(line) for line in lines[0].read_text().splitlines()]
+    more = read_lines(lines[0])
     assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
     assert [r["text"] for r in more if r["prompt_index"] == 1] == [
         r["text"] for r in found[3:]
@@ -414,7 +414,7 @@ def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(
     def found(*more):
         text = ("--infill", "She[MASK:2] went[MASK:2] home.")
         run_main(sample, monkeypatch, capsys, *words, *text, *options, *more)
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return read_lines(path)
 
     whole = found()
     shorter = found(*cut)
@@ -686,6 +686,14 @@ def exact_fillings(model, gapped, tokens):
     return log_probs, {k: math.exp(v - float(total)) for k, v in log_probs.items()}
 
 
+def resampled_p_value(fillings, keys, exact):
+    """Of 1,500 fillings drawn by their weights, against {key: probability}; keys: those
+    of the fillings."""
+    counts = Counter(keys[i] for i in fillings.resampled(1500, seed=5))
+    observed = torch.tensor([counts[key] for key in exact])
+    return chi_square_p(observed, 1500 * torch.tensor(list(exact.values())))
+
+
 RESAMPLED = [
     gaps.Gapped([[0], [1, 2, 0]], [range(2, 3)]),
     gaps.Gapped([[0], [1, 2]], [range(1, 4)]),
@@ -701,16 +709,11 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
     model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
     model.eval()
     log_probs, exact = exact_fillings(model, gapped, 3)
-    places = {key: place for place, key in enumerate(exact)}
-    expected = torch.tensor(list(exact.values()))
     errors = []
     for draws in (4, 128, 2**14):
         found = fill_by_resampling(model, gapped, seed=1, draws=draws, vocab_size=3)
-        keys = []
-        for tokens, context in zip(found.tokens, found.contexts, strict=True):
-            runs = itertools.groupby(context, key=lambda token: token is None)
-            sizes = tuple(len(list(run)) for blank, run in runs if blank)
-            keys.append((tuple(tokens), sizes))
+        pairs = zip(found.tokens, found.contexts, strict=True)
+        keys = [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
         weights = dict(zip(keys, found.weights, strict=True))
         assert math.isclose(sum(weights.values()), 1, abs_tol=1e-9)
         assert 1 <= found.effective_sample_size <= len(exact) * draws
@@ -718,17 +721,10 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
             count = len(key[0]) - len(gapped.known[0])
             assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
         errors.append(sum(abs(weights.get(k, 0) - p) for k, p in exact.items()) / 2)
-        if draws == 2**14:
-            # far fewer than the draws, so that theirs is the only noise
-            counts = torch.zeros(len(exact), dtype=torch.long)
-            for i in found.resampled(1500, seed=5):
-                counts[places[keys[i]]] += 1
-            assert chi_square_p(counts, expected * 1500) > 1e-3
         if draws == 4:
-            counts = torch.zeros(len(exact), dtype=torch.long)
-            for i in found.resampled(1500, seed=5):
-                counts[places[keys[i]]] += 1
-            assert chi_square_p(counts, expected * 1500) < 1e-3
+            assert resampled_p_value(found, keys, exact) < 1e-3
+        if draws == 2**14:  # many more than are drawn: theirs is the only noise
+            assert resampled_p_value(found, keys, exact) > 1e-3
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
     evidence = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
     assert math.isclose(found.log_evidence, evidence, abs_tol=0.02)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import prepared
+from helpers import prepared, write_jsonl
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
@@ -135,16 +135,18 @@ def test_intervals_are_by_document_where_these_differ():
     assert mean == 2 and three_documents > 2 * one_document > 0
 
 
-def test_a_plain_gpt_fills_in_by_resampling(plain, script, tmp_path):
+@pytest.fixture
+def said(tmp_path):
+    """A data set of short sentences."""
     words = tmp_path / "said.txt"
-    report = tmp_path / "infill.json"
     words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
-    said = prepared("text", tmp_path / "said", words, split="val")
+    return prepared("text", tmp_path / "said", words, split="val")
+
+
+def test_a_plain_gpt_fills_in_by_resampling(plain, said, printed, tmp_path):
+    report = tmp_path / "infill.json"
     options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
-    status, out, err = script(
-        eval_infill, plain, *options, "--num-passages", 3, "--draws", 8
-    )
-    assert status == 0, err
+    out = printed(eval_infill, plain, *options, "--num-passages", 3, "--draws", 8)
     _, row = json.loads(report.read_text())["rows"]
     assert (row["given"], row["mode"], row["draws"]) == ("both", "resampling", 8)
     assert all(1 <= size <= 8 for size in row["effective_sample_size"])
@@ -167,25 +169,11 @@ def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
 
 
 def test_the_script_reports_what_the_functions_say(
-    run, plain, encoder, script, tmp_path
+    run, plain, encoder, said, printed, mistake, tmp_path
 ):
-    words = tmp_path / "said.txt"
     report = tmp_path / "infill.json"
-    words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
-    said = prepared("text", tmp_path / "said", words, split="val")
-    options = (
-        "--data",
-        said,
-        "--shortest",
-        2,
-        "--longest",
-        12,
-        "--overwrite",
-        "--json",
-        report,
-    )
-    status, out, err = script(eval_infill, run, plain, encoder, *options)
-    assert status == 0, err
+    options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
+    out = printed(eval_infill, run, plain, encoder, *options)
     rows = json.loads(report.read_text())["rows"]
     ways = [("left", "l2r"), ("both", "l2r"), ("both", "random"), ("both", "adaptive")]
     expected = [(str(path), *way) for path in (run, encoder) for way in ways]
@@ -204,24 +192,19 @@ def test_the_script_reports_what_the_functions_say(
     )
     assert f"{run}: the right side is worth" in out and f"{plain}: the right" not in out
     assert report.with_suffix(".md").read_text() == out
-    status, _, err = script(
-        eval_infill, run, "--data", said, "--shortest", 15, "--longest", 15
-    )
-    assert status == 2 and "no sentence of 15 to 15 tokens" in err
+    words = ("--data", said, "--shortest", 15, "--longest", 15)
+    assert "no sentence of 15 to 15 tokens" in mistake(eval_infill, run, *words)
 
 
 def test_last_words_are_predicted_from_what_precedes(
-    run, plain, encoder, tmp_path, script
+    run, plain, encoder, tmp_path, printed
 ):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"we saw {i} cats"}) + "\n" for i in range(60))
-    )
-    data = prepared("text", tmp_path / "rows", rows, split="val")
+    texts = [f"we saw {i} cats" for i in range(60)]
+    source = write_jsonl(tmp_path / "rows.jsonl", texts)
+    data = prepared("text", tmp_path / "rows", source, split="val")
     report = tmp_path / "words.json"
     options = ("--data", data, "--last-word", "--num-passages", 5, "--json", report)
-    status, out, err = script(eval_infill, run, plain, encoder, *options)
-    assert status == 0, err
+    out = printed(eval_infill, run, plain, encoder, *options)
     found = json.loads(report.read_text())["rows"]
     assert [(r["given"], r["mode"], len(r["nll"])) for r in found] == [
         ("passage", "l2r", 5)

@@ -7,7 +7,17 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, change, encoder_config, newest, prepared, tiny_config
+from helpers import (
+    ALONE,
+    LENGTH,
+    change,
+    encoder_config,
+    newest,
+    prepared,
+    read_lines,
+    tiny_config,
+    write_rows,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -30,9 +40,7 @@ COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_st
 
 
 def lines_of(folder):
-    return [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def val_data(data, count):
@@ -267,24 +275,22 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(
         )
         assert line["val_error_random"] > 0 and "val_error_l2r" not in line
         for kind in ("l2r", "random"):
-            of = {
+            losses = {
                 name: line[f"val_loss_{kind}{name}"]
                 for name in ("", "_raw", "_ema0", "_ema0.5")
             }
-            assert of["_ema0"] == of["_raw"] != of[""]
+            assert losses["_ema0"] == losses["_raw"] != losses[""]
             assert (
-                line["step"] < 20 or len(set(of.values())) == 3
+                line["step"] < 20 or len(set(losses.values())) == 3
             )  # both averages warm up alike
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_rows(folder, rows):
+def write_metrics(folder, rows):
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    write_rows(folder / "metrics.jsonl", rows)
     return folder
 
 
@@ -301,21 +307,21 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
 
 
 def test_plot_draws_runs_of_now_and_of_before_into_one_png(
-    run, encoder, tmp_path, script
+    run, encoder, tmp_path, printed
 ):
     keys = ("step", "loss", "tokens", "val_loss_l2r", "val_loss_random")
     before = [{key: line[key] for key in keys if key in line} for line in lines_of(run)]
-    old = write_rows(tmp_path / "old $x_1$ run", before)
+    old = write_metrics(tmp_path / "old $x_1$ run", before)
     many = [
-        write_rows(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(10)
+        write_metrics(tmp_path / str(i), lines_of(run)[: 10 + 3 * i]) for i in range(10)
     ]
     out = tmp_path / "pictures" / "compare.png"
-    status, said, _ = script(plot, run, old, encoder, *many, "--out", out)
-    assert status == 0 and f"wrote {out}" in said and out.read_bytes().startswith(PNG)
+    said = printed(plot, run, old, encoder, *many, "--out", out)
+    assert f"wrote {out}" in said and out.read_bytes().startswith(PNG)
 
 
-def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
-    nothing = write_rows(tmp_path / "nothing", [{"step": 1}])
+def test_what_cannot_be_drawn_is_an_error_that_names_it(mistake, run, tmp_path):
+    nothing = write_metrics(tmp_path / "nothing", [{"step": 1}])
     out = tmp_path / "out.png"
     for runs, file, words in (
         ([run, tmp_path / "nowhere"], out, "nowhere: it has no metrics.jsonl"),
@@ -323,8 +329,7 @@ def test_what_cannot_be_drawn_is_an_error_that_names_it(script, run, tmp_path):
         ([], out, "give run folders"),
         ([run], tmp_path / "out.pdf", "with --out a file NAME.png"),
     ):
-        status, _, err = script(plot, *runs, "--out", file)
-        assert status == 2 and words in err, err
+        assert words in mistake(plot, *runs, "--out", file)
     assert not list(tmp_path.glob("out.*"))
 
 

@@ -15,9 +15,9 @@ from reference import (
     chi_square_p,
     distribution_of,
     enumerable_system,
+    logits_given,
     make_plan,
     make_system,
-    order_through,
     random_tokens,
     seeded,
     sequence_counts,
@@ -32,7 +32,6 @@ from aogpt.sampling.engine import Decoder
 from aogpt.sampling.race import fresh_uniforms
 from aogpt.sampling.refine import ROWS, given_others, redraw, redrawn, refine
 from aogpt.sampling.token_choice import choose_tokens, without_repeats
-from aogpt.scoring import masked_log_probs
 
 N = 3
 V = 3
@@ -149,13 +148,9 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
     for b, p in generated.nonzero().tolist():
         others = [q for q in samples.order[b, : length[b]].tolist() if q != p]
-        row = samples.tokens[b : b + 1, : length[b]]
-        if model.config.is_encoder:
-            masked = torch.arange(int(length[b])) == p
-            expected = masked_log_probs(model, row, masked[None])[0, p]
-        else:
-            logits = model.logits(row, torch.tensor([[*others, p]]))[0, -1, :11]
-            expected = logits.log_softmax(dim=-1)[samples.tokens[b, p]]
+        row = samples.tokens[b, : length[b]]
+        logits = logits_given(model, row, others, p)[:11]
+        expected = logits.log_softmax(dim=-1)[row[p]]
         assert abs(float(scores[b, p]) - float(expected)) < 1e-5
     count = redrawn(generated, 0.4)
     wanted = [round(0.4 * n) or min(n, 1) for n in generated.sum(dim=1).tolist()]
@@ -202,27 +197,16 @@ def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, 
     after = refine(decoder, samples, uniforms, 3, 0.4, by)
     for b in range(B):
         n = int(length[b])
-        row = after.tokens[b : b + 1, :n]
+        row = after.tokens[b, :n]
         order = after.order[b, :n].tolist()
         for place, position in enumerate(order):
             expected = 0.0
             if after.step[b, position] >= 0:
-                logits = logits_after(model, row, order[:place], position)[:11]
-                expected = float(logits.log_softmax(dim=-1)[row[0, position]])
+                logits = logits_given(model, row, order[:place], position)[:11]
+                expected = float(logits.log_softmax(dim=-1)[row[position]])
             assert abs(float(after.log_probs[b, position]) - expected) < 1e-4
     assert not torch.allclose(after.log_probs, samples.log_probs)
     assert refine(Decoder(model), samples, uniforms, 0, 0.4, by) is samples
-
-
-def logits_after(model, row, context, position):
-    """Logits (V,) of a position of row (1, n), given the tokens of the context."""
-    n = row.shape[1]
-    if model.config.is_encoder:
-        masked = torch.full_like(row, model.config.mask_token)
-        masked[0, context] = row[0, context]
-        return model.head_logits(model.hidden(masked))[0, position]
-    through = torch.tensor([order_through(context, position, n)])
-    return model.logits(row, through)[0, len(context)]
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -256,7 +240,7 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--refine-by", "random"], "--refine-by has no meaning without --refine"),
         (["--refine", 1, "--refine-share", 0], "--refine-share"),
@@ -271,30 +255,17 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
         (["--repetition-penalty", 0.5], "--repetition-penalty is 0.5"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, told):
+def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, message):
     status, _, err = script(sample, run, *words)
-    assert status == 2 and told in err and err.count("\n") == 1
+    assert status == 2 and message in err and err.count("\n") == 1
 
 
-def test_refinement_as_a_user_sees_it(script, run, plain, tmp_path):
-    status, _, err = script(sample, plain, "--refine", 2)
-    assert (
-        status == 2
-        and "--refine needs a model that is conditioned on the target" in err
-    )
-    arguments = [
-        run,
-        "--judge",
-        run,
-        "--num-samples",
-        2,
-        "--length",
-        9,
-        "--mode",
-        "l2r",
-    ]
-    status, out, err = script(eval_gen, *arguments, "--refine", 2)
-    assert status == 0 and "l2r 1, refined 2" in out and " 12.0 |" in out, err
+def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
+    said = mistake(sample, plain, "--refine", 2)
+    assert "--refine needs a model that is conditioned on the target" in said
+    words = ("--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2)
+    out = printed(eval_gen, run, "--judge", run, *words)
+    assert "l2r 1, refined 2" in out and " 12.0 |" in out
 
 
 # ---- against repetition --------------------------------------------------------------------------
@@ -403,9 +374,8 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
             context = [p for p, s in zip(order, steps, strict=False) if s < step]
             before = list(text)
             for p in (p for p, s in zip(order, steps, strict=False) if s == step):
-                row = torch.tensor([[0 if t is None else t for t in before]])
-                through = torch.tensor([order_through(context, p, n)])
-                logits = model.logits(row, through)[0, len(context)]
+                row = torch.tensor([0 if t is None else t for t in before])
+                logits = logits_given(model, row, context, p)
                 changed = plain_logits(logits, before, p, choice)
                 text[p] = int(
                     choose_tokens(changed[None], uniforms[b, p, None], choice)
@@ -430,13 +400,13 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
     model = make_system(system, 3, block_size=12)
     uniforms = uniforms_for(5, 12, seed=2)
     plan = make_plan(mode, 5, 12, seed=1)
-    how = {"uniforms": uniforms, "vocab_size": 11}
-    plain = generate(model, plan, **how)
+    inputs = {"uniforms": uniforms, "vocab_size": 11}
+    plain = generate(model, plan, **inputs)
     for choice in (
         TokenChoice(repetition_penalty=1.0),
         TokenChoice(no_repeat_ngram=13),
     ):
-        same = generate(model, plan, choice=choice, **how)
+        same = generate(model, plan, choice=choice, **inputs)
         assert torch.equal(same.tokens, plain.tokens)
         assert torch.equal(same.log_probs, plain.log_probs)
     choice = TokenChoice(0.05, repetition_penalty=1.1, no_repeat_ngram=1)
@@ -444,9 +414,9 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
         "l2r",
         "confidence",
     ):  # one at a time: no token repeats while others are left
-        rows = generate(model, plan, choice=choice, **how).tokens
+        rows = generate(model, plan, choice=choice, **inputs).tokens
         assert [len(set(row)) for row in rows.tolist()] == [11] * 5
-        rows = generate(model, plan, choice=TokenChoice(0.05), **how).tokens
+        rows = generate(model, plan, choice=TokenChoice(0.05), **inputs).tokens
         assert any(len(set(row)) < 11 for row in rows.tolist())
 
 
