@@ -30,7 +30,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, markdown_table, versions
 from aogpt.runtime.validation import Count, check_values
-from studies.runs import ROOT
+from studies.runs import ROOT, target_of
 
 Part = Literal["decoding", "pretrained", "sizes", "training"]
 MINUTES = {"decoding": 9, "pretrained": 18, "sizes": 22, "training": 5}
@@ -120,11 +120,10 @@ def jobs_of(o: Options, folder: str) -> list[Job]:
 def run_job(job: Job, log: Path, seconds: float) -> dict:
     """Run a job to its end, at most `seconds` long; what became of it."""
     script, *arguments = job.words
-    target = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
     started = time.monotonic()
     with log.open("a") as output:
         process = subprocess.Popen(
-            [sys.executable, *target, *arguments],
+            [sys.executable, *target_of(script), *arguments],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

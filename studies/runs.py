@@ -123,10 +123,14 @@ def run_alone(
     if processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone"]
         words.append(f"--nproc_per_node={processes}")
-    words += [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
     return subprocess.run(
-        [*words, *arguments],
+        [*words, *target_of(script), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | KEEP_MEMORY,
         capture_output=True,
         text=True,
     )
+
+
+def target_of(script: str) -> list[str]:
+    """Return the words after `python` that run a script (FILE.py) of this project or a module."""
+    return [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
