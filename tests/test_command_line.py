@@ -46,25 +46,47 @@ NO_THREAD = """raise RuntimeError("can't start new thread")"""
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
-def test_an_option_is_not_given_twice(script, run, tmp_path):
+def test_an_option_is_not_given_twice(mistake, run, tmp_path):
     """The last one alone would count."""
-    status, _, err = script(sample, run, "--ban", "a", "--num-samples", 1, "--ban=b")
-    assert status == 2
-    assert "--ban is given twice; give it once, with all its values" in err
-    words = ("--datasets", "x", "--orders", "l2r", "--orders", "random")
-    status, _, err = script(eval_ppl, run, *words)
-    assert status == 2 and "--orders is given twice" in err
-    file = tmp_path / "a.txt"
-    status, _, err = script(prepare, "text", "--source", file, "--source", file)
-    assert status == 2 and "--source is given twice" in err
+    words = (run, "--ban", "a", "--num-samples", 1, "--ban=b")
+    said = mistake(sample, *words)
+    assert "--ban is given twice; give it once, with all its values" in said
+    words = (run, "--datasets", "x", "--orders", "l2r", "--orders", "random")
+    assert "--orders is given twice" in mistake(eval_ppl, *words)
+    words = ("text", "--source", tmp_path / "a.txt", "--source", tmp_path / "a.txt")
+    assert "--source is given twice" in mistake(prepare, *words)
     words = ("--data.mix", "A=0.1", "--data.mix", "B=0.1")
-    status, _, err = script(train, ROOT / "configs/quickstart.toml", *words)
-    assert status == 2 and "--data.mix is given twice" in err
-    status, _, err = script(sample, run, "--num-samples", 1, "--num_samples", 2)
-    assert status == 2 and "--num-samples is given twice" in err
+    said = mistake(train, ROOT / "configs/quickstart.toml", *words)
+    assert "--data.mix is given twice" in said
+    said = mistake(sample, run, "--num-samples", 1, "--num_samples", 2)
+    assert "--num-samples is given twice" in said
     command = ("convert.py", run, tmp_path, "--dtype=float32", "--dtype=bfloat16")
     done = run_script(*command, check=False)
     assert done.returncode == 2 and "--dtype is given twice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, fields",
+    [
+        (train, ["optim.lr"]),
+        (sample, ["top-p", "jsonl"]),
+        (eval_ppl, ["num-orders", "json"]),
+    ],
+    ids=["train", "sample", "eval_ppl"],
+)
+def test_help_shows_an_example_and_every_option(printed, module, fields):
+    shown = printed(module, "--help")
+    assert f"python {module.__name__}.py" in shown
+    assert all(f"--{name}" in shown for name in fields)
+
+
+@pytest.mark.parametrize("module", [sample, eval_ppl])
+def test_a_script_without_a_run_asks_for_one(mistake, tmp_path, data, module):
+    options = ["--datasets", data] if module is eval_ppl else []
+    said = mistake(module, tmp_path / "nowhere", *options)
+    assert "give a run folder (out/NAME) or a checkpoint" in said
+    assert "holds no checkpoints/step_N" in mistake(module, tmp_path, *options)
+    assert "RUN" in mistake(module, *options)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +127,12 @@ def test_interactive_without_standard_input_is_told(run):
     "body, status, out, err",
     [
         (INTERRUPT, 130, "", "interrupted"),
-        ("print('\\u00e9\\u4e2d\\ud800'); return", 0, "\\xe9\\u4e2d\\ud800", ""),
-        ("print('x' * 10**6, 'end'); return", 0, "x" * 10**6 + " end", ""),
+        (
+            "print('\\u00e9\\u4e2d\\ud800', 'x' * 10**6, 'end'); return",
+            0,
+            "\\xe9\\u4e2d\\ud800 " + "x" * 10**6 + " end",
+            "",
+        ),
     ],
 )
 def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
@@ -139,8 +165,8 @@ def test_a_mistake_is_told_in_one_line(body, status, err, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as stop:
         exec(MAIN.format(body), {})
-    told = capsys.readouterr()
-    assert (stop.value.code, told.out, told.err.strip()) == (status, "", err)
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out, printed.err.strip()) == (status, "", err)
 
 
 BUG = """

@@ -28,6 +28,7 @@ from helpers import (
     run_script,
     wait_for,
     write_jsonl,
+    write_rows,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -278,12 +279,12 @@ def test_text_in_each_format(tmp_path, compression):
     texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
     found = {split: documents(folder, split) for split in ("train", "val", "test")}
     assert found == {"train": texts, "val": ["validation"], "test": ["test"]}
-    told = [
+    parts = [
         (part["split"], part["file"], part["sha256"])
         for part in load_meta(folder)["source"]
     ]
     splits = zip(["train"] * 3 + ["val", "test"], [*source, val, test], strict=True)
-    assert told == [(split, file.name, sha256_file(file)) for split, file in splits]
+    assert parts == [(split, file.name, sha256_file(file)) for split, file in splits]
     assert str(tmp_path) not in (folder / "meta.json").read_text()
 
 
@@ -536,9 +537,7 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
             gzip.compress(data) if "gz" in name else data
         )
     rows = [{"text": "a\r\nb", "id": 1, "title": "t"}] * 3
-    (tmp_path / "in" / "r.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    write_rows(tmp_path / "in" / "r.jsonl", rows)
     folder = prepared("text", tmp_path / "o", tmp_path / "in", split="test")
     cut = [
         text
@@ -597,9 +596,9 @@ def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_the_help_names_every_dataset(script):
-    _, told, _ = script(prepare_module, "--help")
-    assert all(re.search(rf"\b{name}\b", told) for name in catalogue.DATASETS)
+def test_the_help_names_every_dataset(printed):
+    shown = printed(prepare_module, "--help")
+    assert all(re.search(rf"\b{name}\b", shown) for name in catalogue.DATASETS)
 
 
 NOBODY = "http://127.0.0.1:9"  # a proxy that is not there: no network, and no waiting for it either
@@ -829,22 +828,20 @@ def test_interrupt_cleans_up_and_keeps_what_was_there(
     assert tree(out) == before and names(tmp_path) == ["a.jsonl", "o"]
 
 
-def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, script):
+def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
     """A folder has the form of a repository: its files, or README.md, say what the
     splits are."""
     pytest.importorskip("datasets")
     folder = tmp_path / "owner" / "tales"
     (folder / "fine").mkdir(parents=True)
     rows = [{"story": f"tale {i}", "id": i} for i in range(40)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "fine" / "train.jsonl").write_text(lines)
+    write_rows(folder / "fine" / "train.jsonl", rows)
     files = "configs:\n- config_name: fine\n  data_files:\n"
     files += "  - split: train\n    path: fine/*.jsonl\n"
     (folder / "README.md").write_text(f"---\n{files}---\n")
-    how = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
-    options = ("--out", tmp_path / "out")
-    status, _, err = script(prepare_module, "hub", folder, *how, *options)
-    assert status == 0, err
+    options = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
+    options += ["--out", tmp_path / "out"]
+    printed(prepare_module, "hub", folder, *options)
     found = {s: documents(tmp_path / "out", s) for s in ("train", "val")}
     assert sorted(found["train"] + found["val"]) == sorted(row["story"] for row in rows)
     assert len(found["val"]) == 4
@@ -901,11 +898,10 @@ def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch)
 
 def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     amino = "ACDEFGHIKLMNPQRSTVWY"
-    source = tmp_path / "proteins.jsonl"
     folder = tmp_path / "proteins"
     rng = np.random.default_rng(0)
     proteins = ["".join(rng.choice(list(amino), 50)) for _ in range(40)]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in proteins))
+    source = write_jsonl(tmp_path / "proteins.jsonl", proteins)
     prepared("text", folder, source, alphabet=amino, tokenizer=None)
     meta = load_meta(folder)
     assert meta["vocab_size"] == 21 and meta["tokenizer"] == f"alphabet:{amino}"

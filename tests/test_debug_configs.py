@@ -34,48 +34,37 @@ def short(steps):
     ids=lambda path: path.stem,
 )
 def test_a_debug_config_trains_resumes_evaluates_and_samples(
-    script, data, tmp_path, path
+    printed, data, tmp_path, path
 ):
     options = ["--out", tmp_path, "--data.folder", data]
-    assert script(train, path, *options, *short(4))[0] == 0
-    status, out, err = script(train, path, *options, *short(8))
-    assert status == 0 and "resumed from" in out, err
+    printed(train, path, *options, *short(4))
+    assert "resumed from" in printed(train, path, *options, *short(8))
     run = tmp_path / configuration.load_toml(path).name
     assert [int(p.stem[5:]) for p in store.find(run)] == [4, 8]
     lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
     report = tmp_path / "report.json"
-    status, _, err = script(
-        eval_ppl, run, "--datasets", data, "--max-sequences", 4, "--json", report
-    )
-    assert status == 0, err
+    words = ("--datasets", data, "--max-sequences", 4, "--json", report)
+    printed(eval_ppl, run, *words)
     for result in json.loads(report.read_text())["results"]:
         # eight steps teach it more than the uniform distribution
         assert 0 < result["nll"] < math.log(257)
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
-    status, out, err = script(
-        sample, run, "--mode", mode, "--num-samples", 2, "--prompt", "The "
-    )
-    assert status == 0 and out.count("The ") == 2, err
+    words = ("--mode", mode, "--num-samples", 2, "--prompt", "The ")
+    assert printed(sample, run, *words).count("The ") == 2
 
 
-def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(script, data, tmp_path):
+def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(printed, data, tmp_path):
     gpt2 = ROOT / "configs" / "debug" / "gpt2.toml"
     options = ["--data.folder", data, "--out", tmp_path]
-    assert script(train, gpt2, *options, *short(4))[0] == 0
+    printed(train, gpt2, *options, *short(4))
     source = tmp_path / "debug_gpt2"
     changes = "--name any_order --model.target adaln --objective.kind ao_ar --order.kind mixture"
-    learning_nothing = [
-        *changes.split(),
-        "--optim.lr",
-        "0",
-        "--train.init-from",
-        source,
-    ]
-    status, out, err = script(train, gpt2, *options, *short(2), *learning_nothing)
-    assert status == 0 and "started from the weights of" in out, err
+    options += [*changes.split(), "--optim.lr", "0", "--train.init-from", source]
+    out = printed(train, gpt2, *options, *short(2))
+    assert "started from the weights of" in out
 
     tokens = torch.randint(257, (3, 64), generator=torch.Generator().manual_seed(0))
     order = torch.arange(64).expand(3, 64)

@@ -3,6 +3,7 @@ weights."""
 
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from helpers import (
     make_data,
     metrics,
     newest,
+    some_slow,
     tiny_config,
 )
 
@@ -127,7 +129,7 @@ def finished(data, tmp_path_factory):
     return config, store.read_values(store.path_of(config.run_folder, 20))
 
 
-@pytest.mark.parametrize("key", all_keys())
+@pytest.mark.parametrize("key", list(all_keys()))
 def test_every_key_is_free_told_with_its_consequence_or_refused(
     finished, tmp_path, key
 ):
@@ -175,8 +177,14 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(
         assert text.endswith(")") and len(said) == 1, text
 
 
-@pytest.mark.parametrize("sizes", [(8, 32), (32, 8), (8, 4, 16, 8)])
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "recorded, sizes",
+    some_slow(
+        itertools.product([True, False], [(8, 32), (32, 8), (8, 4, 16, 8)]),
+        lambda recorded, sizes: recorded == (len(sizes) == 4),
+        "other sizes",
+    ),
+)
 def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_counted(
     data, tmp_path, monkeypatch, sizes, recorded
 ):
@@ -296,32 +304,36 @@ def test_weights_start_a_model_only_where_they_mean_the_same(case):
         assert torch.equal(ours[name], weight[: len(ours[name])]), name
 
 
+TOKENIZERS = [  # ours, theirs, what is said; None: it starts
+    ({"tokenizer": "words"}, {}, None),  # another name of the same vocabulary
+    (
+        {"tokenizer": "words", "tokenizer_sha256": None},
+        {},
+        "tokenizer is 'bytes', that of .* is 'words'; prepare",
+    ),
+    (
+        {"tokenizer_sha256": "b"},
+        {"tokenizer_sha256": "a"},
+        "sha256 is 'a', that of .* is 'b'",
+    ),
+    # of an older version
+    ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": None}, None),
+    ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),
+]
+
+
 @pytest.mark.parametrize(
-    "ours, theirs, words",
-    [
-        ({"tokenizer": "words"}, {}, None),  # another name of the same vocabulary
-        (
-            {"tokenizer": "words", "tokenizer_sha256": None},
-            {},
-            "tokenizer is 'bytes', that of .* is 'words'; prepare",
-        ),
-        (
-            {"tokenizer_sha256": "b"},
-            {"tokenizer_sha256": "a"},
-            "sha256 is 'a', that of .* is 'b'",
-        ),
-        (
-            {"tokenizer_sha256": "b"},
-            {"tokenizer_sha256": None},
-            None,
-        ),  # of an older version
-        ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),
-    ],
+    "how, number",
+    some_slow(
+        itertools.product(["started", "resumed", "exported"], range(len(TOKENIZERS))),
+        lambda how, number: how == "started" or number == 1,
+        "the same comparison",
+    ),
 )
-@pytest.mark.parametrize("how", ["started", "resumed", "exported"])
 def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
-    data, tmp_path, how, ours, theirs, words
+    data, tmp_path, how, number
 ):
+    ours, theirs, words = TOKENIZERS[number]
     folders = []
     for name, changes in (("theirs", theirs), ("ours", ours)):
         folders.append(shutil.copytree(data, tmp_path / name))
@@ -354,7 +366,7 @@ def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
 
 @pytest.mark.parametrize("file", ["train.bin", "val.bin"])
 def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not(
-    tmp_path, data, file, capsys
+    tmp_path, data, file
 ):
     """The size stays the same; times that change cost no more than a checksum."""
     folder = tmp_path / "data"
