@@ -23,7 +23,7 @@ from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
-from .sampling.gaps import MASK, RankBy, space_note
+from .sampling.gaps import RankBy, space_note
 from .sampling.modes import Mode
 from .sampling.token_choice import Temperature, TokenChoice
 
@@ -60,8 +60,6 @@ class Score(Command):
 
     aogpt score MODEL "The old horse was tired." --order random
     aogpt score MODEL "The old horse was tired." --each
-    aogpt score MODEL "The [cat|dog|tax] barked."      (as aogpt rank)
-    aogpt score MODEL "The dog[MASK:2] at the moon."   (as aogpt blanks)
 
     Log-probabilities are natural logarithms. For long texts and data sets see
     eval_ppl.py."""
@@ -74,8 +72,6 @@ class Score(Command):
     order."""
     end: bool = False
     """Score the end of the text, too, as one more token."""
-    top: Count = 10
-    """Number of tokens to list for each mask."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,13 +81,8 @@ class Score(Command):
             )
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
-        has_alternatives = BRACKETS.search(text) is not None
-        if MASK.search(text):
-            if has_alternatives:
-                raise UserError("give masks and alternatives in separate texts")
-            return blanks_answer(model, text, self.top)
-        if has_alternatives:
-            return rank_answer(model, text, self.end)
+        if BRACKETS.search(text):
+            raise UserError("the text has alternatives: aogpt rank compares them")
         if self.each:
             scored = model.score_each(text)
             values = {"sum": -scored.nats}
@@ -127,7 +118,28 @@ class Rank(Command):
     """Score the end of the text, too: for alternatives at the end."""
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
-        return rank_answer(model, text, self.end)
+        alternatives = model.rank(text, end=self.end)
+        head = ["text", "log p", "share"]
+        has_both_sides = any(row.given_both_sides is not None for row in alternatives)
+        if has_both_sides:
+            head.append("log p given both sides")
+        cells = []
+        for alternative in alternatives:
+            row = [
+                one_line(alternative.text),
+                number(alternative.log_prob),
+                f"{alternative.share:.1%}",
+            ]
+            if has_both_sides:
+                row.append(number(alternative.given_both_sides))
+            cells.append(row)
+        legend = (
+            "log p of the whole text, in nats, and its share among the alternatives"
+        )
+        if has_both_sides:
+            legend += "; given both sides: of the tokens that alternatives do not share"
+        lines = [*markdown_table(head, cells), "", legend]
+        return {"alternatives": [asdict(row) for row in alternatives]}, lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +152,18 @@ class Blanks(Command):
     """Number of tokens to list for each mask."""
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
-        return blanks_answer(model, text, self.top)
+        blanks = model.blanks(text, self.top)
+        head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
+        cells = []
+        for place, likely in enumerate(blanks, 1):
+            texts = [f"{token.text!r} {token.probability:.1%}" for token in likely]
+            cells.append([str(place), *texts])
+        values = [[token._asdict() for token in likely] for likely in blanks]
+        return {"blanks": values}, [
+            text,
+            "",
+            *markdown_table(head, cells, left=len(head)),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,42 +322,6 @@ def filling_table(fillings: list[aogpt.Filling]) -> list[str]:
             row.append(f"{filling.weight:.1%}")
         cells.append(row)
     return markdown_table(head, cells)
-
-
-def rank_answer(model: aogpt.TextModel, text: str, end: bool) -> Answer:
-    """Ranked alternatives."""
-    alternatives = model.rank(text, end=end)
-    head = ["text", "log p", "share"]
-    has_both_sides = any(row.given_both_sides is not None for row in alternatives)
-    if has_both_sides:
-        head.append("log p given both sides")
-    cells = []
-    for alternative in alternatives:
-        row = [
-            one_line(alternative.text),
-            number(alternative.log_prob),
-            f"{alternative.share:.1%}",
-        ]
-        if has_both_sides:
-            row.append(number(alternative.given_both_sides))
-        cells.append(row)
-    legend = "log p of the whole text, in nats, and its share among the alternatives"
-    if has_both_sides:
-        legend += "; given both sides: of the tokens that alternatives do not share"
-    lines = [*markdown_table(head, cells), "", legend]
-    return {"alternatives": [asdict(row) for row in alternatives]}, lines
-
-
-def blanks_answer(model: aogpt.TextModel, text: str, top: int) -> Answer:
-    """The likeliest tokens of each blank."""
-    blanks = model.blanks(text, top)
-    head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
-    cells = []
-    for place, likely in enumerate(blanks, 1):
-        texts = [f"{token.text!r} {token.probability:.1%}" for token in likely]
-        cells.append([str(place), *texts])
-    values = [[token._asdict() for token in likely] for likely in blanks]
-    return {"blanks": values}, [text, "", *markdown_table(head, cells, left=len(head))]
 
 
 def run(command: str) -> None:
