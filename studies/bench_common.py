@@ -149,3 +149,9 @@ def short(value: float) -> str:
 def spread_of(values: list[float]) -> str:
     """The median, and the least and largest behind it."""
     return f"{short(statistics.median(values))} ({short(min(values))} - {short(max(values))})"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done everything that is queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -19,7 +19,7 @@ import tyro
 from annotated_types import Ge
 
 from aogpt.model import AOGPT
-from aogpt.runtime.devices import pick_device, pick_dtype, synchronize
+from aogpt.runtime.devices import pick_device, pick_dtype
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
 from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
@@ -264,10 +264,10 @@ class DecodeBench:
         generator = common.seeded(1)
         tokens = torch.randint(self.vocab_size, (self.B, self.T), generator=generator)
         before = recording_seconds(engine)
-        synchronize(self.device)
+        common.synchronize(self.device)
         started = time.perf_counter()
         done = [engine.generate(plan, tokens, generator=generator) for plan in parts]
-        synchronize(self.device)
+        common.synchronize(self.device)
         seconds = time.perf_counter() - started
         return seconds - (recording_seconds(engine) - before), done
 

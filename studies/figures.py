@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
+from studies.measures import mean_and_half_width
 from studies.pages import FEW, title_of, unit_of, value_of
 
 Entries = dict[str, dict]

@@ -5,6 +5,7 @@ process of its own, and their JSON is read. Figures are {name: [value, standard 
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
+from aogpt.evaluation.estimates import t_quantile
+from aogpt.evaluation.text_measures import mean_and_error
 from studies.generators import NATS_OF_TEXT
 from studies.runs import report_of
 
@@ -102,3 +105,12 @@ def unigram(folder: str, split: str = "val") -> float:
     counts = np.bincount(read_tokens(Path(folder), split))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95% interval (Student's t)."""
+    mean, error = mean_and_error(values)
+    half_width = math.nan
+    if len(values) > 1:
+        half_width = t_quantile(len(values) - 1) * error
+    return mean, half_width

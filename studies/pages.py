@@ -11,11 +11,11 @@ import functools
 import re
 import statistics
 
-from aogpt.evaluation.text_measures import mean_and_half_width
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
+from studies.measures import mean_and_half_width
 from studies.runner import MissingRow, Recipes, Results, Runner, commits_of
 from studies.runs import ROOT
 from studies.verdicts import (

@@ -12,6 +12,7 @@ Results are the rows of results/speedrun/BENCHMARK.runs.jsonl, of which the lead
 
 import contextlib
 import itertools
+import json
 import math
 import re
 import statistics
@@ -31,7 +32,7 @@ from aogpt.runtime.validation import (
     FileError,
     check_values,
     damaged,
-    read_results,
+    read_bounded,
     read_toml,
 )
 from aogpt.training.config import Config
@@ -222,10 +223,9 @@ def speed_of_short_run(config: Config, processes: int) -> float:
 def time_table(benchmark: Experiment) -> list[str]:
     """The duration of runs at their measured speeds, and until they reach the goal, as shares of
     the first run config's, repetition by repetition: the median, and the least and largest."""
-    speeds = read_results(
-        file_of(benchmark, ".speeds.json"), "remove it, and measure again"
-    )
-    speeds = speeds["tokens_per_second"]
+    file = file_of(benchmark, ".speeds.json")
+    with damaged(file, "remove it, and measure again"):
+        speeds = json.loads(read_bounded(file))["tokens_per_second"]
     entries = load_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]

@@ -21,7 +21,6 @@ from aogpt.runtime.devices import (
     has_compiler,
     pick_device,
     pick_dtype,
-    synchronize,
 )
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
@@ -131,7 +130,7 @@ class Trainee:
     def step(self, step: int) -> dict:
         """Take a training step: its loss and seconds."""
         tokens, order = self.batch(step)
-        synchronize(self.device)
+        common.synchronize(self.device)
         started = time.perf_counter()
         with autocast(self.device, self.dtype):
             loss = ao_ar_loss(self.model, tokens, order)
@@ -143,7 +142,7 @@ class Trainee:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.average.update()
-        synchronize(self.device)
+        common.synchronize(self.device)
         done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
         common.tell(f"step {step}, {self.name}: {done['seconds']:.3g} s")
         return done

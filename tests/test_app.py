@@ -47,7 +47,10 @@ def small(system, dtype=torch.float64):
 
 def gapped(text, written=GAPPED):
     return filling.Fill(
-        text, gaps.contexts(written, text.tokenizer, text.block_size)[0]
+        text,
+        gaps.encode_gaps(written, text.tokenizer, text.block_size).contexts(
+            text.block_size
+        )[0],
     )
 
 

@@ -78,7 +78,8 @@ def sizes_of_gaps(context):
 
 def test_every_combination_of_lengths_that_fits_is_a_context():
     tokenizer = get_tokenizer("bytes")
-    contexts = gaps.contexts("a[MASK:1-3]b[MASK:2-3]c", tokenizer, 8)
+    gapped = gaps.encode_gaps("a[MASK:1-3]b[MASK:2-3]c", tokenizer, 8)
+    contexts = gapped.contexts(8)
     sizes = [sizes_of_gaps(context) for context in contexts]
     # (3, 3) has 9 tokens
     assert sizes == [(1, 2), (1, 3), (2, 2), (2, 3), (3, 2)]
@@ -89,7 +90,7 @@ def test_every_combination_of_lengths_that_fits_is_a_context():
         (f"[MASK:1-{gaps.MOST_LENGTHS + 1}]b", "narrower"),
     ):
         with pytest.raises(ValueError, match=words):
-            gaps.contexts(text, tokenizer, 8)
+            gaps.encode_gaps(text, tokenizer, 8)
 
 
 @pytest.mark.parametrize("system", BOTH_SIDES)

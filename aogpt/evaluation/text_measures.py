@@ -205,12 +205,3 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     if N > 1:
         error = float(known.std() / N**0.5)
     return mean, error
-
-
-def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval (Student's t)."""
-    mean, error = mean_and_error(values)
-    half_width = math.nan
-    if len(values) > 1:
-        half_width = t_quantile(len(values) - 1) * error
-    return mean, half_width

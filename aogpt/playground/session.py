@@ -135,7 +135,8 @@ class Session:
         self.beside = None
         self.note = ""
         text = load(settings.model or "")
-        contexts = gaps.contexts(settings.text, text.tokenizer, text.block_size)
+        gapped = gaps.encode_gaps(settings.text, text.tokenizer, text.block_size)
+        contexts = gapped.contexts(text.block_size)
         context = contexts[0]
         if len(contexts) > 1:
             context = self._best_length(text, settings, contexts)

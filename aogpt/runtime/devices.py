@@ -138,12 +138,6 @@ def release_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done everything that is queued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory, of the device or the CPU, has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)

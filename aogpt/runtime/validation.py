@@ -105,12 +105,6 @@ def read_json(path: Path, shape: Any, advice: str) -> Any:
     )
 
 
-def read_results(path: Path, advice: str) -> Any:
-    """The contents of a JSON result file. Unchecked: use them inside `damaged`."""
-    with damaged(path, advice):
-        return json.loads(read_bounded(path))
-
-
 def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     try:

@@ -164,12 +164,6 @@ def gapped_of(context: Context) -> Gapped:
     return Gapped(known, lengths)
 
 
-def contexts(text: str, tokenizer: Tokenizer, block_size: int) -> list[Context]:
-    """Return the tokens of a text, None in its gaps, for every combination of lengths
-    that fits into a block. Raises UserError as `encode_gaps` does."""
-    return encode_gaps(text, tokenizer, block_size).contexts(block_size)
-
-
 @dataclass(frozen=True)
 class Scores:
     """The log-probabilities that rank a filling, nats per token."""
