@@ -282,7 +282,7 @@ def test_keys_are_split_where_there_are_few_rows():
 def kernels_run(monkeypatch):
     """Take the kernels here, too; the calls of each."""
     calls = SimpleNamespace(choice=0, attention=0)
-    monkeypatch.setattr(kernel_check, "can_run_kernels", lambda device: True)
+    monkeypatch.setattr(kernel_check.devices, "can_run_triton", lambda device: True)
     monkeypatch.setattr(kernel_check, "graph_error", lambda device: "")
     monkeypatch.setattr(kernel_check, "CHECKED", {})
     monkeypatch.setattr(kernels, "TILE", 64)

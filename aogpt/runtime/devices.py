@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 import shutil
 
@@ -87,6 +88,10 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 def supports_float64(device: torch.device) -> bool:
     return device.type != "mps"
+
+
+def can_run_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def attention_of_many_shapes():

@@ -4,7 +4,6 @@ here.
 The check takes about a second, once in a process for each kind of model. What does not
 agree, or fails, is left out, and a line on stderr says so."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ def load_kernels(model: AOGPT, vocab_size: int | None = None) -> Kernels | None:
     """The kernels that agree with tensor code for this model, or None, as without a
     GPU."""
     weight = model.wte.weight
-    if not can_run_kernels(weight.device):
+    if not devices.can_run_triton(weight.device):
         return None
     key = model.config, weight.device, weight.dtype, vocab_size
     if key not in CHECKED:
@@ -50,10 +49,6 @@ def load_kernels(model: AOGPT, vocab_size: int | None = None) -> Kernels | None:
         with torch.accelerator.device_index(weight.device.index), torch.no_grad():
             CHECKED[key] = check_kernels(model, vocab_size)
     return CHECKED[key]
-
-
-def can_run_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:

@@ -1,12 +1,12 @@
 """What a training run may choose on a GPU and nobody needs: kernels that are opt in."""
 
-import importlib.util
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..model import Pass, RMSNorm, Transformer
+from ..runtime.devices import can_run_triton
 from ..runtime.errors import UserError
 from .config import TrainConfig
 
@@ -57,10 +57,6 @@ class FusedPass(Pass):
             rms_norm.eps,
         )
         return y
-
-
-def can_run_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def check_fused_norm(model: Transformer, device: torch.device) -> None:
