@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError, adapters, load, pretrained, store
 from aogpt.checkpoints.adapters import FILE
-from aogpt.checkpoints.hub import push_folder, write_hub_files, write_tokenizer_settings
+from aogpt.checkpoints.hub import write_hub_files, write_tokenizer_settings
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
 from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
@@ -34,7 +34,6 @@ def convert(
     hub: bool = False,
     adapter: bool = False,
     layout: Literal["aogpt", "transformers"] = "aogpt",
-    push: Annotated[str | None, tyro.conf.arg(metavar="REPO")] = None,
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
@@ -56,12 +55,9 @@ def convert(
             into their base, and the sha256 of the base.
         layout: transformers: write a Llama, Qwen2 or Qwen3 that needs no code and reads
             from left to right, of a run that began from a pretrained decoder.
-        push: With --hub or --layout transformers: also upload the folder to this
-            Hugging Face repository, OWNER/NAME; a new repository is private."""
+    """
     if hub + adapter + (layout != "aogpt") > 1:
         raise UserError("give one of --hub, --adapter and --layout transformers")
-    if push and not hub and not adapter and layout == "aogpt":
-        raise UserError("--push uploads the folder of --hub: add --hub")
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
@@ -71,8 +67,6 @@ def convert(
     if adapter:
         count = write_adapter(source, destination, weights, checkpoint, dtype)
         show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
-        if push:
-            show(f"uploaded to {push_folder(destination, push)}")
         return
     loaded = load(source, weights, checkpoint=checkpoint)
     if layout == "transformers":
@@ -95,8 +89,6 @@ def convert(
     count = sum(parameter_counts(loaded.model).values())
     rest = "config.json" if not hub and layout == "aogpt" else "what transformers needs"
     show(f"wrote {destination}: model.safetensors ({count:,} parameters) and {rest}")
-    if push:
-        show(f"uploaded to {push_folder(destination, push)}")
 
 
 def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:

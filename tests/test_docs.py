@@ -292,7 +292,6 @@ LEFT_OUT = {
     "openai-community/gpt2-medium": "a download",
     "HuggingFaceTB/SmolLM2-135M": "a download",
     "FOLDER/tokenizer.json": "of another model",
-    "--push": "an upload",
     "data/chorales_alto": "a download",
     "out/chorales": "no model of chorales at hand",
     "--train.init-from": "of another size than the small run",

@@ -33,7 +33,6 @@ from aogpt.checkpoints import CheckpointError, hub, load, load_model, store
 from aogpt.checkpoints.load import config_of
 from aogpt.checkpoints.model_card import model_card
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
-from aogpt.runtime.errors import UserError
 from aogpt.sampling.race import draw
 from aogpt.sampling.simple import nucleus, simple_generate
 from aogpt.sampling.token_choice import TokenChoice, probabilities
@@ -635,76 +634,6 @@ def test_a_vocabulary_of_the_users_travels_through_a_repository(
     assert loaded.get_tokenizer().sha256 == tokenizer.sha256 == loaded.tokenizer_sha256
     assert {"tokenizer.tiktoken", "tokenizer.json", "config.json"} <= set(wanted)
     assert not any("*.py" in pattern for pattern in wanted)
-
-
-# ---- uploading -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pushed(tmp_path, monkeypatch):
-    """push() converts to DST and uploads it with calls that are recorded."""
-    import huggingface_hub
-
-    calls = []
-    source = write_export(tmp_path / "x", tiny("AO-GPT"))
-
-    def create(*words, **more):
-        calls.append((words, more))
-        return "https://hf.test/me/it"
-
-    def upload(repo_id, folder_path, commit_message):
-        calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
-
-    monkeypatch.setattr(huggingface_hub, "create_repo", create)
-    monkeypatch.setattr(huggingface_hub, "upload_folder", upload)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
-    return calls, lambda: convert(str(source), tmp_path / "dst", hub=True, push="me/it")
-
-
-FILES = sorted(
-    [
-        *hub.CODE,
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-)
-
-
-def test_push_uploads_the_whole_folder_to_a_private_repository(pushed, capsys):
-    calls, push = pushed
-    push()
-    assert calls == [
-        (("me/it",), {"private": True, "exist_ok": True}),
-        ("me/it", FILES),
-    ]
-    assert "uploaded to https://hf.test/me/it" in capsys.readouterr().out
-
-
-def test_push_without_credentials_or_network_leaves_the_folder_and_one_line(
-    pushed, tmp_path, monkeypatch
-):
-    import huggingface_hub
-
-    def offline(*words, **more):
-        raise ConnectionError("no network")
-
-    for name, call, message in (
-        ("create_repo", offline, "no network"),
-        ("get_token", lambda: None, "hf auth login.*HF_TOKEN"),
-    ):
-        monkeypatch.setattr(huggingface_hub, name, call)
-        with pytest.raises(
-            UserError, match=f"{message}.*hf upload --private me/it"
-        ) as raised:
-            pushed[1]()
-        assert "\n" not in str(raised.value)
-        assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == FILES
-        shutil.rmtree(tmp_path / "dst")
-    with pytest.raises(UserError, match="--push uploads the folder of --hub"):
-        convert("x", tmp_path / "y", push="me/it")
 
 
 # ---- the model card ------------------------------------------------------------------------------

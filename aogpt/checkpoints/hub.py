@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from ..data.tokenizers import ALPHABET, END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
-from ..runtime.errors import UserError, reason_of
+from ..runtime.errors import UserError
 from ..runtime.files import write_json, write_text
 from .load import Loaded
 from .model_card import model_card
@@ -152,25 +152,3 @@ def library_tokenizer(tokenizer: Tokenizer):
     made = converter.converted()
     assert made.token_to_id(END_OF_TEXT) == tokenizer.eot
     return made
-
-
-def push_folder(folder: Path, repo: str) -> str:
-    """Upload a folder in one commit to a repository on Hugging Face, which is made
-    private if it is new; its address. Raises UserError."""
-    import huggingface_hub
-
-    again = f"{folder} is written, not uploaded; to try again: hf upload --private {repo} {folder}"
-    if huggingface_hub.get_token() is None:
-        raise UserError(
-            f"no credentials: log in with `hf auth login`, or set HF_TOKEN; {again}"
-        )
-    try:
-        address = huggingface_hub.create_repo(repo, private=True, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message="Add an AO-GPT model",
-        )
-    except Exception as error:  # no credentials, no network, no access, no such name
-        raise UserError(f"{reason_of(error)}; {again}") from error
-    return str(address)
