@@ -347,12 +347,13 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
     texts = ["the cat.", "a café", "No", " x"] * 9
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     out = prepared("text", tmp_path / "o", source, tokenizer=str(path), split="val")
-    data = TokenDataset(out, "val", 4)
+    data = open_split(out, "val")
+    data.divide(4)
     rows = data.num_blocks + int(data.tail().numel() > 0)
-    whole = EvalSet("o", out, "val", data, rows)
+    whole = EvalSet("o", data, rows)
     total = whole.mean_bytes(0) * data.tokens.size
     assert total == pytest.approx(sum(map(text_bytes, texts)))
-    part = EvalSet("o", out, "val", data, data.num_blocks - 1)
+    part = EvalSet("o", data, data.num_blocks - 1)
     assert part.mean_bytes(0) == pytest.approx(whole.mean_bytes(0), rel=0.05)
 
 
@@ -442,8 +443,9 @@ def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(rows))
     options = {"tokenizer": str(path), "split": "val", "block_size": 16}
     out = prepared("records", tmp_path / "o", tmp_path / "a.jsonl", **options)
-    data = TokenDataset(out, "val", 16)
-    questions = EvalSet("o", out, "val", data, data.num_blocks)
+    data = open_split(out, "val")
+    data.divide(16)
+    questions = EvalSet("o", data, data.num_blocks)
     predicted = int((data.roles(range(data.num_blocks)) == 0).sum())
     total = questions.mean_bytes(0) * predicted
     assert total == pytest.approx(6 * (len(" and two") + len("three")))

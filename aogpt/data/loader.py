@@ -30,7 +30,7 @@ from ..runtime.validation import (
     schema,
 )
 from .catalogue import command_for
-from .tokenizers import RECORDED
+from .tokenizers import RECORDED, Tokenizer
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
@@ -240,6 +240,8 @@ class TokenDataset:
     block_size: None: `divide` gives it later. verify: see `read_tokens`. max_tokens:
     take only blocks of this many tokens, spread over the split; 0: all. Raises
     FileNotFoundError or UserError."""
+
+    tokenizer: Tokenizer | None = None  # of the ids, where it has been read
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ def open_questions(
     roles = eval_set.roles(rows)
     if roles is None:
         raise UserError(
-            f"{eval_set.folder} holds text without prompts; make some with: "
+            f"{dataset.folder} holds text without prompts; make some with: "
             "python data/prepare.py records --source FILE.jsonl"
         )
     told = dataset.meta.get("settings", {}).get("dataset")

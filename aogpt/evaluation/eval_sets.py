@@ -1,5 +1,6 @@
 """Texts to score: N rows of a set, B in a batch, T tokens in a block."""
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ class TextDataset(TokenDataset):
         # Rows of one length are scored together, the longest first.
         self.rows = sorted(rows, key=lambda row: -len(row.tokens))
         self.tokens = np.concatenate(ids)
+        self.folder = Path(loaded.path)
+        self.split = "text"
         self.of_records = False
         self._opened = {}
         self.block_size = block_size
@@ -81,9 +84,6 @@ class EvalSet:
     tokens that are left."""
 
     name: str
-    # of the data, or of the model's file: where the tokenizer's is looked for
-    folder: Path
-    split: str
     dataset: TokenDataset
     count: int  # N, the rows
 
@@ -140,13 +140,11 @@ class EvalSet:
     def mean_bytes(self, first: int) -> float:
         """Return the mean UTF-8 bytes of text per token that is predicted, from token
         `first` of every row on, or of its end where it has a prompt; end-of-text has
-        none. NaN where the tokenizer's file is missing, which scoring does not need."""
+        none. NaN without the tokenizer."""
         dataset = self.dataset
-        try:
-            tokenizer = get_tokenizer(dataset.meta["tokenizer"], folder=self.folder)
-        except ValueError:
+        tokenizer = dataset.tokenizer
+        if tokenizer is None:
             return math.nan
-        tokenizer.check(dataset.meta.get("tokenizer_sha256"))
         rows = range(self.count)
         roles = self.roles(rows)
         if roles is not None or self.count < dataset.num_blocks:
@@ -163,7 +161,7 @@ class EvalSet:
             counts = tokenizer.count_bytes(tokens)
             place = np.arange(len(tokens)) % dataset.block_size
             scored = place >= first
-        entry = dataset.meta["splits"][self.split]
+        entry = dataset.meta["splits"][dataset.split]
         text_share = 1.0  # bytes of the text for each byte of its tokens
         if entry.get("token_bytes"):
             text_share = entry["text_bytes"] / entry["token_bytes"]
@@ -185,12 +183,12 @@ class EvalSet:
         for key in ("tokenizer", "protocol", "packing", "notes"):
             if key in meta:
                 description[key] = meta[key]
-        description["split"] = self.split
+        description["split"] = self.dataset.split
         description["block_size"] = self.dataset.block_size
-        entry = meta["splits"][self.split]
+        entry = meta["splits"][self.dataset.split]
         description.update(entry)
         if not entry["sha256"]:  # nanoGPT has none
-            description["sha256"] = sha256_file(self.folder / entry["file"])
+            description["sha256"] = sha256_file(self.dataset.folder / entry["file"])
         return description
 
 
@@ -247,15 +245,21 @@ def open_split(
     preferred_split: str | None = None,
     verify: bool = True,
 ) -> TokenDataset:
-    """Return a split of the prepared data set of this name, not yet in blocks. verify:
-    compare the checksum, which results name. Raises UserError or OSError where it is
-    missing or damaged."""
+    """Return a split of the prepared data set of this name with its tokenizer, not yet
+    in blocks. verify: compare the checksum, which results name. Raises UserError or
+    OSError where it is missing or damaged, or its vocabulary has changed."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
     if not split and preferred_split in meta["splits"]:
         split = preferred_split
     split = split or loader.evaluation_split(meta)
-    return TokenDataset(folder, split, None, verify=verify)
+    dataset = TokenDataset(folder, split, None, verify=verify)
+    # Scoring does without: where the file is missing, bits per byte are unknown.
+    with contextlib.suppress(ValueError):
+        dataset.tokenizer = get_tokenizer(meta["tokenizer"], folder=folder)
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.check(meta.get("tokenizer_sha256"))
+    return dataset
 
 
 def open_eval_set(
@@ -283,13 +287,7 @@ def open_eval_set(
         if dataset.tail().shape[1] > loaded.scored_from:
             rows += 1
     count = min(rows, max_sequences or rows)
-    return EvalSet(
-        dataset.folder.name,
-        dataset.folder,
-        dataset.split,
-        dataset,
-        count,
-    )
+    return EvalSet(dataset.folder.name, dataset, count)
 
 
 def open_texts(
@@ -313,13 +311,7 @@ def open_texts(
                 f"{place} has {count} tokens, of which none can be scored: give a longer text"
             )
     count = min(dataset.num_blocks, max_sequences or dataset.num_blocks)
-    return TextEvalSet(
-        name,
-        Path(loaded.path),
-        "text",
-        dataset,
-        count,
-    )
+    return TextEvalSet(name, dataset, count)
 
 
 def read_text(path: str) -> str:
