@@ -125,20 +125,36 @@ def commands_on(pages):
 
 COMMANDS = commands_on(PAGES)
 PARSED = COMMANDS | commands_on([*RESULTS, ROOT / "studies" / "README.md"])
-CASES = [
-    pytest.param(words, id=f"{page}: {' '.join(words)}")
-    for words, page in PARSED.items()
-]
 
 
 def script_of(words):
     """The words after python or torchrun and its options: the script or module, its
-    arguments."""
+    arguments. The command `aogpt` is `python -m aogpt`."""
     rest = [word for word in words[1:] if word != "-m"]
+    if words[0] == "aogpt":
+        rest = list(words)
     first = next((i for i, word in enumerate(rest) if not word.startswith("--")), 0)
     if rest[first] == "aogpt":  # a command of the package, as `python -m aogpt score`
         return " ".join(rest[first : first + 2]), rest[first + 2 :]
     return rest[first], rest[first + 1 :]
+
+
+def cases_of(commands):
+    """Parameters of a test of {words: page}. A command is slow if earlier ones have its
+    script and all of its options."""
+    known = set()
+    cases = []
+    for words, page in commands.items():
+        script, arguments = script_of(words)
+        options = [word.partition("=")[0] for word in arguments if word[:2] == "--"]
+        parts = {(script, option) for option in ("", *options)}
+        marks = []
+        if parts <= known:
+            marks = [pytest.mark.slow(reason="its options are those of other commands")]
+        known |= parts
+        case = pytest.param(words, id=f"{page}: {' '.join(words)}", marks=marks)
+        cases.append(case)
+    return cases
 
 
 class Parsed(Exception):
@@ -198,33 +214,38 @@ def check_files(words):
         assert made or (ROOT / word).exists(), f"{word} does not exist"
 
 
-@pytest.mark.parametrize("words", CASES)
-def test_a_command_parses_and_names_files_that_exist(words, parse, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    check_files(words)
-    if words[0] == "make":
-        target = next(word for word in words[1:] if "=" not in word)
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
-    if words[0] == "pip":
-        files = [
-            file
-            for option, file in zip(words, words[1:], strict=False)
-            if option == "-r"
-        ]
-        assert all((ROOT / file).is_file() for file in files)
+def test_commands_name_scripts_and_files_that_exist():
+    for words in PARSED:
+        check_files(words)
+        if words[0] == "make":
+            target = next(word for word in words[1:] if "=" not in word)
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+        for option, file in zip(words, words[1:], strict=False):
+            assert (words[0], option) != ("pip", "-r") or (ROOT / file).is_file()
+        if words[0] in ("python", "torchrun"):
+            script, _ = script_of(words)
+            module = ROOT / f"{script.replace('.', '/')}.py"
+            is_known = script in SCRIPTS or script == "pytest"
+            assert is_known or (ROOT / script).is_file() or module.is_file(), script
+
+
+def has_options(words):
+    """Whether a command runs a script of ours with arguments to parse."""
     if words[0] not in ("python", "torchrun"):
-        return
+        return False
     script, arguments = script_of(words)
-    assert (
-        (ROOT / script).is_file()
-        or (ROOT / f"{script.replace('.', '/')}.py").is_file()
-        or script in SCRIPTS
-        or (script == "pytest")
-    )
-    if script == "pytest" or not arguments or "--help" in arguments:
-        return
-    if script.startswith("tests/"):  # it parses no options
-        return
+    if script == "pytest" or script.startswith("tests/"):
+        return False
+    return bool(arguments) and "--help" not in arguments
+
+
+WITH_OPTIONS = {words: page for words, page in PARSED.items() if has_options(words)}
+
+
+@pytest.mark.parametrize("words", cases_of(WITH_OPTIONS))
+def test_a_command_parses(words, parse, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script, arguments = script_of(words)
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 from helpers import ROOT
-from test_docs import COMMANDS, SCRIPTS, script_of
+from test_docs import COMMANDS, SCRIPTS, cases_of, script_of
 from test_docs import parse as parse  # a fixture
 
 from aogpt.data import catalogue
@@ -74,24 +74,13 @@ def commands_in(path):
 
 
 HINTS = {words: path.name for path in SOURCES for words in commands_in(path)}
-CASES = [
-    pytest.param(words, id=f"{name}: {' '.join(words)}")
-    for words, name in HINTS.items()
-]
-
-
-def script_and_arguments(words):
-    """As test_docs.script_of; the command `aogpt` is `python -m aogpt`."""
-    if words[0] == "aogpt":
-        words = ("python", "-m", *words)
-    return script_of(list(words))
 
 
 def check(words, parse):
     """Parse a command, unless it is one of the pages, which test_docs.py parses."""
     if words in COMMANDS:
         return
-    script, arguments = script_and_arguments(words)
+    script, arguments = script_of(words)
     assert script in SCRIPTS or script in ("train.py", "aogpt"), script
     if not arguments or "--help" in arguments:
         return
@@ -101,14 +90,14 @@ def check(words, parse):
     parse(script, arguments)
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("words", cases_of(HINTS))
 def test_a_printed_command_parses(words, parse, monkeypatch):
     monkeypatch.chdir(ROOT)
     check(words, parse)
 
 
 def test_hints_are_found():
-    scripts = {script_and_arguments(words)[0] for words in HINTS}
+    scripts = {script_of(words)[0] for words in HINTS}
     assert {"train.py", "sample.py", "eval_ppl.py", "data/prepare.py"} <= scripts
     assert {"studies.findings", "studies.tasks", "studies.gpu_day"} <= scripts
     assert len(HINTS) >= 70

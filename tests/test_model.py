@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import assert_same, some_slow
 from reference import (
     DECODERS,
+    LLAMA,
     ROTATED,
     TINY,
     TOKENS,
@@ -48,6 +49,13 @@ VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
     "two_stream, hidden start": ("two_stream", {"start": "hidden"}),
     "two_stream, mixed values": ("two_stream", {"value_residual": True}),
     "mixed values": ("AO-GPT", {"value_residual": True}),
+    "mask_query, rotary": ("mask_query, rotary", {}),
+    "mask_query, tables and rotary": ("mask_query", {"position": "both"}),
+    "mask_query, layernorm, no qk-norm, tied": (
+        "mask_query",
+        {"norm": "layernorm", "qk_norm": False, "tied_head": True},
+    ),
+    "mask_query, Llama": ("mask_query", LLAMA),
     "per_block, tables and rotary": ("per_block, both", {}),
     "layernorm, tied": ("AO-GPT", {"norm": "layernorm", "tied_head": True}),
     "no bias, tanh, no qk-norm": (
@@ -97,7 +105,9 @@ def test_a_decoder_computes_its_formulas(variant, length):
 
 
 @pytest.mark.parametrize(
-    "variant", ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"]
+    "variant",
+    ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"]
+    + ["mask_query", "mask_query, rotary", "mask_query, Llama"],
 )
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     model = make_variant(variant, 3)

@@ -5,15 +5,17 @@ methods."""
 import ast
 import inspect
 import sys
+from dataclasses import replace
 
 import coverage
 import pytest
-from helpers import ROOT
+from helpers import ALONE, ROOT
 
 import eval_ppl
 import train
 from aogpt import model as page
 from aogpt.model import AOGPT, MLP, Attention, Block, Pass, Transformer
+from aogpt.training.config import from_command_line
 
 CLASSES = (Pass, Attention, MLP, Block, page.HeadLoss, Transformer, AOGPT)
 SIZES = (
@@ -78,28 +80,25 @@ def run(monkeypatch, script, *words):
 
 def train_words(recipe, data, out):
     words = [RECIPES[recipe], "--data.folder", data, "--out", out, "--name", recipe]
-    return [*words, "--train.steps", "2", *SIZES]
-
-
-def eval_words(run_folder, data):
-    return [run_folder, "--datasets", data, "--max-sequences", 2]
+    return [*map(str, words), "--train.steps", "2", *SIZES]
 
 
 @pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
-    """A folder with a run of each recipe."""
+def configs(data, tmp_path_factory):
+    """The config of a finished run of each recipe."""
     out = tmp_path_factory.mktemp("page")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for recipe in RECIPES:
-            run(monkeypatch, train, *train_words(recipe, data, out))
-    return out
+    found = {}
+    for recipe in RECIPES:
+        found[recipe] = from_command_line(train_words(recipe, data, out), "")
+        train.train(found[recipe], ALONE)
+    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_builds_the_class_on_the_page(runs, recipe):
+def test_a_recipe_builds_the_class_on_the_page(configs, recipe):
     from aogpt.checkpoints import load_model
 
-    assert type(load_model(runs / recipe)) is AOGPT
+    assert type(load_model(configs[recipe].run_folder)) is AOGPT
 
 
 def statements_of_methods(path):
@@ -134,7 +133,8 @@ def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tm
     try:
         for recipe in RECIPES:
             run(monkeypatch, train, *train_words(recipe, data, tmp_path))
-            run(monkeypatch, eval_ppl, *eval_words(tmp_path / recipe, data))
+            words = (tmp_path / recipe, "--datasets", data, "--max-sequences", 2)
+            run(monkeypatch, eval_ppl, *words)
     finally:
         recorder.stop()
     missing = set(recorder.analysis2(str(path))[3])
@@ -149,27 +149,31 @@ class Broken(Exception):
 @pytest.mark.parametrize("command", ["train", "eval_ppl"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_command_does_without_a_method_of_the_page(
-    monkeypatch, data, runs, tmp_path, recipe, command
+    monkeypatch, data, configs, tmp_path, recipe, command
 ):
-    """Each fails if that method does."""
+    """Each fails if that method does. Without the parsing of the command line."""
     (other,) = RECIPES.keys() - {recipe}
+    config = configs[recipe]
+    arguments = eval_ppl.Arguments(
+        run=str(config.run_folder), datasets=(str(data),), max_sequences=2
+    )
 
     def fail(*arguments, **keywords):
         raise Broken
 
     survived = set()
     for kind, name in methods():
+        method = f"{kind.__name__}.{name}"
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, fail)
             try:
                 if command == "train":
-                    out = tmp_path / f"{kind.__name__}.{name}"
-                    run(patch, train, *train_words(recipe, data, out))
+                    train.train(replace(config, out=str(tmp_path / method)), ALONE)
                 else:
-                    run(patch, eval_ppl, *eval_words(runs / recipe, data))
+                    eval_ppl.evaluate(arguments, ALONE)
             except Broken:
                 continue
-        survived.add(f"{kind.__name__}.{name}")
+        survived.add(method)
     expected = OF_USERS | ONLY_OF[other]
     if command == "train":
         expected |= OF_LOADING

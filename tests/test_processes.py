@@ -11,6 +11,10 @@ import time
 import pytest
 from helpers import ROOT
 
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.processes import processes
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOB = """
 from aogpt.runtime import processes
 from aogpt.runtime.command_line import run_script
@@ -24,8 +28,7 @@ run_script(main)
 
 def start(**environment):
     """A process of a job, with no variables of torchrun but these."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {name: text for name, text in os.environ.items() if name not in names}
+    inherited = {name: text for name, text in os.environ.items() if name not in NAMES}
     return subprocess.Popen(
         [sys.executable, "-c", JOB],
         cwd=ROOT,
@@ -50,11 +53,16 @@ def start(**environment):
         ),
     ],
 )
-def test_variables_that_cannot_be_right_are_named_in_one_line(environment, message):
-    process = start(**environment)
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert message in err and "unset RANK" in err and err.count("\n") == 1
+def test_variables_that_cannot_be_right_are_named_in_one_line(
+    environment, message, monkeypatch
+):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=message) as error, processes("cpu"):
+        pass
+    assert "unset RANK" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

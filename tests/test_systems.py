@@ -14,6 +14,7 @@ from reference import (
     DECODERS,
     ENCODERS,
     LEVEL,
+    LLAMA,
     ONE_BY_ONE,
     SYSTEMS,
     TINY,
@@ -79,13 +80,23 @@ def some_masked(batch_size, length, seed):
     return masked
 
 
-@pytest.mark.parametrize("start", ["attended", "hidden"])
-@pytest.mark.parametrize("system", ["two_stream", "two_stream, rotary"])
+@pytest.mark.parametrize(
+    "system, settings",
+    [
+        ("two_stream", {}),
+        ("two_stream", {"start": "hidden"}),
+        ("two_stream, rotary", {}),
+        ("two_stream, rotary", {"start": "hidden"}),
+        ("mask_query", {}),
+        ("mask_query, rotary", {}),
+        ("mask_query", LLAMA),
+    ],
+)
 @pytest.mark.parametrize("group", [1, 2, 3, LENGTH])
 @torch.no_grad()
-def test_groupwise_two_stream_computes_its_formulas(group, system, start):
+def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
-    model = make_system(system, seed=group, start=start)
+    model = make_system(system, seed=group, **settings)
     tokens = random_tokens(TOKENS, 3, LENGTH, 1)
     order = random_orders(3, LENGTH, 2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
