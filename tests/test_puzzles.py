@@ -88,31 +88,31 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
         data = TokenDataset(folder, split, task.length)
         rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
         assert len(rows) == data.num_blocks == 100
-    told = set()
+    trained = set()
     asked = set()
     for key, example, _ in made("reversal", 12_000):
-        (told if task.split_of(key) == "train" else asked).add(example)
+        (trained if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
         name = example[:4]
         other = example[-12:-8]
         assert example.endswith("[/GIVEN]")
-        assert f"{name}:{other}" in told and f":{other}{name}" not in told
-    assert any(example[0] == ":" for example in told)
+        assert f"{name}:{other}" in trained and f":{other}{name}" not in trained
+    assert any(example[0] == ":" for example in trained)
 
 
 def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
-    told = set()
+    trained = set()
     asked = set()
     task = TASKS["exchanged"]
     for key, example, _ in made("exchanged", 12_000):
-        (told if task.split_of(key) == "train" else asked).add(example)
+        (trained if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
         given, other, name = re.fullmatch(
             r"(.*?(\w{4}):\[/GIVEN\])(\w{4})", example
         ).groups()
         assert given == f"[GIVEN]{other}:[/GIVEN]"
-        assert f"{name}:{other}" in told and f"{other}:{name}" not in told
-    pairs = {tuple(example.split(":")) for example in told}
+        assert f"{name}:{other}" in trained and f"{other}:{name}" not in trained
+    pairs = {tuple(example.split(":")) for example in trained}
     assert any((b, a) in pairs for a, b in pairs) and len(asked) == 200
 
 

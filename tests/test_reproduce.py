@@ -128,7 +128,7 @@ def test_radd_is_downloaded_as_a_folder_that_loads(stand_ins):
     assert stand_ins == ["JingyangOu/radd-lambda-dce"]
 
 
-def test_what_cannot_be_downloaded_and_what_is_unknown_is_named(monkeypatch, tmp_path):
+def test_what_cannot_be_downloaded_and_what_is_unknown_is_named(monkeypatch):
     def refuse(*arguments, **options):
         raise ConnectionError("no route")
 

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from helpers import documents, needs_gpt2, prepared, write_jsonl
+from helpers import documents, needs_gpt2, prepared, write_jsonl, write_rows
 
 from aogpt.data import prepare as prepare_module
 from aogpt.data.catalogue import DATASETS, OF_STUDIES, command_for
@@ -24,7 +24,7 @@ def test_rows_are_text_in_every_kind_of_file(tmp_path):
     rows = [{"n": i, "text": text} for i, text in enumerate(TEXTS)]
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": rows}))
-    (tmp_path / "c.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "c.json", rows)
     for name, delimiter in (("d.csv", ","), ("e.tsv", "\t")):
         with (tmp_path / name).open("w", newline="") as file:
             table = csv.DictWriter(file, ["n", "text"], delimiter=delimiter)
@@ -206,7 +206,7 @@ def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
 
 @needs_gpt2
 @pytest.mark.parametrize("character", [" ", "\n", "\t", "\u3000"])
-def test_a_million_of_one_white_space_character_is_encoded(tmp_path, character):
+def test_a_million_of_one_white_space_character_is_encoded(character):
     text = "before" + character * 1_000_000 + "after"
     for name in ("gpt2", "english"):
         tokenizer = get_tokenizer(name)

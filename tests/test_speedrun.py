@@ -201,7 +201,9 @@ def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, cap
     assert moving[4:7] == ["5", "1 (0.5 - 3)", "0.2 (0.1 - 0.6)"]
 
 
-def test_a_run_that_ends_or_diverges_is_a_result_and_no_other(benchmark, monkeypatch):
+def test_a_run_that_ends_or_diverges_is_a_result_and_no_other(
+    benchmark, monkeypatch, run_here
+):
     config = benchmark.config("", benchmark.recipes[""]["still"], 0, {})
     with monkeypatch.context() as patch:
         for said, status, message in (
@@ -218,6 +220,7 @@ def test_a_run_that_ends_or_diverges_is_a_result_and_no_other(benchmark, monkeyp
             with pytest.raises(ValueError, match=message):
                 runs.finished_run(config)
     monkeypatch.setattr(runs, "commit", lambda: "two")
+    monkeypatch.setattr(runs, "run_alone", run_here)
     assert runs.finished_run(config) and runs.trained_by(config) == "two"
     monkeypatch.setattr(speedrun, "TIMED_TOKENS", 1)
     monkeypatch.setattr(speedrun, "TIMED_STEPS", 10)

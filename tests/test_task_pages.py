@@ -113,11 +113,11 @@ def test_the_tables_and_the_pages_say_what_the_results_are():
     head, _, row = (
         [c.strip() for c in s.split("|")] for s in summary_table({"star": entries})
     )
-    told = dict(zip(head, row, strict=True))
-    assert told["GPT, left to right"] == "25.0%, 27.0%"
-    assert told["AO-GPT, most confident first"] == "96.0%, 98.0%"
-    assert told["two streams, most confident first"] == "100.0%, 3.6%"
-    assert told["encoder, most confident first"] == "50.0% ± 1.8%"
+    cells = dict(zip(head, row, strict=True))
+    assert cells["GPT, left to right"] == "25.0%, 27.0%"
+    assert cells["AO-GPT, most confident first"] == "96.0%, 98.0%"
+    assert cells["two streams, most confident first"] == "100.0%, 3.6%"
+    assert cells["encoder, most confident first"] == "50.0% ± 1.8%"
     assert "| star |" in page({"star": entries})
     text = details(KNOWN, {"star": entries})
     assert (

@@ -33,15 +33,12 @@ def trained(tmp_path_factory):
     return config, gpt, data
 
 
-def test_every_record_is_answered_and_compared(trained, script, tmp_path):
+def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
     config, _, data = trained
     files = {name: tmp_path / f"out.{name}" for name in ("json", "samples", "html")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     options += ["--tasks", data["shuffle"], "--group-size", 4, "--limit", 50]
-    status, out, err = script(
-        puzzle_answers, config.run_folder, "--mode", "random", *options
-    )
-    assert status == 0, err
+    out = printed(puzzle_answers, config.run_folder, "--mode", "random", *options)
     result = json.loads(files["json"].read_text())["results"][0]
     assert (result["mode"], result["group_size"], result["temperature"]) == (
         "random",
@@ -68,12 +65,12 @@ def test_every_record_is_answered_and_compared(trained, script, tmp_path):
 
 
 def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
-    trained, script
+    trained, printed, mistake
 ):
     _, config, data = trained
     possible = (
-        (n, tasks.decoding_options(of, "reversal", config))
-        for n, of in DECODERS.items()
+        (n, tasks.decoding_options(decoder, "reversal", config))
+        for n, decoder in DECODERS.items()
     )
     ((name, options),) = [(name, options) for name, options in possible if options]
     assert name == "l2r" and tasks.decode(config, options, 8)["nfe"] == 4
@@ -86,16 +83,16 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
         assert other == row[4:] + row[:4]
     assert torch.equal(first.roles.given[0], torch.arange(9) < 5)
     arguments = "--tasks", data["reversal"], "--limit", 10
-    status, out, err = script(eval_tasks, gpt, *arguments)
-    assert status == 0 and "| l2r" in out and "reversal" in out, err
-    status, _, err = script(eval_tasks, gpt, *arguments, "--mode", "confidence")
-    assert status == 2 and "takes --mode l2r" in err
+    out = printed(eval_tasks, gpt, *arguments)
+    assert "| l2r" in out and "reversal" in out
+    said = mistake(eval_tasks, gpt, *arguments, "--mode", "confidence")
+    assert "takes --mode l2r" in said
 
 
 def test_a_run_decodes_in_every_way_of_a_study(trained):
     possible = (
-        (n, tasks.decoding_options(of, "shuffle", trained[0]))
-        for n, of in DECODERS.items()
+        (n, tasks.decoding_options(decoder, "shuffle", trained[0]))
+        for n, decoder in DECODERS.items()
     )
     decoded = {name: tasks.decode(trained[0], options, 8) for name, options in possible}
     assert decoded["random, 4 a step"]["nfe"] == decoded["l2r, 4 a step"]["nfe"] == 2
@@ -105,7 +102,7 @@ def test_a_run_decodes_in_every_way_of_a_study(trained):
     assert decoded["threshold 0.9"]["limit"] is None
 
 
-def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
+def test_names_of_the_harness_are_not_taken_for_data(monkeypatch):
     protocols = {"lambada": "sedd", "questions": "records"}
     monkeypatch.setattr(
         eval_tasks, "load_meta", lambda name: {"protocol": protocols[name]}
@@ -123,7 +120,7 @@ def test_names_of_the_harness_are_not_taken_for_data(tmp_path, monkeypatch):
     assert list(found) == [False, True, True, False]
 
 
-def test_what_cannot_be_answered_is_said(trained, script, data):
+def test_what_cannot_be_answered_is_said(trained, mistake, data):
     run = trained[0].run_folder
     shuffle = trained[2]["shuffle"]
     for words, says in (
@@ -133,5 +130,4 @@ def test_what_cannot_be_answered_is_said(trained, script, data):
         (["--tasks", shuffle, "--num-fewshot", 2], "is for tasks of the harness"),
         (["--tasks", shuffle, "--mode", "margin", "--unmask-by", "entropy"], "leave"),
     ):
-        status, _, err = script(eval_tasks, run, *words)
-        assert status == 2 and says in err, err
+        assert says in mistake(eval_tasks, run, *words)
