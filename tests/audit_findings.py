@@ -29,11 +29,11 @@ def rows_of(lines: list[str]) -> dict:
         name, _, tuned = re.fullmatch(
             r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem
         ).groups()
-        of = found.setdefault((recipe, name, tuned or ""), {})
+        by_seed = found.setdefault((recipe, name, tuned or ""), {})
         if len(row["result"]["measured"]) >= len(
-            of.get(int(seed), {"measured": ()})["measured"]
+            by_seed.get(int(seed), {"measured": ()})["measured"]
         ):
-            of[int(seed)] = row["result"]
+            by_seed[int(seed)] = row["result"]
     return found
 
 
@@ -50,10 +50,10 @@ def figure(result: dict, kind: str) -> float | None:
     if not kind.startswith("tokens_to_"):
         return losses[kind][-1]
     goal = float(kind[10:])
-    of = losses["training"]
-    for n, loss in enumerate(of):
+    curve = losses["training"]
+    for n, loss in enumerate(curve):
         if loss <= goal:
-            share = (of[n - 1] - goal) / (of[n - 1] - loss) if n else 0
+            share = (curve[n - 1] - goal) / (curve[n - 1] - loss) if n else 0
             return (tokens[n - 1] + share * (tokens[n] - tokens[n - 1])) / 1e6
     return None
 
@@ -171,9 +171,13 @@ def summed(terms: list[tuple]) -> tuple[list[float], float]:
 
 def on_plateau(result: dict, kind: str, value: float | None) -> bool:
     """Whether a loss is within 0.1 of the unigram entropy of its text."""
-    of = result["measured"]
+    measured = result["measured"]
     tested = kind.startswith("eval_")
-    unigram = of.get("unigram_test", of["unigram"]) if tested else of["unigram"]
+    unigram = (
+        measured.get("unigram_test", measured["unigram"])
+        if tested
+        else measured["unigram"]
+    )
     return (tested or kind in result["losses"]) and value > unigram[0] - 0.1
 
 

@@ -140,8 +140,8 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
 def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp_path):
     (path, _, folder), ids = source, read_tokens(source[2], "test")
     out = tmp_path / "alto"
-    how = {"predict": ("alto",), "tokenizer": None}
-    alto = helpers.prepared("chorales", out, path, **how)
+    options = {"predict": ("alto",), "tokenizer": None}
+    alto = helpers.prepared("chorales", out, path, **options)
     decoder = helpers.tiny_config(folder, tmp_path, steps=6, model__block_size=128)
     encoder = helpers.tiny_config(alto, tmp_path, "encoder", 6, model__block_size=128)
     for one in (decoder, helpers.encoder_config(encoder)):
@@ -169,20 +169,14 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp
         )
 
 
-def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, script):
+def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, printed):
     data = tmp_path / "data"
     voices = tmp_path / "voices.npy"
-
-    def done(module, *words):
-        status, out, err = script(module, *words)
-        assert status == 0, err
-        return out
-
-    told = done(prepare, "chorales", "--source", source[0], "--out", data)
+    said = printed(prepare, "chorales", "--source", source[0], "--out", data)
     config = "studies/configs/chorales.toml"
-    assert f"next: python train.py {config} --name data --data.folder" in told
-    assert "</s> (id 47) ends a document" in told
-    assert "come back" not in told  # no note is lost
+    assert f"next: python train.py {config} --name data --data.folder" in said
+    assert "</s> (id 47) ends a document" in said
+    assert "come back" not in said  # no note is lost
     words = (
         "--data.folder",
         data,
@@ -193,16 +187,16 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, s
         "--optim.warmup-steps",
         1,
     )
-    done(train, config, *words, "--train.no-compile")
+    printed(train, config, *words, "--train.no-compile")
     np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
     rows = tmp_path / "made.jsonl"
     words = ("--num-samples", 1, "--jsonl", rows, "--mode", "order")
-    done(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
+    printed(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
     [record] = helpers.read_lines(rows)
     assert record["order"] == np.load(voices)[0].tolist()
     midi = tmp_path / "made.mid"
     svg = tmp_path / "made.svg"
-    done(music, rows, "--midi", midi, "--svg", svg)
+    printed(music, rows, "--midi", midi, "--svg", svg)
     pitches = pitches_of(record["tokens"])
     assert midi.read_bytes() == midi_file([pitches])
     assert svg.read_text() == piano_rolls([pitches])

@@ -262,7 +262,7 @@ def test_what_cannot_be_compared_or_scored_is_told(
     settings |= {"tokenizer": "gpt2", "tokenizer_sha256": "0" * 64}
     settings["sha256"] = store.digest(settings)
     (other / "config.json").write_text(json.dumps(settings))
-    for words, told in (
+    for words, message in (
         (
             [run, other, "--datasets", data],
             "has gpt2 tokens, of another vocabulary: compare models",
@@ -306,4 +306,4 @@ def test_what_cannot_be_compared_or_scored_is_told(
         ([run, "--datasets", "text", "--text", "a"], "two texts are called 'text'"),
     ):
         status, out, err = script(eval_ppl, *words)
-        assert status == 2 and not out and told in " ".join(err.split()), err
+        assert status == 2 and not out and message in " ".join(err.split()), err

@@ -2,12 +2,19 @@
 
 import collections
 import itertools
-import json
 
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, change, encoder_config, metrics, prepared, tiny_config
+from helpers import (
+    ALONE,
+    change,
+    encoder_config,
+    metrics,
+    prepared,
+    tiny_config,
+    write_rows,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import (
@@ -101,11 +108,6 @@ def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
 def test_marks_that_do_not_fit_are_refused(example, says):
     with pytest.raises(UserError, match=f"here: .*{says}"):
         spans(example, "here")
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_examples_are_prepared_one_a_block(tmp_path, capsys):
