@@ -93,7 +93,7 @@ def test_the_installed_library_scores_a_text_from_another_folder(site, tmp_path)
 def test_the_installed_command_runs_from_another_folder(site, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(site[0])!r})\n"
-        f"sys.argv = ['aogpt', 'score', {str(ROOT / 'results' / 'books_model')!r}, "
+        f"sys.argv = ['aogpt', 'rank', {str(ROOT / 'results' / 'books_model')!r}, "
         "'The [cat|tax] barked.']\n"
         "from aogpt.__main__ import console\n"
         "console()\n"
