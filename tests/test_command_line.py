@@ -230,8 +230,6 @@ def draw(text):
     sample.print_samples(
         [record],
         get_tokenizer("bytes"),
-        styled=False,
-        replays=False,
         several=False,
         first=1,
     )

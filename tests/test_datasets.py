@@ -622,7 +622,7 @@ PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
         (
             ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],
             {"TIKTOKEN_CACHE_DIR": "{tmp}/none"} | PROXY,
-            ["TIKTOKEN_CACHE_DIR", "--tokenizer bytes"],
+            ["TIKTOKEN_CACHE_DIR", "--tokenizer english or bytes"],
         ),
     ],
 )

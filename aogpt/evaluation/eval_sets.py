@@ -247,7 +247,7 @@ def open_split(
 ) -> TokenDataset:
     """Return a split of the prepared data set of this name with its tokenizer, not yet
     in blocks. verify: compare the checksum, which results name. Raises UserError or
-    OSError where it is missing or damaged, or its vocabulary has changed."""
+    OSError where it is missing or damaged."""
     folder = loader.find_dataset(name)
     meta = loader.load_meta(folder)
     if not split and preferred_split in meta["splits"]:
@@ -257,8 +257,6 @@ def open_split(
     # Scoring does without: where the file is missing, bits per byte are unknown.
     with contextlib.suppress(ValueError):
         dataset.tokenizer = get_tokenizer(meta["tokenizer"], folder=folder)
-    if dataset.tokenizer is not None:
-        dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     return dataset
 
 
@@ -269,7 +267,7 @@ def open_eval_set(
     block_size: int | None = None,
 ) -> EvalSet:
     """Return an `open_split` in blocks of the model, or of `block_size`. Raises
-    UserError where it is not for this model."""
+    UserError where it is not for this model, or its vocabulary has changed."""
     meta = dataset.meta
     if other_tokenizer(vars(loaded), meta):
         other = ""
@@ -280,6 +278,8 @@ def open_eval_set(
             f"on {loaded.tokenizer} tokens{other}; prepare the text with the model's "
             "--tokenizer"
         )
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     dataset.divide(block_size or loaded.model.config.block_size)
     rows = dataset.num_blocks
     # The protocol sedd drops what is left over, as published evaluations do.
