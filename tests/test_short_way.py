@@ -18,7 +18,7 @@ from aogpt.training.config import load_toml
 MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command.
 MOST_OF_SAMPLE = {"functions": 110, "files": 15}
-MOST_OF_SCORE = {"functions": 92, "files": 14}
+MOST_OF_SCORE = {"functions": 100, "files": 14}
 SMALL = {
     "vocab_size": 320,
     "block_size": 64,

@@ -165,11 +165,18 @@ def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
             assert abs(float(value) - float(number)) <= unit / 2 + 1e-9
 
 
-def test_the_front_table_has_the_numbers_of_the_runs_on_chorales():
-    entries = pages.load_results("E21")[1]["chorales"]
-    _, aogpt, encoder = cells_of(ROOT / "README.md", "chorales")
+@pytest.mark.parametrize(
+    "experiment, recipe, row, names",
+    [
+        ("E21", "chorales", "chorales", ["mask_query", "adaln_rotary", "adaln"]),
+        ("E22", "fast", "bytes of books", ["mask_query", "rotary", "adaln_rotary"]),
+    ],
+)
+def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, names):
+    entries = pages.load_results(experiment)[1][recipe]
+    _, aogpt, encoder = cells_of(ROOT / "README.md", row)
     shown = [*numbers_in(aogpt), *numbers_in(encoder)]
-    names = ["mask_query", "adaln_rotary", "adaln", "mask_query_half", "encoder"]
+    names = [*names, "mask_query_half", "encoder"]
     for name, value in zip(names, shown, strict=True):
         losses = [row["measured"]["eval_random"][0] for row in entries[name]["runs"]]
         assert value == f"{statistics.mean(losses):.3f}"
