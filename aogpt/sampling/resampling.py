@@ -86,10 +86,12 @@ def as_generation(
 ) -> Generation:
     """Return fillings, by their numbers, as samples that were made from left to right.
     Log-probabilities are those of each token of a gap given all text on its left."""
-    rows = [torch.tensor(weighted.tokens[i]) for i in numbers]
-    blanks = [
-        torch.tensor([token is None for token in weighted.contexts[i]]) for i in numbers
-    ]
+    rows = []
+    blanks = []
+    for i in numbers:
+        is_blank = [token is None for token in weighted.contexts[i]]
+        rows.append(torch.tensor(weighted.tokens[i]))
+        blanks.append(torch.tensor(is_blank))
     tokens = pad_sequence(rows, batch_first=True)  # (B, T)
     blank = pad_sequence(blanks, batch_first=True)
     length = torch.tensor([len(row) for row in rows])
@@ -160,28 +162,33 @@ class Rows:
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log p (rows, V) of the next token after each state, in float64."""
         logits = float32_logits(self.model, hidden)
-        return logits.to(self.draw_device).double().log_softmax(dim=-1)
+        logits = logits.to(self.draw_device)
+        return logits.double().log_softmax(dim=-1)
 
     def next_log_probs(self) -> Tensor:
         """Return log p (K, V) of the next token of every row. Rows with the same tokens
         are computed once."""
         first = self.first_of_equals()
-        count = (self.known + 1 - self.cached) * (first == torch.arange(len(first)))
+        is_first = first == torch.arange(len(first))
+        count = (self.known + 1 - self.cached) * is_first
         hidden = self.read(count)
-        last = (count.cumsum(0) - 1)[count > 0]
+        # The last state of each row that was computed, and the place of its row there.
+        is_read = count > 0
+        last = (count.cumsum(0) - 1)[is_read]
+        place = is_read.cumsum(0) - 1
         found = self.log_probs(hidden[last.to(hidden.device)])
-        place = (count > 0).cumsum(0) - 1  # of each row that was computed
         self.take(first)
-        return found[place[first].to(found.device)]
+        place_of_equal = place[first]
+        return found[place_of_equal.to(found.device)]
 
     def first_of_equals(self) -> Tensor:
         """Return the first row (K,) that holds the same tokens as each row."""
         places: dict[tuple[int, ...], int] = {}
         first = []
-        for row, (tokens, known) in enumerate(
-            zip(self.tokens.tolist(), self.known.tolist(), strict=True)
-        ):
-            first.append(places.setdefault(tuple(tokens[:known]), row))
+        texts = zip(self.tokens.tolist(), self.known.tolist(), strict=True)
+        for row, (tokens, known) in enumerate(texts):
+            text = tuple(tokens[:known])
+            first.append(places.setdefault(text, row))
         return torch.tensor(first)
 
     def append(self, tokens: Tensor) -> None:
@@ -285,7 +292,8 @@ def fill_by_resampling(
             number,
         )
         # 1. Choose K of all rows and lengths.
-        by_length = torch.cat([weights + proposals[n].log_weight for n in sizes])
+        fillings = [proposals[n] for n in sizes]
+        by_length = _sums(weights, [filling.log_weight for filling in fillings])
         weights, found = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
         effective = min(effective, found)
@@ -295,14 +303,12 @@ def fill_by_resampling(
         chosen = _inverse(weights, strata)
         ancestors = torch.tensor([i % draws for i in chosen])
         new_lengths = [sizes[i // draws] for i in chosen]
-        filled = [
-            [*filled[row], n]
-            for row, n in zip(ancestors.tolist(), new_lengths, strict=True)
-        ]
-        log_gaps = torch.cat([log_gaps + proposals[n].log_p for n in sizes])[chosen]
-        log_right = torch.cat([log_right + proposals[n].log_next for n in sizes])[
-            chosen
-        ]
+        old = filled
+        filled = []
+        for row, n in zip(ancestors.tolist(), new_lengths, strict=True):
+            filled.append([*old[row], n])
+        log_gaps = _sums(log_gaps, [filling.log_p for filling in fillings])[chosen]
+        log_right = _sums(log_right, [filling.log_next for filling in fillings])[chosen]
         rows.take(ancestors)
         rows.cut(start[ancestors] + torch.tensor(new_lengths))
         # 2. Weight these by the rest of the text after the gap.
@@ -374,6 +380,12 @@ def _draw(
     return proposals
 
 
+def _sums(of_rows: Tensor, of_lengths: list[Tensor]) -> Tensor:
+    """Return what rows have (K,) plus what their fillings of each length add, (K,)
+    each: the sums of all rows for the first length, then for the next, (N,)."""
+    return torch.cat([of_rows + added for added in of_lengths])
+
+
 def _normalised(log_weights: Tensor, draws: int) -> tuple[Tensor, float]:
     """Return weights (N,) of sum 1, and the effective sample size."""
     if not log_weights.isfinite().any():
@@ -389,9 +401,10 @@ def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:
     """Return the lengths of the gaps, of which all combinations fit into a block."""
     shortest = [sizes[0] for sizes in gapped.lengths]
     room = block_size - len(gapped.context(shortest))
-    lengths = [
-        range(sizes[0], min(sizes[-1], sizes[0] + room) + 1) for sizes in gapped.lengths
-    ]
+    lengths = []
+    for sizes in gapped.lengths:
+        longest = min(sizes[-1], sizes[0] + room)
+        lengths.append(range(sizes[0], longest + 1))
     total = len(gapped.context([sizes[-1] for sizes in lengths]))
     if total > block_size:
         raise TooLong(
@@ -431,10 +444,11 @@ def _merged(
         shares[key] = shares.get(key, 0.0) + float(weights[row])
         in_gaps[key] = float(log_gaps[row])
         right[key] = float(log_right[row])
-    twice = 1.0 if gapped.combinations > 1 else 0.0
-    best = sorted(
-        shares, key=lambda key: -(in_gaps[key] + right[key] + twice * right[key])
-    )
+    again = 1.0 if gapped.combinations > 1 else 0.0  # the text after the gap, twice
+    quality = {}
+    for key in shares:
+        quality[key] = in_gaps[key] + right[key] + again * right[key]
+    best = sorted(quality, key=lambda key: -quality[key])
     count_right = sum(map(len, gapped.known[1:]))
     scores = []
     for key in best:
