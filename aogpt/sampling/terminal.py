@@ -2,6 +2,7 @@
 are typed."""
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ def emphasised(pieces: Sequence[str], step: Sequence[int]) -> str:
     """Return a text from its tokens, in which those are bold that were generated, not
     given (step -1)."""
     text = ""
-    for piece, when in zip(pieces, step, strict=True):
-        shown = visible(piece)
-        text += shown if when < 0 else f"{BOLD}{shown}{RESET}"
+    tokens = zip(pieces, step, strict=True)
+    for is_given, run in itertools.groupby(tokens, key=lambda token: token[1] < 0):
+        shown = visible("".join(piece for piece, _ in run))
+        text += shown if is_given else f"{BOLD}{shown}{RESET}"
     return text
 
 
