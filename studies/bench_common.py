@@ -141,6 +141,11 @@ def publish(
     return result
 
 
+def listed(names: dict[str, str]) -> str:
+    """Return names and their descriptions, for --help."""
+    return ". ".join(f"{name}: {description}" for name, description in names.items())
+
+
 def short(value: float) -> str:
     """Three digits, without an exponent for large numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

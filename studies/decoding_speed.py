@@ -71,6 +71,7 @@ SYSTEMS = {
         "AO-GPT with relative attention, without adaLN", model="rotary", has_floor=True
     ),
 }
+DESCRIPTIONS = {name: system.description for name, system in SYSTEMS.items()}
 SLOW_CALLS = 8  # of a slow system that are timed
 LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
 CHOICE = TokenChoice(0.9, 0.95)
@@ -97,9 +98,7 @@ class DecodeOptions(BenchOptions):
 
     systems: Annotated[
         tuple[Literal[*SYSTEMS], ...],
-        tyro.conf.arg(
-            help=". ".join(f"{n}: {one.description}" for n, one in SYSTEMS.items())
-        ),
+        tyro.conf.arg(help=common.listed(DESCRIPTIONS)),
     ] = ("ours", "no-cache", "encoder")
     batch_size: tuple[Count, ...] = (8,)
     lengths: tuple[Count, ...] = (1024,)
@@ -505,12 +504,13 @@ def report(result: dict) -> list[str]:
         settings += ", with kernels"
     if s["without"]:
         settings += f", without {' and '.join(s['without'])}"
+    own_steps = [name for name, system in SYSTEMS.items() if system.has_own_steps]
     text = (
         f"{settings}; median of {s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, "
         f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory. x ours: seconds relative to "
         "`ours`. x floor: seconds relative to the arithmetic and memory traffic at these "
         "rates. ~: scaled up from some of the calls. Recording of CUDA graphs is not "
-        "included. Steps of l2r, speculative and gpt do not depend on --steps."
+        f"included. Steps of {', '.join(own_steps)} do not depend on --steps."
     )
     return [text, "", *markdown_table(head, lines)]

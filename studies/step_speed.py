@@ -47,7 +47,7 @@ class TrainOptions(BenchOptions):
 
     systems: Annotated[
         tuple[Literal[*SYSTEMS], ...],
-        tyro.conf.arg(help=". ".join(f"{n}: {text}" for n, text in SYSTEMS.items())),
+        tyro.conf.arg(help=common.listed(SYSTEMS)),
     ] = ("aogpt", "gpt")
     batch_size: Count = 2
     """Sequences in a step, which is one forward and one backward pass."""
