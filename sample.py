@@ -608,12 +608,12 @@ def encode_all(
     many are too long. Raises UserError if none fits."""
     encoded = {}
     too_long = []
-    spaced = None
+    note = None
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:
             continue
         if request.kind == "infill" and not request.context:
-            spaced = spaced or gaps.space_note(request.text, session.tokenizer)
+            note = note or gaps.space_note(request.text, session.tokenizer)
         try:
             encoded[number] = encode(a, session, request)
         except gaps.TooLong as error:
@@ -622,8 +622,8 @@ def encode_all(
             raise UserError(f"{request.place}: {error}") from None
     if not encoded:
         raise gaps.TooLong(too_long[0])
-    if spaced and session.procs.main:
-        show(spaced, file=sys.stderr)
+    if note and session.procs.main:
+        show(note, file=sys.stderr)
     if too_long and session.procs.main:
         show(
             f"skipped {len(too_long)} of {len(requests)} prompts, which are too long "

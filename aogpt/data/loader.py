@@ -84,10 +84,10 @@ class Meta(TypedDict):
 def find_dataset(name: str | Path) -> Path:
     """Return the prepared folder that `name` means: a path, or a name under the
     project's data/. Raises FileNotFoundError, which names the command that makes it."""
-    for folder in (expand_home(name), DATA / name):
+    path = expand_home(name)
+    for folder in (path, DATA / name):
         if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
             return folder
-    path = Path(expand_home(name))
     if path.exists():
         texts = shlex.quote(str(name))
         if path.is_dir():
