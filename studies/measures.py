@@ -28,7 +28,7 @@ class Measure:
 
     script: str
     arguments: tuple[str, ...]
-    quick: tuple[str, ...] = ()  # added by --quick
+    quick: tuple[str, ...] = ()  # with --quick, in place of the same options
     run_configs: tuple[str, ...] = ()  # that it can measure; by default all
     recipes: tuple[str, ...] = ()  # under which it measures them; by default all
 
@@ -38,7 +38,23 @@ class Measure:
         return not self.run_configs or name in self.run_configs
 
     def words(self, quick: bool) -> tuple[str, ...]:
-        return self.arguments + (self.quick if quick else ())
+        if not quick:
+            return self.arguments
+        return tuple(with_options(self.arguments, self.quick))
+
+
+def with_options(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words of a command with these options and their values, in place of the same
+    options: scripts refuse an option that is given twice."""
+    names = {word.replace("_", "-") for word in options if word.startswith("--")}
+    kept = []
+    is_replaced = False
+    for word in words:
+        if word.startswith("--"):
+            is_replaced = word.replace("_", "-") in names
+        if not is_replaced:
+            kept.append(word)
+    return [*kept, *options]
 
 
 def measured_by(command: list[str]) -> Measured:

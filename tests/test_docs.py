@@ -39,6 +39,7 @@ from studies import (
     tasks,
 )
 from studies import prepare as study_data
+from studies.measures import with_options
 
 PAGES = [
     ROOT / "README.md",
@@ -269,7 +270,7 @@ def test_a_command_parses(words, parse, monkeypatch):
 
 # ---- commands that run ---------------------------------------------------------------------------
 
-# Options that make a run small; the last of two counts.
+# Options that make a run small, also in place of those of the command.
 SMALL = {
     "sample.py": ["--num-samples", "1", "--overwrite"],
     "aogpt blanks": [],
@@ -361,7 +362,8 @@ def small_commands():
         text = arguments[1] if script.startswith("aogpt ") else ""
         key = script, *sorted(options), mode, kind, text
         launcher = [] if script.endswith(".py") else ["-m"]
-        found.setdefault(key, [*launcher, *script.split(), *arguments, *more])
+        small = with_options(arguments, more)
+        found.setdefault(key, [*launcher, *script.split(), *small])
     return list(found.values())
 
 

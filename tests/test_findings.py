@@ -21,6 +21,7 @@ from helpers import ROOT, run_main, run_script, tiny_config
 from scipy import stats
 
 from aogpt.data.loader import read_tokens
+from aogpt.runtime.command_line import check_repeated
 from aogpt.runtime.validation import FileError
 from aogpt.training import config as configuration
 from studies import experiment as experiments
@@ -550,6 +551,15 @@ def test_seeds_begin_above_those_of_a_pilot_and_a_recipe_may_have_fewer():
     assert list(experiment.seeds_in("long", 3)) == [200, 201]
     assert list(experiment.seeds_in("short", 3)) == [200, 201, 202]
     assert list(experiment.seeds_in("long", 1)) == [200]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_option_of_a_measure_is_given_twice(name):
+    """Scripts refuse that, also where --quick has an option of the measure."""
+    for measure in load_experiment(name).measures:
+        for quick in (False, True):
+            check_repeated(list(measure.words(quick)))
+        assert " ".join(measure.words(True)).endswith(" ".join(measure.quick))
 
 
 def test_a_measure_is_of_some_recipes_and_run_configs():
