@@ -16,7 +16,7 @@ SIZES = (
     "--model.vocab-size 320 --model.block-size 32 --model.n-layer 2 --model.n-head 2 "
     "--model.n-embd 32 --train.batch-size 8 --train.micro-batch-size 8 "
     "--train.device cpu --train.no-compile --optim.warmup-steps 1 --eval.interval 2 "
-    "--eval.sequences 4 --checkpoint.interval 2 --train.steps 2 --name run --out out"
+    "--eval.sequences 4 --checkpoint.interval 2 --train.steps 2 --out out"
 ).split()
 
 
@@ -53,9 +53,10 @@ class Copy:
         assert done.returncode == 0, f"{script} {words}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
-    def train(self, config, *words):
-        data = ("--data.folder", self.data)
-        return self.run("train.py", f"configs/{config}.toml", *data, *SIZES, *words)
+    def train(self, config, *words, name="run"):
+        """Train out/NAME."""
+        options = ("--data.folder", self.data, *SIZES, "--name", name)
+        return self.run("train.py", f"configs/{config}.toml", *options, *words)
 
     def losses(self, *words):
         """The losses of eval_ppl.py, by the name of the order."""
@@ -99,7 +100,7 @@ def test_an_order_is_a_line_and_a_case(project):
     for sample in project.samples("--order", "even_first", "--num-samples", 2):
         assert sample["order"] == [*range(0, 32, 2), *range(1, 32, 2)]
     mixture = ("--order.kind", "mixture", "--order.mixed", "even_first")
-    project.train("aogpt_small", *mixture, "--name", "mixed")
+    project.train("aogpt_small", *mixture, name="mixed")
 
 
 @pytest.mark.slow(reason="six processes")
