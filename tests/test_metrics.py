@@ -306,6 +306,17 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     assert raw.get_xydata().tolist() == [[1500, 3.0]] and raw.get_linestyle() == "--"
 
 
+def test_a_panel_names_the_runs_that_have_no_values_for_it():
+    runs = {
+        "out/any": [{"step": 1, "val_loss_random": 2.0}],
+        "out/gpt": [{"step": 1, "val_loss_l2r": 2.0}],
+    }
+    axes = Figure().subplots()
+    plot.draw_runs(axes, runs, ("val_loss_random",))
+    assert len(axes.lines) == 1
+    assert [text.get_text() for text in axes.texts] == ["no values: gpt"]
+
+
 def test_plot_draws_runs_of_now_and_of_before_into_one_png(
     run, encoder, tmp_path, printed
 ):

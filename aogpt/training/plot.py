@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ..runtime.command_line import run_script, show
+from ..runtime.command_line import run_script, show, visible
 from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
 from .metrics import ORDERS, read_metrics
@@ -67,8 +67,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         squeeze=False,
     )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
-        for i, rows in enumerate(runs.values()):
-            draw(axes, rows, keys, color=f"C{i}")
+        draw_runs(axes, runs, keys)
         unit = "" if "grad_norm" in keys else "nats per token"
         axes.set_title(title, fontsize=9)
         axes.set(xlabel="tokens", ylabel=unit)
@@ -110,6 +109,20 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
         if not all_keys.isdisjoint(keys):
             panels[title] = keys
     return panels
+
+
+def draw_runs(axes, runs: dict[str, list[dict]], keys: tuple[str, ...]) -> None:
+    """Draw a panel of all runs. It names those that have no values, such as a GPT in
+    any order."""
+    absent = []
+    for i, (run, rows) in enumerate(runs.items()):
+        if any(numbers(rows, key) for key in keys):
+            draw(axes, rows, keys, color=f"C{i}")
+        else:
+            absent.append(Path(run).name)
+    if absent:
+        note = visible(f"no values: {', '.join(absent)}").replace("$", r"\$")
+        axes.text(0.98, 0.96, note, ha="right", va="top", transform=axes.transAxes)
 
 
 def draw(axes, rows: list[dict], keys: tuple[str, ...], color: str) -> None:
