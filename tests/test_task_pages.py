@@ -169,7 +169,12 @@ def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
     "experiment, recipe, row, names",
     [
         ("E21", "chorales", "chorales", ["mask_query", "adaln_rotary", "adaln"]),
-        ("E22", "fast", "bytes of books", ["mask_query", "rotary", "adaln_rotary"]),
+        (
+            "E22",
+            "fast",
+            "bytes of books",
+            ["mask_query", "rotary", "adaln_rotary", "adaln"],
+        ),
     ],
 )
 def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, names):
