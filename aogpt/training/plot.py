@@ -76,12 +76,11 @@ def plot_runs(folders: list[Path]) -> bytes:
         axes.remove()
     first_axes = figure.axes[0]
     for i, run in enumerate(runs):
-        label = run.replace("$", r"\$")  # $x$ would be typeset as mathematics
         first_axes.plot(
             [],
             [],
             color=f"C{i}",
-            label=label,
+            label=literal(run),
         )
     figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
@@ -121,8 +120,14 @@ def draw_runs(axes, runs: dict[str, list[dict]], keys: tuple[str, ...]) -> None:
         else:
             absent.append(Path(run).name)
     if absent:
-        note = visible(f"no values: {', '.join(absent)}").replace("$", r"\$")
+        note = literal(f"no values: {', '.join(absent)}")
         axes.text(0.98, 0.96, note, ha="right", va="top", transform=axes.transAxes)
+
+
+def literal(text: str) -> str:
+    """Return text that matplotlib draws as it stands: $x$ would be typeset as
+    mathematics. Control characters are escaped."""
+    return visible(text).replace("$", r"\$")
 
 
 def draw(axes, rows: list[dict], keys: tuple[str, ...], color: str) -> None:
