@@ -255,10 +255,13 @@ class PermutationGather(torch.autograd.Function):
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The step that predicts each position: inverse[b, order[b, i]] == i, (B, T)."""
+    """The step that predicts each position: inverse[b, order[b, i]] == i, (B, T).
+
+    A position that no step predicts gets T, which is out of bounds of every table: what
+    is read with it raises, instead of being wrong without a word."""
     T = order.shape[-1]
     steps = torch.arange(T, device=order.device).expand_as(order)
-    inverse = torch.empty_like(order)
+    inverse = torch.full_like(order, T)
     return inverse.scatter_(-1, order, steps)
 
 
@@ -715,7 +718,7 @@ class AOGPT(Transformer):
         """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order.
 
         tokens (B, T) in sequence order; order (B, T), every row a permutation of
-        0..T-1."""
+        0..T-1, else an error of an index out of bounds."""
         wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)

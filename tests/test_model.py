@@ -332,6 +332,21 @@ def test_ao_gpt_is_not_made_of_the_configuration_of_another_class(settings):
         model_page.AOGPT(config)
 
 
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "mask_query"])
+def test_a_row_that_is_no_permutation_raises_in_every_pass(system):
+    """No check of values runs in training; a loss of memory that nobody wrote would be
+    wrong without a word."""
+    model = make_system(system)
+    tokens = torch.zeros(2, 5).long()
+    for row in ([0, 3, 1, 3, 2], [4, 4, 4, 4, 4], [0, 1, 2, 3, 5]):
+        order = torch.tensor([[0, 1, 2, 3, 4], row])
+        for _ in range(5):
+            with pytest.raises(
+                (RuntimeError, IndexError), match="out of (bounds|range)"
+            ):
+                model(tokens, order)
+
+
 @pytest.mark.parametrize("tokens, shape, words", UNFIT)
 def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
     for model in (make_system("AO-GPT"), make_system("RADD")):
