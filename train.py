@@ -105,6 +105,7 @@ def train(config: Config, procs: Processes) -> int:
     folder = config.run_folder
     with locked_for_all(folder, procs):
         state = start(config, data.meta, procs)
+        first_step = state.progress.step
         saved: Path | None = folder
         if state.progress.step < config.train.steps:
             if procs.main:
@@ -131,10 +132,12 @@ def train(config: Config, procs: Processes) -> int:
             mode = ' --mode l2r --prompt "..." --until-end'
         elif not config.model.is_encoder and not config.model.l2r_only:
             mode = " --mode l2r" + mode  # reads best
-        procs.print0(
-            f"finished {step} steps; next: python sample.py {folder}{mode}, or more "
-            "--train.steps"
-        )
+        finished = f"finished {step} steps"
+        more = "more --train.steps"
+        if step == first_step:
+            finished = f"{folder} was finished before, at step {step}: no step trained"
+            more += " or another --name"
+        procs.print0(f"{finished}; next: python sample.py {folder}{mode}, or {more}")
     return 0
 
 

@@ -257,8 +257,8 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     before = files(config.run_folder)
     assert train.train(config, ALONE) == 0
     out = capsys.readouterr().out
-    assert "finished 40 steps; next: python sample.py" in out
-    assert " --temperature 0.7 --top-p 0.9, or more --train.steps" in out
+    assert "was finished before, at step 40: no step trained; next: python" in out
+    assert " --top-p 0.9, or more --train.steps or another --name" in out
     assert files(config.run_folder) == before
 
 
