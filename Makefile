@@ -22,8 +22,10 @@ BASE := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 CPU := $(filter cpu,$(TORCH))
 PIP = $(1) -m pip install $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 UV = uv pip install --python $(1) $(if $(CPU),--torch-backend cpu)
-# $(call install,PYTHON,FILE): with uv where the environment has no pip.
-install = if $(1) -m pip --version >/dev/null 2>&1; then $(PIP) -r $(2); else $(UV) -r $(2); fi
+# $(call install,PYTHON,WHAT): with uv where the environment has no pip.
+install = if $(1) -m pip --version >/dev/null 2>&1; then $(PIP) $(2); else $(UV) $(2); fi
+# So that `import aogpt` and the command `aogpt` work in every folder. PyTorch brings setuptools, which builds it.
+THIS_PACKAGE := --no-deps --no-build-isolation --editable .
 RUN := out/quickstart
 SMOKE := out/eval_smoke
 SMALL := --tokenizer english --block-size 128
@@ -125,27 +127,28 @@ eval-smoke: $(VENV)/.requirements-dev
 	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml --limit 200 --order random
 	@echo "== done: tables are in $(SMOKE)"
 
-$(VENV)/.requirements: requirements.txt
-	@$(BASE) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS), or first: uv venv --python 3.12")'
+$(VENV)/.requirements: requirements.txt pyproject.toml
+	@$(BASE) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS)$(if $(CPU), TORCH=cpu), or first: uv venv --python 3.12")'
 	@echo "== requirements, into $(VENV): about 0.4 GB to download, on Linux with PyTorch for GPUs about 3 GB"
 	@test -n "$(CPU)" || test "$$(uname)" != Linux || echo "   (without a GPU: make $(MAKECMDGOALS) TORCH=cpu)"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(call install,$(PY),requirements.txt)
+	@$(call install,$(PY),-r requirements.txt)
+	@$(call install,$(PY),$(THIS_PACKAGE))
 	@touch $@
 
 $(VENV)/.requirements-dev: requirements-dev.txt requirements-harness.txt $(VENV)/.requirements
 	@echo "== requirements of the tests: about 0.5 GB"
-	@$(call install,$(PY),requirements-dev.txt)
+	@$(call install,$(PY),-r requirements-dev.txt)
 	@touch $@
 
 $(VENV)/.requirements-playground: requirements-playground.txt $(VENV)/.requirements
 	@echo "== requirements of the playground: about 0.1 GB"
-	@$(call install,$(PY),requirements-playground.txt)
+	@$(call install,$(PY),-r requirements-playground.txt)
 	@touch $@
 
 $(DOCS_VENV)/.requirements: requirements-docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	@$(call install,$(DOCS_VENV)/bin/python,requirements-docs.txt)
+	@$(call install,$(DOCS_VENV)/bin/python,-r requirements-docs.txt)
 	@touch $@
 
 clean:

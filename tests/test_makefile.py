@@ -16,6 +16,7 @@ def folder(tmp_path):
     """A folder with the Makefile and no requirements, and programs of its own."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").write_text("")
+    (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "bin").mkdir()
     return tmp_path
 
@@ -46,6 +47,7 @@ def test_an_environment_without_pip_is_filled_by_uv(folder):
     assert made.returncode == 0, made.stderr
     words = "uv pip install --python .venv/bin/python --torch-backend cpu -r requirements.txt"
     assert words in made.stdout
+    assert made.stdout.rstrip().endswith("--no-build-isolation --editable .")
     again = run_make(folder, TARGET)
     assert "up to date" in again.stdout
 
@@ -60,14 +62,17 @@ def test_pip_is_used_where_it_is_and_may_take_the_cpu_build(folder):
         assert made.returncode == 0, made.stderr
         assert "python -m pip install" in made.stdout
         assert ("whl/cpu" in made.stdout) is wanted
+        # For `import aogpt` in every folder.
+        assert made.stdout.rstrip().endswith("--no-build-isolation --editable .")
         assert "0.4 GB" in made.stdout
 
 
 def test_an_old_python_is_told_before_anything_is_installed(folder):
     old = "import sys; sys.version_info = (3, 9); exec(sys.argv[1])"
     make_program(folder, "python3", f"shift; exec '{sys.executable}' -c '{old}' \"$1\"")
-    made = run_make(folder, TARGET)
+    made = run_make(folder, TARGET, "TORCH=cpu")
     assert made.returncode != 0
     assert "Python 3.11 or newer is needed" in made.stderr
+    assert f"make PYTHON=python3.11 {TARGET} TORCH=cpu, or" in made.stderr
     assert "uv venv --python 3.12" in made.stderr
     assert not (folder / ".venv").exists()
