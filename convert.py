@@ -1,5 +1,8 @@
 """Convert any supported weights to this project's format: python convert.py SRC DST"""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import hashlib
 import os
 from collections.abc import Callable

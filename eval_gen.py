@@ -5,6 +5,9 @@ beside its entropy, as repetitive text has a low perplexity.
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
     python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import itertools
 import math
 import time

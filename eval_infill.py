@@ -9,6 +9,9 @@ given only its left side, and the ROUGE of samples. A plain GPT has the left sid
 unless --draws fills in by resampling. 95% intervals are by document where there are
 several."""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import statistics
 from dataclasses import dataclass, replace
 from typing import Annotated

@@ -10,6 +10,9 @@ sequence.
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

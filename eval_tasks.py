@@ -13,6 +13,9 @@ harness, which needs: pip install -r requirements-harness.txt.
 The YAML file of a task can run code (Python functions, Jinja templates): use only files
 that you trust."""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

@@ -7,6 +7,9 @@ Examples:
     python sample.py out/quickstart --order slots:block=8 --group-size 4
     python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import json
 import math
 import re

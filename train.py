@@ -20,6 +20,9 @@ The same command resumes the run, with the same result as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit.
 python -m aogpt.training.plot draws its curves."""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 import math
 import sys
 import time

@@ -13,6 +13,7 @@ id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which relea
 import sys
 
 from . import __version__
+from .runtime import environment  # noqa: F401  # says if packages are missing
 from .runtime.command_line import run_script, show
 from .runtime.errors import UserError
 

@@ -10,6 +10,7 @@ if __name__ == "__main__":
         Path(__file__).resolve().parent.parent
     )  # where the package `aogpt` is
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 from aogpt.data.prepare import main
 from aogpt.runtime.command_line import run_script
 

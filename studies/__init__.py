@@ -1,0 +1,1 @@
+import aogpt.runtime.environment  # says if packages are missing

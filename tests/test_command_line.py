@@ -310,3 +310,28 @@ def test_a_long_name_works_or_is_refused_in_a_line(tmp_path, size):
         assert size == 255 and "File name too long" in str(error)
     else:
         assert (Path(out) / "meta.json").is_file()
+
+
+SCRIPTS = [[name.name] for name in sorted(ROOT.glob("*.py")) if name.name != "model.py"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *SCRIPTS,
+        ["data/prepare.py"],
+        ["-m", "aogpt", "fill"],
+        ["-m", "aogpt.training.plot"],
+        ["-m", "studies.bench"],
+    ],
+    ids=" ".join,
+)
+def test_without_the_environment_a_line_says_to_activate_it(words):
+    """-S: without the packages that are installed."""
+    done = subprocess.run(
+        [sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "has no torch; activate the environment: . .venv/bin/activate" in line

@@ -2,6 +2,9 @@
 
 python -m aogpt.training.plot out/one out/other --out compare.png"""
 
+from ..runtime import environment  # noqa: F401  # says if packages are missing
+
+# isort: split
 from dataclasses import dataclass
 from pathlib import Path
 
