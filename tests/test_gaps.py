@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import math
+import runpy
 import sys
 import typing
 from collections import Counter
@@ -457,6 +458,10 @@ def test_a_space_before_a_mask_is_noted_where_words_begin_with_theirs(books):
     assert "leave the space out" in gaps.space_note("The [MASK:2] ran", books.tokenizer)
     assert gaps.space_note("The[MASK:2] ran", books.tokenizer) is None
     assert gaps.space_note("The [MASK:2] ran", get_tokenizer("bytes")) is None
+    with pytest.warns(UserWarning, match="leave the space out"):
+        books.fill("The [MASK] ran.", num_samples=1)
+    with pytest.warns(UserWarning, match="leave the space out"):
+        books.blanks("The [MASK] ran.")
 
 
 def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeypatch):
@@ -518,9 +523,20 @@ def test_every_command_answers(tmp_path, command, books):
         (("generate", "a[MASK]"), "fill takes masks"),
         (("rank", "no brackets"), "no alternatives"),
         (("fill", text, "--top-p", 2), "--top-p is 2"),
+        (("fill", text, "no mask here"), "text 2 of 2: there is no mask"),
     ):
         with pytest.raises(ValueError, match=said):
             command(*words)
+
+
+def test_a_forgotten_model_or_quotes_are_told(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["aogpt fill", "She[MASK] home."])
+    with pytest.raises(ValueError, match="the model comes first, then the text: aogpt"):
+        commands.main()
+    commands.check_words("score", BOOKS, ("The horse", "was", "tired."))
+    assert capsys.readouterr().err == ""
+    commands.check_words("score", BOOKS, ("The", "horse"))
+    assert "note: these are 2 texts of one word" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
@@ -599,8 +615,20 @@ def test_lists_in_lists_out(books):
     assert all(text.startswith("Once") for text in samples[0])
     gapped = ["She[MASK:2] home.", "He[MASK:1-2] away."]
     assert books.fill(gapped, seed=1) == [books.fill(text, seed=1) for text in gapped]
-    with pytest.raises(aogpt.UserError, match="text 2 of 3: there is no text to"):
-        books.score(["one", "", "two"])
+    for method, wrong in (
+        (books.score, ["one", "", "two"]),
+        (books.score_each, ["one", "two[MASK]", "three"]),
+        (books.fill, ["She[MASK] home.", "two", "[MASK]"]),
+        (books.blanks, ["a[MASK]", "b[MASK:2-3] c", "d[MASK]"]),
+        (books.rank, ["a [b|c]", "two", "d [e|f]"]),
+        (books.generate, ["one", "two[MASK]", "three"]),
+    ):
+        with pytest.raises(aogpt.UserError, match="^text 2 of 3: "):
+            method(wrong)
+        with pytest.raises(aogpt.UserError, match="^text 2 of 2 is nan; leave it out"):
+            method(["a [b|c][MASK].", math.nan])  # an empty cell of a table
+        with pytest.raises(aogpt.UserError, match="a list of texts; this is None"):
+            method(None)
     brackets = ["The [cat|dog] sat.", "It was [dark|old]."]
     shares = [[row.share for row in rows] for rows in books.rank(brackets)]
     assert [len(row) for row in shares] == [2, 2]
@@ -637,6 +665,15 @@ def test_mistakes_are_told_in_the_words_of_python(books):
         with pytest.raises(ValueError, match=words) as told:
             books.fill("She[MASK:2] home.", **options)
         assert "--" not in str(told.value), told.value
+    for call, words in (
+        (lambda: aogpt.load(BOOKS, device="gpu"), "device 'gpu' is not known; give"),
+        (lambda: aogpt.load(None), "path is None"),
+        (lambda: aogpt.load(BOOKS, block_size="64"), "block_size is '64'"),
+        (lambda: books.score("It rained.", order=[0, 1]), "order is"),
+        (lambda: books.generate("It", "5"), "new_tokens is '5', but it must be"),
+    ):
+        with pytest.raises(aogpt.UserError, match=words):
+            call()
     with pytest.raises(ValueError, match="checkpoint") as told:
         aogpt.load(BOOKS, checkpoint="7")
     assert "--" not in str(told.value)
@@ -802,6 +839,28 @@ def test_the_example_fills_a_text_file_and_ranks_the_rows_of_a_table(tmp_path):
     assert greeting == "Dear friend," and head == "id,sentence,best,share"
     assert filled.startswith("She") and filled.endswith(" home.") and "[" not in filled
     assert row.startswith("1,The [cat|xqz] sat.,The cat sat.,")
+
+
+def test_the_example_reads_tables_of_spreadsheets_and_names_mistakes(
+    tmp_path, monkeypatch, capsys, books
+):
+    example = runpy.run_path("docs/examples/fill_and_rank.py")
+    table = tmp_path / "a.csv"
+    # With a mark at the beginning, as spreadsheets write it.
+    table.write_text("sentence;id\nThe [cat|xqz] sat.;1\n", encoding="utf-8-sig")
+    example["rank_rows"](books, table)
+    head, row = capsys.readouterr().out.splitlines()
+    assert head == "sentence;id;best;share"
+    assert row.startswith("The [cat|xqz] sat.;1;The cat sat.;")
+    for text, words in (
+        ("id,text\n1,The [cat|xqz] sat.\n", "no column 'sentence'; it has .'id'"),
+        ("", "no column 'sentence'"),
+        ("id,sentence\n1,The [cat|xqz], sat.\n", "quotes around"),
+        ("id,sentence\n1\n", "text 1 of 1 is None"),
+    ):
+        table.write_text(text)
+        with pytest.raises(aogpt.UserError, match=words):
+            example["rank_rows"](books, table)
 
 
 @pytest.mark.parametrize("name", ["score", "score_each", "generate", "fill", "blanks"])

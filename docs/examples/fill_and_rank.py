@@ -4,10 +4,12 @@
 
 A line of the text file with masks, "She[MASK:2-4] home.", is printed filled in. A row
 of the CSV file has a sentence with alternatives, "He [lead|led] the horse.", in the
-column `sentence`; the columns `best` and `share` are added and the rows printed."""
+column `sentence`; the columns `best` and `share` are added and the rows printed. Columns
+are separated by commas, semicolons or tabs."""
 
 import argparse
 import csv
+import io
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import aogpt
 
 def fill_lines(model: aogpt.TextModel, file: Path, seed: int) -> None:
     """Print the lines of a text, with their gaps filled in."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     for line in text.splitlines():
         if "[MASK" in line:
             fillings = model.fill(line, seed=seed)
@@ -27,17 +29,27 @@ def fill_lines(model: aogpt.TextModel, file: Path, seed: int) -> None:
 def rank_rows(model: aogpt.TextModel, file: Path) -> None:
     """Print a table with the most probable sentence of each row, and its share of the
     probability of all alternatives."""
-    text = file.read_text(encoding="utf-8")
-    reader = csv.DictReader(text.splitlines())
+    text = file.read_text(encoding="utf-8-sig")  # also from a spreadsheet, with a BOM
+    header = text.partition("\n")[0]
+    separator = max(",;\t", key=header.count)
+    reader = csv.DictReader(io.StringIO(text), delimiter=separator)
+    names = reader.fieldnames or []
+    if "sentence" not in names:
+        raise aogpt.UserError(f"{file} has no column 'sentence'; it has {names}")
     rows = list(reader)
+    if any(None in row for row in rows):
+        raise aogpt.UserError(
+            f"{file} has a row of more cells than the header: put quotes around a "
+            f"sentence that has a {separator!r}"
+        )
     sentences = [row["sentence"] for row in rows]
     ranked = model.rank(sentences)  # a list of texts in, a list of answers out
     for row, alternatives in zip(rows, ranked, strict=True):
         best = alternatives[0]
         row["best"] = best.text
         row["share"] = f"{best.share:.3f}"
-    names = [*reader.fieldnames, "best", "share"]
-    writer = csv.DictWriter(sys.stdout, names)
+    names = [*names, "best", "share"]
+    writer = csv.DictWriter(sys.stdout, names, delimiter=separator)
     writer.writeheader()
     writer.writerows(rows)
 
@@ -57,4 +69,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (aogpt.UserError, OSError) as error:
+        sys.exit(f"error: {error}")
