@@ -7,8 +7,10 @@ import abc
 import functools
 import inspect
 import math
+import re
 import sys
 import textwrap
+import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -324,6 +326,26 @@ def filling_table(fillings: list[aogpt.Filling]) -> list[str]:
     return markdown_table(head, cells)
 
 
+def check_words(command: str, model: str, texts: tuple[str, ...]) -> None:
+    """Raise UserError where the model or the text is missing, and note texts that look
+    like the words of one text."""
+    program = sys.argv[0]
+    example = EXAMPLES[command]
+    if re.search(r"[\s\[]", model) and not Path(model).exists():
+        raise UserError(
+            f"there is no model {model!r}; the model comes first, then the text: "
+            f'{program} MODEL "{example}"'
+        )
+    if not texts:
+        raise UserError(f'give a text, as in: {program} {model} "{example}"')
+    if len(texts) > 1 and not any(" " in text for text in texts):
+        show(
+            f"note: these are {len(texts)} texts of one word; put a text of several "
+            f'words in quotes: {program} {model} "{example}"',
+            file=sys.stderr,
+        )
+
+
 def run(command: str) -> None:
     """Run the command of this name with the words of the command line."""
     kind = COMMANDS[command]
@@ -334,9 +356,7 @@ def run(command: str) -> None:
         prog=sys.argv[0],
         description=textwrap.indent(inspect.getdoc(kind) or "", " "),
     )
-    if not a.texts:
-        example = EXAMPLES[command]
-        raise UserError(f'give a text, as in: {sys.argv[0]} {a.model} "{example}"')
+    check_words(command, a.model, a.texts)
     outputs = Outputs({"--json": a.json}, [a.model], a.overwrite)
     device = pick_device(a.device)
     if sys.stderr.isatty():
@@ -352,10 +372,12 @@ def run(command: str) -> None:
     dtype = pick_dtype(a.dtype, device)
     model.model.to(dtype)
     rows = []
-    for text in a.texts:
+    warnings.filterwarnings("ignore", message="note: a mask after")  # shown here
+    for place, text in enumerate(a.texts, 1):
         if note := space_note(text, model.tokenizer):
             show(note, file=sys.stderr)
-        values, lines = a.answer(model, text)
+        with aogpt.in_list(place, len(a.texts)):
+            values, lines = a.answer(model, text)
         rows.append({"text": text} | values)
         show(*lines, "", sep="\n")
     with outputs:

@@ -15,7 +15,8 @@ import difflib
 import math
 import re
 import secrets
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, overload
@@ -28,11 +29,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import END_OF_TEXT
+from .data.tokenizers import END_OF_TEXT, Tokenizer
 from .evaluation.estimates import Estimate
 from .evaluation.eval_sets import comparable, open_texts
 from .evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
 from .orders import orders_at, parse_order
+from .runtime.devices import pick_device
 from .runtime.errors import UserError
 from .runtime.processes import Processes
 from .runtime.randomness import SCORED_ORDERS
@@ -151,16 +153,19 @@ def load(
         adapter: the folder of a LoRA adapter, which is merged into the weights.
         weights: "ema" for averaged weights, where there are any, or "raw" for the last
             ones.
-        device: a device of PyTorch.
+        device: "auto" for a GPU if there is one, "cpu", "cuda", "cuda:1", "mps", or
+            another device of PyTorch.
         block_size: the longest text in tokens, if not that of training.
         checkpoint: of a run folder: "last", "best" or the number of a step.
 
     Raises UserError for what cannot be loaded."""
+    check_value(path, str | Path, "path")
+    check_value(block_size, int | None, "block_size")
     with _python_names():
         loaded = checkpoints.load(
             path,
             weights=weights,
-            device=device,
+            device=pick_device(device),
             block_size=block_size,
             checkpoint=checkpoint,
             adapter=adapter,
@@ -236,9 +241,8 @@ class TextModel:
         log_prob is None. Raises UserError for a text of which no token can be scored,
         and for masks."""
         check_value(seed, Seed, "seed")
-        if isinstance(text, str):
-            return self._score_all([text], order, seed, end)[0]
-        return self._score_all(list(text), order, seed, end)
+        scored = self._score_all(_list_of(text), order, seed, end)
+        return scored[0] if isinstance(text, str) else scored
 
     def _score_all(
         self, texts: list[str], order: str | Tensor, seed: int, end: bool
@@ -248,12 +252,8 @@ class TextModel:
         blocks = []
         orders = []
         for place, text in enumerate(texts, 1):
-            try:
+            with in_list(place, len(texts)):
                 ids = self._ids_to_score(text, end)
-            except UserError as error:
-                if len(texts) == 1:
-                    raise
-                raise UserError(f"text {place} of {len(texts)}: {error}") from None
             ids_of_texts.append(ids)
             for number, start in enumerate(range(0, len(ids), self.block_size)):
                 block = ids[start : start + self.block_size]
@@ -307,6 +307,7 @@ class TextModel:
                     f"order must be a permutation of 0..{length - 1}, a place for each token"
                 )
             return order
+        check_value(order, str, "order")
         with _python_names():
             config = parse_order(order, "order")
             self._check_any_order(config.kind == "l2r")
@@ -379,9 +380,12 @@ class TextModel:
 
         Args:
             text: a text, or a list of them."""
-        if isinstance(text, str):
-            return self._score_each(text)
-        return [self._score_each(one) for one in text]
+        texts = _list_of(text)
+        scored = []
+        for place, one in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                scored.append(self._score_each(one))
+        return scored[0] if isinstance(text, str) else scored
 
     def _score_each(self, text: str) -> Scored:
         self._check_any_order()
@@ -435,13 +439,15 @@ class TextModel:
             draws: random orders of each block, the same for both models."""
         check_value(draws, Draws, "draws")
         check_value(seed, Seed, "seed")
+        check_value(order, str, "order")
         with _python_names():
             orders = parse_order(order, "order")
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = _list_of(text)
         if not texts:
             raise UserError("there is no text to compare on")
-        for document in texts:
-            gaps.refuse_masks(document, "compare takes texts without one")
+        for place, document in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                gaps.refuse_masks(document, "compare takes texts without one")
         models = comparable([self.loaded, other.loaded])
         size = min(self.block_size, other.block_size)
         eval_set = open_texts("text", texts, models[0], None, size)
@@ -551,8 +557,12 @@ class TextModel:
         count = 1 if num_samples is None else num_samples
         check_value(count, SampleCount, "num_samples")
         seed = _checked_seed(seed)
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        contexts = [self._context_after(text, new_tokens) for text in prompts]
+        check_value(new_tokens, int | None, "new_tokens")
+        prompts = _list_of(prompt)
+        contexts = []
+        for place, text in enumerate(prompts, 1):
+            with in_list(place, len(prompts)):
+                contexts.append(self._context_after(text, new_tokens))
         if not contexts:
             return []
         options.update(temperature=temperature, top_p=top_p, top_k=top_k, mode=mode)
@@ -628,7 +638,7 @@ class TextModel:
     ) -> list[Filling] | list[list[Filling]]:
         """Fill the gaps of a text, "She[MASK:2-6] home.": [MASK] is one token, [MASK:3]
         three, [MASK:2-6] two to six. Put no space before a mask, since words begin with
-        theirs.
+        theirs; a warning says where there is one.
 
         A plain GPT has not learned to fill gaps. It draws continuations of the left
         text and weights them by how probable they and the rest of the text are
@@ -667,13 +677,20 @@ class TextModel:
         options.update(top_p=top_p, top_k=top_k, mode=mode)
         if temperature is not None:
             options["temperature"] = temperature
+        texts = _list_of(text)
+        gapped_texts = []
+        for place, one in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                gapped = gaps.encode_gaps(one, self.tokenizer, self.block_size)
+            gapped_texts.append(gapped)
+            _note_space(one, self.tokenizer)
         fillings_of_texts = []
-        for one in [text] if isinstance(text, str) else text:
-            gapped = gaps.encode_gaps(one, self.tokenizer, self.block_size)
+        for place, gapped in enumerate(gapped_texts, 1):
             fill = self._fill
             if self.model.config.l2r_only and not gapped.only_continues:
                 fill = self._fill_plain
-            fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)
+            with in_list(place, len(texts)):
+                fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)
             fillings_of_texts.append(fillings)
         return fillings_of_texts[0] if isinstance(text, str) else fillings_of_texts
 
@@ -806,15 +823,19 @@ class TextModel:
             top: how many tokens to list for each."""
         check_value(top, Count, "top")
         self._check_any_order()
-        if isinstance(text, str):
-            return self._blanks(text, top)
-        return [self._blanks(one, top) for one in text]
+        texts = _list_of(text)
+        likely = []
+        for place, one in enumerate(texts, 1):
+            _note_space(one, self.tokenizer)
+            with in_list(place, len(texts)):
+                likely.append(self._blanks(one, top))
+        return likely[0] if isinstance(text, str) else likely
 
     @torch.no_grad()
     def _blanks(self, text: str, top: int) -> list[list[Likely]]:
         gapped = gaps.encode_gaps(text, self.tokenizer, self.block_size)
         if gapped.combinations > 1:
-            raise UserError("give masks of a known length: [MASK:3], not [MASK:2-3]")
+            raise UserError("give masks of one length, as [MASK:3]; fill takes a range")
         context = gapped.context([lengths[0] for lengths in gapped.lengths])
         tokens = [token or 0 for token in context]
         is_blank = [token is None for token in context]
@@ -858,9 +879,12 @@ class TextModel:
         `given_both_sides` compares the tokens that are not the same in all
         alternatives. In "c[a|o]t" these may be whole words, since tokens do not end
         where letters do."""
-        if isinstance(text, str):
-            return self._rank(text, end)
-        return [self._rank(one, end) for one in text]
+        texts = _list_of(text)
+        ranked = []
+        for place, one in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                ranked.append(self._rank(one, end))
+        return ranked[0] if isinstance(text, str) else ranked
 
     def _rank(self, text: str, end: bool) -> list[Alternative]:
         gaps.refuse_masks(
@@ -899,6 +923,41 @@ class TextModel:
             )
             alternatives.append(alternative)
         return sorted(alternatives, key=lambda alternative: -alternative.log_prob)
+
+
+def _list_of(text: Any) -> list[str]:
+    """Return a text, or a list of texts, as a list. Raises UserError for what is none,
+    such as the None or NaN of an empty cell of a table."""
+    if isinstance(text, str):
+        return [text]
+    if isinstance(text, bytes) or not isinstance(text, Iterable):
+        raise UserError(f"give a text or a list of texts; this is {text!r:.40}")
+    texts = list(text)
+    for place, one in enumerate(texts, 1):
+        if not isinstance(one, str):
+            raise UserError(
+                f"text {place} of {len(texts)} is {one!r:.40}; leave it out, or give a "
+                "string"
+            )
+    return texts
+
+
+@contextlib.contextmanager
+def in_list(place: int, count: int) -> Iterator[None]:
+    """Let a mistake say which text of a list it is about; place: from 1."""
+    try:
+        yield
+    except UserError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"text {place} of {count}: {error}") from error.__cause__
+
+
+def _note_space(text: str, tokenizer: Tokenizer) -> None:
+    """Warn of a space before a mask."""
+    note = gaps.space_note(text, tokenizer)
+    if note is not None:
+        warnings.warn(note, stacklevel=3)
 
 
 def _total(log_probs: list[float | None]) -> float:

@@ -17,7 +17,7 @@ from .errors import UserError
 WIDE = 512
 
 
-def pick_device(device: str, local_rank: int = 0) -> torch.device:
+def pick_device(device: str | torch.device, local_rank: int = 0) -> torch.device:
     """The device of this name, made current. local_rank: index of the GPU if the name
     has none."""
     if device == "auto":
@@ -26,7 +26,7 @@ def pick_device(device: str, local_rank: int = 0) -> torch.device:
     try:
         chosen = torch.device(device)
         module = torch.get_device_module(chosen)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(
             f"device {device!r} is not known; give auto, cpu, cuda:N or mps"
         ) from None
