@@ -125,6 +125,10 @@ REFUSED = [  # a config file, and what the message says besides the file's name
         UNKNOWN.format("train.step", "train.steps"),
     ),  # not schedule.step
     ("lr = 1.0", UNKNOWN.format("lr", "optim.lr")),  # the right name in the wrong place
+    (
+        "[train]\nsteps = 100\n[optim]\nwarmup_steps = 200",
+        "exceeds train.steps (100); lower it: --optim.warmup-steps 10",
+    ),
     # a value that is none, or out of its range
     ("model = 3", "model is 3, but it must be a table"),
     ("schedule = 3", "schedule is 3, but it must be a list"),

@@ -503,6 +503,7 @@ FILES = {
         ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
         ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, not for ptb"),
         ("text", "*.doc", {}, "doc: there is no file of a known kind"),
+        ("text", "My", {}, "there is no file .*My; a name with spaces needs quotes"),
         (
             "lambada",
             "good.jsonl",

@@ -595,7 +595,7 @@ NO_TARGET = "needs a model that is conditioned on the target position"
     [
         (
             "--mode | adaptive",
-            f"--mode adaptive (by confidence) {NO_TARGET} | --mode l2r",
+            f"--mode adaptive (by confidence) {NO_TARGET} | a plain GPT: leave out --mode",
         ),
         *(
             (f"--mode | {mode}", f"--mode {mode} {NO_TARGET}")

@@ -232,7 +232,9 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
                 break
     except Exception as error:  # not installed, no network, no such repo, no access
         raise CheckpointError(
-            f"there is no {repo} here or on Hugging Face: {reason_of(error)}"
+            f"there is no {repo} here or on Hugging Face; check the name, or without a "
+            "network give a local folder of it (HF_HUB_OFFLINE=1 takes one that was "
+            f"downloaded before): {reason_of(error)}"
         ) from error
     return local
 

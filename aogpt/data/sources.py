@@ -117,7 +117,13 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path
     matching a pattern. Raises UserError where there is none, or one is given twice."""
     files: list[Path] = []
     for path in paths:
-        if path.is_file() or not (path.is_dir() or glob.has_magic(str(path))):
+        is_one = not (path.is_dir() or glob.has_magic(str(path)))
+        if is_one and not path.exists():
+            raise UserError(
+                f"there is no file {path}; a name with spaces needs quotes, and a name "
+                "without a folder is looked for in this one"
+            )
+        if path.is_file() or is_one:
             files.append(path)
             continue
         if path.is_dir():

@@ -238,7 +238,8 @@ def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
     """Raise UserError for settings of the optimizers that do not go together."""
     refuse(
         o.warmup_steps > t.steps,
-        f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower it",
+        f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower "
+        f"it: --optim.warmup-steps {t.steps // 10}",
     )
     refuse(
         0 < o.decay_steps < o.warmup_steps,
