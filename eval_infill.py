@@ -92,15 +92,17 @@ def main() -> None:
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
     rows = []
+    checkpoints = {}  # by run
     for run in a.runs:
         loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
+        checkpoints[run] = loaded.origin()
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
     lines = table_of(rows)
     changed = modes.changed_settings(vars(a.decoding))
     if changed:
         lines.append(f"samples: {', '.join(changed)}")
-    origin = provenance(a, dtype, device, rows=rows)
+    origin = provenance(a, dtype, device, rows=rows, checkpoints=checkpoints)
     with outputs:
         outputs.write_report(a.json, origin, lines)
         show(*lines, sep="\n")

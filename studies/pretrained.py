@@ -161,6 +161,10 @@ class Lambada:
     dtype: Literal["float32", "bfloat16"] = "float32"
     passages: int | None = None
     """The first ones; by default all."""
+    mode: str | None = None
+    """How a model of any order fills a word in (with both_sides)."""
+    temperature: float | None = None
+    num_samples: int | None = None
 
     def run(self) -> None:
         lines = self.source.read_text().splitlines()[: self.passages]
@@ -185,7 +189,8 @@ class Lambada:
         if self.reader == "both_sides":
             model = aogpt.load(self.model)
             return lambda texts, start: [
-                filled_word(model, text, start + i) for i, text in enumerate(texts)
+                self.filled_word(model, text, seed=start + i)
+                for i, text in enumerate(texts)
             ]
         if self.reader == "ours":
             scores = harness.HarnessModel(
@@ -196,6 +201,24 @@ class Lambada:
 
             scores = HFLM(self.model, device="cpu", dtype=self.dtype, batch_size=8)
         return lambda texts, start: last_words(scores, texts)
+
+    def filled_word(self, model: aogpt.TextModel, text: str, seed: int) -> dict:
+        """Return whether the best filling of the last word is right, given the text
+        before it and a full stop after it."""
+        context, word = divided(text)
+        (filling,) = model.fill(
+            f"{context}[MASK:1-4].",
+            1,
+            num_samples=self.num_samples,
+            seed=seed,
+            temperature=self.temperature,
+            mode=self.mode,
+        )
+        row = {"right": filling.text == f"{context} {word}."}
+        size = filling.effective_sample_size
+        if size is not None:
+            row["effective_sample_size"] = round(size, 3)
+        return row
 
 
 def divided(text: str) -> tuple[str, str]:
@@ -224,17 +247,6 @@ def last_words(scores, texts: list[str]) -> list[dict]:
     for log_prob, greedy in scores.loglikelihood(requests, disable_tqdm=True):
         rows.append({"log_prob": round(float(log_prob), 6), "right": bool(greedy)})
     return rows
-
-
-def filled_word(model: aogpt.TextModel, text: str, seed: int) -> dict:
-    """Return whether the best filling of the last word is right, given the text before
-    it and a full stop after it."""
-    context, word = divided(text)
-    (filling,) = model.fill(f"{context}[MASK:1-4].", 1, seed=seed)
-    return {
-        "right": filling.text == f"{context} {word}.",
-        "effective_sample_size": round(filling.effective_sample_size, 3),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,13 +67,36 @@ def test_the_verdict_on_infilling_is_that_of_its_interval():
         values = {"given": "both", "nll": nll, "rouge_1": [0.1, 0.2, 0.3]}
         return {"rows": [values | {"documents": [0, 1, 2]}]}
 
+    shipped = "no adapter comes with the clone"
     worse = {
         "infill_plain": row([1.0, 1.0, 1.0]),
         "infill_adapter": row([3.0, 3.1, 3.0]),
     }
     assert "does not fill in better" in pretrained_page.verdict(worse)
+    assert shipped in pretrained_page.so_shipped(worse)
     better = {
         "infill_plain": worse["infill_adapter"],
         "infill_adapter": worse["infill_plain"],
     }
     assert "**The adapter fills in better" in pretrained_page.verdict(better)
+    assert not pretrained_page.so_shipped(better)
+
+
+def test_the_right_side_is_worth_what_a_sentence_costs_less_with_it():
+    def report(step, left, both):
+        documents = [0, 1, 2]
+        rows = [
+            {"given": "left", "nll": left, "documents": documents},
+            {"given": "both", "nll": both, "documents": documents},
+        ]
+        return {"checkpoints": {"run": {"step": step}}, "rows": rows}
+
+    rows = {
+        "long": {"tokens_a_step": 1000},
+        "infill_uniform": report(2, [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
+        "infill_adapter_early": report(2, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        "infill_adapter": report(6, [2.0, 3.0, 4.0], [1.5, 2.5, 3.5]),
+    }
+    text = pretrained_page.worth_of_right_side(rows)
+    assert "-1.000 ± 0.000 (uniform orders, 2,000 tokens)" in text
+    assert "+0.500 ± 0.000 (infilling orders, 6,000 tokens)" in text
