@@ -313,13 +313,26 @@ def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):
 
 def test_mistakes_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ValueError, match="make playground, or pip install gradio"):
+    with pytest.raises(
+        ValueError, match="pip install gradio .*aogpt.playground.*make playground"
+    ):
         app.page("x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(sessions, "load", lambda path: pytest.fail("it was loaded"))
     monkeypatch.setattr(sys, "argv", ["aogpt playground", "x"])
     with pytest.raises(ValueError, match="pip install gradio"):
         app.main()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: "gradio")
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        for port, words in (
+            (busy.getsockname()[1], "Address already in use; give another"),
+            (99999, "port is 99999; give a number at least 1 and at most 65535"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["aogpt", "x", "--port", str(port)])
+            with pytest.raises(ValueError, match=words):
+                app.main()
     assert_user_error(
         run_script("-m", "aogpt", "playground", "no/such/run", check=False),
         "no/such/run",

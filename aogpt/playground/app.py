@@ -6,19 +6,23 @@
 The list of models has those of out/ and the folders of models/, such as a SmolLM2 in
 models/smollm2. A plain GPT fills gaps by resampling (`sampling.resampling`).
 
-It needs gradio: run `make playground`, or pip install -r requirements-playground.txt."""
+It needs gradio: pip install gradio, which is also the extra aogpt[playground]; in a clone,
+`make playground` does that."""
 
 import importlib.util
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Interval
 
 from ..runtime.command_line import run_script, visible
 from ..runtime.errors import UserError
+from ..runtime.validation import check_values
 from . import session as sessions
 from .fill import view
 from .session import RULES, Session, Settings
@@ -31,7 +35,10 @@ outlined blank. The order chooses that blank, or you do: click one. Then you can
 token, or write your own. **Run** fills in all blanks; again, it draws another text. One visitor is
 served at a time: *queue: 1* means that another visitor comes first."""
 GAPS = "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a mask."
-NO_GRADIO = "the playground needs gradio: run make playground, or pip install gradio"
+NO_GRADIO = (
+    "the playground needs gradio: pip install gradio (the extra aogpt[playground]); in a "
+    "clone: make playground"
+)
 OWN = "Or write your own and press Enter (a word begins with a space)"
 
 
@@ -171,16 +178,32 @@ class Arguments:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = BOOKS
     """Run folder, exported folder, released weights or Hugging Face repo id to begin
     with."""
-    port: int | None = None
+    port: Annotated[int, Interval(ge=1, le=65535)] | None = None
     """By default the first free one from 7860."""
+
+
+def check_port(port: int) -> None:
+    """Raise UserError for a port that cannot be listened on."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"--port {port}: {error.strerror}; give another, or leave it out for "
+                "the first free one from 7860"
+            ) from None
 
 
 def main() -> None:
     a = tyro.cli(Arguments, prog=sys.argv[0], description=__doc__)
+    check_values(a)
     if a.run == BOOKS and not Path(BOOKS).exists():
         raise UserError("name a model: aogpt playground MODEL")
     if importlib.util.find_spec("gradio") is None:
         raise UserError(NO_GRADIO)  # before a model is loaded
+    if a.port is not None:
+        check_port(a.port)
     sessions.load(a.run)
     page(a.run).launch(
         server_port=a.port,
