@@ -61,7 +61,7 @@ from aogpt.training import config as configuration
 from aogpt.training.batches import Batch, PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
 from aogpt.training.gpu_options import use_gpu_options
-from aogpt.training.metrics import Log, in_units
+from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
 from aogpt.training.saving import (
@@ -194,6 +194,8 @@ def training_loop(
             # next step before it needs it.
             loss = torch.zeros((), device=procs.device)
             for micro_step in range(micro_steps):
+                if step < log.first_step:  # the first of this start
+                    log.first_micro_steps(micro_step, micro_steps)
                 batch = next(batches)  # tokens (B, T), and their orders or masks
                 if has_peers:
                     is_last = micro_step == micro_steps - 1
@@ -333,6 +335,8 @@ def print_summary(
         for line in data.describe(sequences):
             procs.print0(line)
     for note in data.meta.get("notes", []):
+        procs.print0(note)
+    for note in size_notes(config, data.num_blocks, procs.device):
         procs.print0(note)
     note = precision_note(t.dtype, procs.device, config.model.n_embd)
     if note:

@@ -10,6 +10,7 @@ import torch
 from helpers import (
     ALONE,
     LENGTH,
+    ROOT,
     change,
     encoder_config,
     newest,
@@ -31,7 +32,7 @@ from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training import metrics, plot, val_losses
-from aogpt.training.config import ObjectiveConfig, StageConfig
+from aogpt.training.config import ObjectiveConfig, StageConfig, load_toml
 from aogpt.training.metrics import read_metrics
 from aogpt.training.state import Progress
 
@@ -353,3 +354,24 @@ def test_a_number_in_units_is_never_shown_as_zero_and_is_right_to_its_digits(
     assert float(text.replace(",", "")) * size == pytest.approx(
         value, rel=0.51 * 10 ** (1 - digits)
     )
+
+
+def test_a_run_of_days_or_of_many_epochs_is_noted():
+    config = load_toml(ROOT / "configs" / "own_text.toml")
+    cpu = torch.device("cpu")
+    slow, repeated = metrics.size_notes(config, 764, cpu)
+    assert re.search(r"[\d.]+ s a step and [\d.]+ days in all .* --model.n-embd", slow)
+    assert "each text is read 419 times" in repeated
+    assert metrics.size_notes(config, 10**6, torch.device("cuda")) == []
+    quickstart = load_toml(ROOT / "configs" / "quickstart.toml")
+    assert metrics.size_notes(quickstart, 10**4, cpu) == []
+
+
+def test_a_long_first_step_is_not_silent(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metrics, "FIRST_STEP_SECONDS", 0)
+    config = tiny_config(data, tmp_path, steps=5, train__micro_batch_size=2)
+    train.train(config, ALONE)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "done" in line]
+    count = config.train.batch_size // 2
+    assert count > 1
+    assert lines == [f"step 1: {n} of {count} micro-batches done" for n in range(count)]

@@ -46,6 +46,10 @@ ORDERS = {
     "fixed": "the run's fixed order",
     "own": "the run's orders",
 }
+CPU_SPEED = 1e11  # operations per second, of two to four cores
+SLOW = 1e15  # operations: three hours of such a CPU
+MANY_EPOCHS = 50
+FIRST_STEP_SECONDS = 10  # between two lines of the first step
 Units = tuple[tuple[float, str], ...]  # largest first
 TIME: Units = (
     (86400, "days"),
@@ -95,6 +99,30 @@ def in_units(value: float, units: Units, digits: int = 3) -> str:
     return f"{amount:,.{decimals}f} {unit}"
 
 
+def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[str]:
+    """Return notes for a run that would take days on a CPU, or that repeats its text
+    very often. num_blocks: of the training data."""
+    t = config.train
+    notes = []
+    tokens = t.steps * t.batch_size * config.model.block_size
+    operations = tokens * flops_per_token(config.model, config.model.block_size)
+    if device.type == "cpu" and operations > SLOW:
+        seconds = in_units(operations / CPU_SPEED, TIME, digits=2)
+        of_step = in_units(operations / t.steps / CPU_SPEED, TIME, digits=2)
+        notes.append(
+            f"note: about {of_step} a step and {seconds} in all on a CPU of "
+            f"{CPU_SPEED:.0e} operations a second; smaller: configs/quickstart.toml, or "
+            "--model.n-layer, --model.n-embd, --train.batch-size, --train.steps"
+        )
+    epochs = t.steps * t.batch_size / num_blocks
+    if epochs > MANY_EPOCHS:
+        notes.append(
+            f"note: each text is read {epochs:,.0f} times, and validation may get worse; "
+            "lower --train.steps, or take a smaller model or more text"
+        )
+    return notes
+
+
 class Log:
     """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main
     process only."""
@@ -129,6 +157,7 @@ class Log:
         self.first_step = progress.step + 1
         self.started = 0.0
         self.restart_clock()
+        self.last_line = self.clock
         self.wandb = None
         if procs.main:
             drop_later_rows(self.path, progress.step)
@@ -168,6 +197,14 @@ class Log:
             has_row = step % t.log_interval == 0 or step in (1, t.steps)
             if has_row or not finite:
                 self._training_row(step)
+
+    def first_micro_steps(self, done: int, count: int) -> None:
+        """Print now and then how far the first step is, which can take minutes. done: of
+        its `count` micro-batches."""
+        now = time.perf_counter()
+        if now - self.last_line > FIRST_STEP_SECONDS:
+            self.last_line = now
+            self._print(f"step {self.first_step}: {done} of {count} micro-batches done")
 
     def _training_row(self, step: int) -> None:
         """Write a row of the steps since the last one, and print it."""
