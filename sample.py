@@ -469,6 +469,9 @@ class Report:
         if changed:
             line += f"; {', '.join(changed)}"
         show(line, file=sys.stderr)
+        for path in (self.a.jsonl, self.a.html):
+            if path:
+                show(f"wrote {path}", file=sys.stderr)
 
     def page(self) -> str:
         """Return the page of --html."""

@@ -226,7 +226,10 @@ class Fill(Drawing):
                 if math.isnan(value):
                     row["scores"][name] = None
             rows.append(row)
-        last = f"nats per token; ranked by {best.ranked_by}; seed {best.seed}"
+        ranking = best.ranked_by
+        if ranking == "joint and right":
+            ranking += ", summed over their tokens (the columns are means)"
+        last = f"nats per token; ranked by {ranking}; seed {best.seed}"
         if best.effective_sample_size is not None:
             last += (
                 "; weight: share of p(text in the gap | both sides), whatever its length; "

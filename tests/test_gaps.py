@@ -379,9 +379,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
         {"infill": "She[MASK:1] home."}
     )  # of a known length: 8 samples of it alone
     write_rows(lines[2], rows)
-    run_main(
-        sample, monkeypatch, capsys, *words, *files, "--candidates", 8, "--overwrite"
-    )
+    options = (*words, *files, "--candidates", 8, "--overwrite")
+    monkeypatch.setattr("sys.argv", ["sample", *map(str, options)])
+    sample.main()
+    wrote = capsys.readouterr().err.splitlines()[-2:]
+    assert wrote == [f"wrote {lines[0]}", f"wrote {lines[1]}"]
     more = read_lines(lines[0])
     assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
     assert [r["text"] for r in more if r["prompt_index"] == 1] == [
