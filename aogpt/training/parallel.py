@@ -24,7 +24,8 @@ from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which
 # has an operation of its own on every device.
-SAVED = ("mm.default", "addmm.default", "_scaled_dot_product_")
+PRODUCTS = ("mm.default", "addmm.default")
+ATTENTION = "_scaled_dot_product_"
 
 
 def build(
@@ -115,40 +116,52 @@ class RecomputedBlock(nn.Module):
         for name, layer in block.named_children():
             self.add_module(name, layer)
         self.of_block = (block,)  # a tuple, so that no parameter is registered twice
-        # Attention with dropout is recomputed: if saved, it would not consume its
-        # random numbers.
-        dropout = config.model.dropout > 0
-        self.preserve_rng_state = dropout
-        self.saved: tuple[str, ...] | None = None
-        if config.train.activation_checkpointing == "selective":
-            self.saved = SAVED[:2] if dropout else SAVED
+        self.selective = config.train.activation_checkpointing == "selective"
+        self.has_dropout = config.model.dropout > 0
 
     def forward(self, *inputs):
         (block,) = self.of_block
-        contexts = checkpoint.noop_context_fn
-        if self.saved is not None:
-            contexts = self.selective_contexts
+        # torch.compile takes functions that a module names as they are: neither methods
+        # nor values of attributes.
+        if not self.selective:
+            return checkpoint.checkpoint(
+                block,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=self.has_dropout,
+            )
+        if self.has_dropout:
+            # Attention is recomputed: if saved, it would not consume its random numbers.
+            contexts = with_products_saved
+        else:
+            contexts = with_attention_saved
         return checkpoint.checkpoint(
             block,
             *inputs,
             use_reentrant=False,
-            preserve_rng_state=self.preserve_rng_state,
+            preserve_rng_state=self.has_dropout,
             context_fn=contexts,
         )
 
-    def selective_contexts(self) -> tuple:
-        return checkpoint.create_selective_checkpoint_contexts(self.policy)
 
-    def policy(
-        self,
-        context,
-        operation,
-        *arguments,
-        **keywords,
-    ):
-        if operation.__name__.startswith(self.saved):
-            return checkpoint.CheckpointPolicy.MUST_SAVE
-        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+def with_products_saved() -> tuple:
+    return checkpoint.create_selective_checkpoint_contexts(save_products)
+
+
+def with_attention_saved() -> tuple:
+    return checkpoint.create_selective_checkpoint_contexts(save_attention_too)
+
+
+def save_products(context, operation, *arguments, **keywords):
+    if operation.__name__.startswith(PRODUCTS):
+        return checkpoint.CheckpointPolicy.MUST_SAVE
+    return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_attention_too(context, operation, *arguments, **keywords):
+    if operation.__name__.startswith(ATTENTION):
+        return checkpoint.CheckpointPolicy.MUST_SAVE
+    return save_products(context, operation)
 
 
 @contextlib.contextmanager
