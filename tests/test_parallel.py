@@ -57,45 +57,79 @@ MOVED = 5
 
 
 @pytest.fixture(scope="module")
-def everywhere(data, tmp_path_factory, pairs, halved):
-    """Undisturbed runs, {place: configuration}, and what became of them after a move,
-    {(from, to): configuration}. Launching takes seconds, so the same processes also do
-    the other jobs of this file. Seven validation sequences are no multiple of the
-    processes."""
+def undisturbed(data, tmp_path_factory):
+    """The runs of all places, {place: configuration}. Seven validation sequences are no
+    multiple of the processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
     base = change(base, train__micro_batch_size=2, eval__interval=4)
     base = change(base, optim__kind="muon", model__position="rotary")
     base = change(base, checkpoint__keep=99, checkpoint__interval=MOVED)
-    runs = {
+    return {
         to: change(base, name=f"{to[0]}_{to[1]}", train__parallel=to[0])
         for to in PLACES
     }
-    moves = {}
+
+
+@pytest.fixture(scope="module")
+def moves(undisturbed):
+    """The runs that go on elsewhere, {(from, to): configuration}."""
+    configs = {}
     for source, to in MOVES:
-        name = f"{runs[source].name}_to_{runs[to].name}"
-        moves[source, to] = change(runs[to], name=name, eval__interval=0)
+        name = f"{undisturbed[source].name}_to_{undisturbed[to].name}"
+        configs[source, to] = change(undisturbed[to], name=name, eval__interval=0)
+    return configs
 
-    def jobs(world, sources):
-        return [
-            ("moved", config)
-            for (source, to), config in moves.items()
-            if source[1] in sources and to[1] == world
-        ]
 
-    parts = []
-    for world in (1, 2, 4):
-        own = [
-            ("run", config)
-            for (_, processes), config in runs.items()
-            if processes == world
-        ]
-        more = [("steps", shards) for _, shards in pairs.values()] + [("run", halved)]
-        more = more if world == 2 else []
-        more += [("orthogonal", change(c, name=f"orthogonal_{c.name}")) for _, c in own]
-        parts.append((world, [*own, *jobs(world, range(world + 1)), *more]))
-    do(*parts, (1, jobs(1, (2, 4))))
-    return runs, moves
+def moved(moves, source, to):
+    """The jobs of the moves between these numbers of processes."""
+    return [
+        ("moved", config)
+        for (start, end), config in moves.items()
+        if (start[1], end[1]) == (source, to)
+    ]
+
+
+def runs_on(undisturbed, world):
+    """The jobs of the runs of so many processes, and of Muon's matrices there."""
+    jobs = []
+    for (_, count), config in undisturbed.items():
+        if count == world:
+            orthogonal = change(config, name=f"orthogonal_{config.name}")
+            jobs += [("run", config), ("orthogonal", orthogonal)]
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def everywhere(undisturbed, moves, pairs, halved):
+    """The runs of one and two processes. Launching takes seconds, so the same processes
+    also do the other jobs of this file."""
+    steps = [("steps", shards) for _, shards in pairs.values()]
+    do(
+        (1, runs_on(undisturbed, 1)),
+        (2, [*runs_on(undisturbed, 2), *steps, ("run", halved)]),
+        (1, moved(moves, 2, 1)),
+    )
+
+
+@pytest.fixture(scope="module")
+def on_four(everywhere, undisturbed, moves):
+    """The runs of four processes, on any machine."""
+    jobs = [
+        *runs_on(undisturbed, 4),
+        *moved(moves, 1, 4),
+        *moved(moves, 2, 4),
+    ]
+    do((4, jobs), (1, moved(moves, 4, 1)))
+
+
+def places(values):
+    """Parameters of a test; those of four processes are slow."""
+    slow = pytest.mark.slow(reason="starts four processes")
+    return [
+        pytest.param(*value, marks=[slow] if "4" in str(value) else [])
+        for value in values
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +150,29 @@ def test_a_batch_is_shared_by_two_processes_and_its_losses_stay_the_same(
     assert metrics(halved, "loss") == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != ("ddp", 1)])
+@pytest.mark.parametrize(
+    "kind, world", places(place for place in PLACES if place != ("ddp", 1))
+)
 def test_all_processes_under_ddp_and_fsdp_give_the_losses_of_one_process(
-    everywhere, place
+    request, undisturbed, kind, world
 ):
-    runs, _ = everywhere
-    assert_same_losses(runs[place], runs["ddp", 1], 1e-5)
+    request.getfixturevalue("on_four" if world == 4 else "everywhere")
+    assert_same_losses(undisturbed[kind, world], undisturbed["ddp", 1], 1e-5)
 
 
-@pytest.mark.parametrize("source, to", MOVES)
+@pytest.mark.parametrize("source, to", places(MOVES))
 def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
-    everywhere, source, to
+    request, undisturbed, moves, source, to
 ):
     """The first loss differs by the order of a few sums in float32, 6e-8 of a loss of
     about 5.6; AdamW then amplifies that."""
-    undisturbed = everywhere[0][source]
-    config = everywhere[1][source, to]
-    path = undisturbed.run_folder / "checkpoints" / f"step_{MOVED:08d}"
+    request.getfixturevalue("on_four" if 4 in source + to else "everywhere")
+    before = undisturbed[source]
+    config = moves[source, to]
+    path = before.run_folder / "checkpoints" / f"step_{MOVED:08d}"
     assert_same(result("moved", config), read_checkpoint(path)["tensors"])
     ours = metrics(config, "loss")
-    expected = metrics(undisturbed, "loss")
+    expected = metrics(before, "loss")
     assert list(ours) == list(range(MOVED + 1, STEPS + 1))
     assert abs(ours[MOVED + 1] - expected[MOVED + 1]) < 2e-6
     assert max(abs(ours[step] - expected[step]) for step in ours) < 1e-5
@@ -226,17 +263,17 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
     torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind, world", places(itertools.product(("ddp", "fsdp"), (2, 4)))
+)
 def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
-    short, everywhere, kind, world
+    request, short, undisturbed, kind, world
 ):
     """Shapes that leave some processes without rows. 1e-4: float32 through five
     iterations of products of numbers up to 5."""
-    runs, _ = everywhere
-    ours = result(
-        "orthogonal", change(runs[kind, world], name=f"orthogonal_{kind}_{world}")
-    )
+    request.getfixturevalue("on_four" if world == 4 else "everywhere")
+    place = undisturbed[kind, world]
+    ours = result("orthogonal", change(place, name=f"orthogonal_{kind}_{world}"))
     expected = parallel_jobs.orthogonal(change(short, train__parallel="ddp"), ALONE)
     for several, alone in zip(ours, expected, strict=True):
         for a, b in zip(several, alone, strict=True):
@@ -305,6 +342,27 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
     # the same operations on the same numbers, summed in the same order
     for ours in others:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "kind, dropout", [("selective", 0.0), ("selective", 0.3), ("block", 0.0)]
+)
+def test_what_is_computed_again_can_be_compiled(short, kind, dropout):
+    """The graphs that torch.compile makes, without a compiler."""
+    config = system(short, "adaln", model__dropout=dropout)
+    config = change(config, train__activation_checkpointing=kind)
+    dataset = TokenDataset(config.data.folder, "train", 16)
+    batch = next(micro_batches(dataset, config, ALONE, 0))
+    model = parallel.build(config, ALONE).eval()
+    expected = train.training_loss(model, batch, config, 0)
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    loss = train.training_loss(model, batch, config, 0)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    model.train()
+    train.training_loss(model, batch, config, 0).backward()
+    assert model.wte.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
