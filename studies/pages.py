@@ -4,6 +4,8 @@ verdict on them is written by hand. Texts name the numbers in them:
     {fast: random - fixed}         the difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
     {fast: l2r10 each}             one a seed, in order of size
+    {fast: l2r10:parameters}       what a run config costs: parameters, mflops (a trained token)
+    {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
     {E20 fast: random - fixed}     of another experiment
 """
 
@@ -172,7 +174,8 @@ def difference_cell(claim: dict, form: str = "+.3f") -> str:
     if claim["half_width"] is None or claim["seeds"] < FEW:
         seeds = "seed" if claim["seeds"] == 1 else "seeds"
         return f"{claim['mean']:{form}} ({claim['seeds']} {seeds})"
-    return f"{claim['mean']:{form}} ± {claim['half_width']:.3f}"
+    unsigned = form.lstrip("+")
+    return f"{claim['mean']:{form}} ± {claim['half_width']:{unsigned}}"
 
 
 def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
@@ -182,11 +185,25 @@ def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
 
 
 def tuned_cell(entry: dict) -> str:
-    """{"optim.lr": 0.001} -> "lr 0.001", and whether that is at the boundary of the grid."""
+    """{"optim.lr": 0.001} -> "lr 0.001", whether that is at the boundary of the grid, of which run
+    config else it is the best value, and whether nothing was tuned."""
     words = ", ".join(
         f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items()
     )
-    return words + " (boundary)" * entry["at_boundary"]
+    if words and not entry["tuning"]:
+        return f"{words} (not tuned)"
+    if entry["at_boundary"]:
+        words += " (boundary)"
+    if entry["tuned_as"]:
+        words += f" (as {entry['tuned_as']})"
+    return words
+
+
+def cost_cell(entry: dict, kind: str) -> str:
+    """Return the parameters of a run config, or its MFLOPs a trained token."""
+    if kind == "parameters":
+        return f"{entry['parameters']:,}"
+    return f"{entry['flops'] / 1e6:.2f}"
 
 
 def filled(
@@ -195,14 +212,18 @@ def filled(
     """Return a text with its numbers. Raises UserError for one that names what is not there."""
 
     def number(match: re.Match) -> str:
-        name, recipe, sides = match.groups()
+        name, recipe, sides, digits = match.groups()
         if name:
             source, results = load_results(name.strip())
         else:
             source = experiment
             results = recipes
         entries = results.get(recipe)
+        form = f".{digits or 3}f"
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
+        run_config, _, kind = higher.partition(":")
+        if kind in ("parameters", "mflops") and run_config in (entries or {}):
+            return cost_cell(entries[run_config], kind)
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, source.kind, entries)
         if not judgement or judgement["mean"] is None:
@@ -210,15 +231,15 @@ def filled(
                 f"{source.name} has no {match[0]}; see its run configs and measures"
             )
         if lower:
-            return difference_cell(judgement, ".3f")
-        run_config, _, kind = higher.partition(":")
+            return difference_cell(judgement, form)
         rows = entries[run_config]["runs"]
         values = [value_of(row, kind or source.kind) for row in rows]
         if sides.endswith(" each"):
-            return ", ".join(f"{value:.3f}" for value in sorted(values))
-        return mean_cell(values)
+            return ", ".join(f"{value:{form}}" for value in sorted(values))
+        return mean_cell(values, form)
 
-    return re.sub(r"\{(E\d+ )?([^{}:]+): ([^{}]+)\}", number, text)
+    pattern = r"\{(E\d+ )?([^{}:]+): ([^{}]+?)(?:, (\d) digits)?\}"
+    return re.sub(pattern, number, text)
 
 
 # ---- the page of an experiment -------------------------------------------------------------------
@@ -340,40 +361,71 @@ def is_measured(kind: str, recipes: Recipes) -> bool:
 
 
 def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return what each run config costs, and its loss beside that of the run config that stands for
-    it at equal compute, a table for each recipe."""
+    """Return a table for each recipe: what each run config costs, its loss, and the loss of the run
+    config that stands for it with fewer tokens, which takes a share of the operations and of the
+    time of the first run config."""
+    first = next(iter(experiment.equal_time))
     lines = [
-        "**At equal time.** FLOPs are of matrices and attention, forward and backward, without the "
-        "tables and projections of adaLN; speeds are of the fastest run, since other work shared "
-        "the CPU. Where a token takes up to twice the compute, the last column is of runs of half "
-        "as many tokens.",
+        "**What each costs.** FLOPs are of matrices and attention, forward and backward, without "
+        "the tables and projections of adaLN; speeds are of the fastest run, since other work "
+        "shared the CPU, so they are rough. The last column is of runs of half as many tokens, at "
+        "the rates of the whole runs, which were not tuned again; in brackets, what they take of "
+        f"the operations and of the time of `{first}` with all tokens. No run is at exactly equal "
+        "operations or time.",
         "",
     ]
-    head = ["", "parameters", "MFLOPs a token", "tokens a second"]
-    head += ["equal tokens", "at most equal compute"]
+    head = ["parameters", "MFLOPs a token", "tokens a second"]
+    head += ["all tokens", "half of the tokens"]
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
-            if name not in entries or other not in entries:
+            if not {first, name, other} <= entries.keys():
                 continue
             entry = entries[name]
-            losses = []
-            for runs in (entry["runs"], entries[other]["runs"]):
-                losses.append(figure_cell(experiment, experiment.kind, runs))
-            speeds = [row["tokens_per_second"] for row in entry["runs"]]
+            part = ""
+            if other != name:
+                runs = entries[other]["runs"]
+                loss = figure_cell(experiment, experiment.kind, runs)
+                operations, time = costs_beside(entries[other], entry, entries[first])
+                part = f"{loss} ({operations:.2f}, {time:.2f})"
             rows.append(
                 [
-                    entry["description"],
-                    f"{entry['parameters']:,}",
-                    f"{entry['flops'] / 1e6:.2f}",
-                    f"{max(speeds):,.0f}",
-                    *losses,
+                    f"{entry['description']}: {options_of(experiment, recipe, name)}",
+                    cost_cell(entry, "parameters"),
+                    cost_cell(entry, "mflops"),
+                    f"{speed_of(entry):,.0f}",
+                    figure_cell(experiment, experiment.kind, entry["runs"]),
+                    part,
                 ]
             )
         title = f"{title_of(recipe)}: {title_of(experiment.kind)}"
-        lines += markdown_table([title, *head[1:]], rows)
+        lines += markdown_table([title, *head], rows)
         lines.append("")
     return lines
+
+
+def costs_beside(part: dict, whole: dict, other: dict) -> tuple[float, float]:
+    """Return the operations and the time of a run with a part of the tokens, as shares of those of
+    another one; its speed is that of the whole run, which is longer."""
+    tokens = part["runs"][0]["tokens"][-1]
+    all_tokens = other["runs"][0]["tokens"][-1]
+    operations = tokens * part["flops"] / (all_tokens * other["flops"])
+    time = tokens / speed_of(whole) / (all_tokens / speed_of(other))
+    return operations, time
+
+
+def speed_of(entry: dict) -> float:
+    """Return the trained tokens a second of the fastest run."""
+    return max(row["tokens_per_second"] for row in entry["runs"])
+
+
+def options_of(experiment: Experiment, recipe: str, name: str) -> str:
+    """Return the options of train.py by which a run config is conditioned on its target."""
+    run_config = experiment.recipes[recipe][name]
+    model = experiment.config(recipe, run_config, 0, run_config.untuned).model
+    if model.attention == "full":
+        return "`--model.target none --model.attention full`"
+    return f"`--model.target {model.target} --model.position {model.position}`"
 
 
 def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
@@ -394,12 +446,12 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
         for entry in entries.values():
             rows += entry["runs"]
     seeds = ", ".join(map(str, experiment.tuning_seeds))
-    return [
-        *lines,
-        f"Rates are tuned on seeds {seeds}, which no table holds. "
-        f"Commit {commits_of(rows)}.",
-        "",
-    ]
+    tuning = f"Rates are tuned on seeds {seeds}, which no table holds."
+    if not any(
+        entry["tuning"] for entries in recipes.values() for entry in entries.values()
+    ):
+        tuning = "Nothing was tuned: each rate is the middle of its grid."
+    return [*lines, f"{tuning} Commit {commits_of(rows)}.", ""]
 
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:

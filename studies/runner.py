@@ -40,8 +40,8 @@ from studies.runs import (
 from studies.verdicts import figure_of
 
 Recipes = dict[str, dict[str, dict]]
-"""By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "at_boundary",
-"parameters", "flops" (per trained token), "runs": [the result of each seed]}."""
+"""By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "tuned_as",
+"at_boundary", "parameters", "flops" (per trained token), "runs": [the result of each seed]}."""
 
 
 Place = tuple[int, ...]  # of a grid of values to tune
@@ -264,6 +264,7 @@ class Runner:
             "description": one.description,
             "tuning": tuning_rows,
             "tuned": tuned,
+            "tuned_as": one.tuned_as,
             "at_boundary": at_boundary,
             "parameters": sum(p.numel() for p in model.parameters()),
             "flops": flops_per_token(config.model, config.model.block_size),

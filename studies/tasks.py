@@ -2,7 +2,7 @@
 
     python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
     python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.runs.jsonl, ...
-    python -m studies.tasks star --quick             # does it run? A few steps of every system
+    python -m studies.tasks star --seeds 1 --quick   # does it run? A few steps of every system
     python -m studies.tasks details star             # every system and decoder of what has results
     python -m studies.tasks page                     # the page and the figure of all tasks
 

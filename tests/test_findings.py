@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import threading
 import tomllib
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -355,26 +356,42 @@ def test_without_successes_differences_are_rarely_found():
     assert 10 < low <= 100
 
 
-def test_a_page_tells_what_run_configs_cost_and_reach_at_equal_compute():
+def test_a_page_tells_what_run_configs_cost_and_reach_with_fewer_tokens():
+    """Half of the tokens at 1.5 times the operations a token and 0.8 times the speed."""
     experiment = dataclasses.replace(
-        load_experiment("E22"), equal_time={"rotary": "rotary", "two_stream": "half"}
+        load_experiment("E22"),
+        equal_time={
+            "rotary": "rotary",
+            "two_stream": "two_stream_half",
+            "encoder": "encoder",
+        },
     )
     entries = {
         "rotary": by_seed(2.0),
         "two_stream": by_seed(1.9),
-        "half": by_seed(1.95),
+        "two_stream_half": by_seed(1.95),
+        "encoder": by_seed(2.1),
     }
-    for entry in entries.values():
+    for name, entry in entries.items():
         entry |= {"description": "d", "parameters": 1234, "flops": 2.5e6}
+        speed = 5000.4
+        if name.startswith("two_stream"):
+            entry["flops"] *= 1.5
+            speed *= 0.8
         for row in entry["runs"]:
-            row |= {"tokens_per_second": 5000.4, "measured": {}}
+            row |= {"tokens_per_second": speed, "measured": {}}
             row["losses"]["eval_random"] = row["losses"]["training"]
+    for row in entries["two_stream_half"]["runs"]:
+        row["tokens"] = [tokens / 2 for tokens in row["tokens"]]
     lines = pages.equal_time_tables(experiment, {"fast": entries})
     cells = [
         [cell.strip() for cell in line.split("|")] for line in lines if "|" in line
     ]
-    assert cells[2][2:-1] == ["1,234", "2.50", "5,000", "2.000", "2.000"]
-    assert cells[3][2:-1] == ["1,234", "2.50", "5,000", "1.900", "1.950"]
+    assert cells[2][2:-1] == ["1,234", "2.50", "5,000", "2.000", ""]
+    assert cells[3][2:-1] == ["1,234", "3.75", "4,000", "1.900", "1.950 (0.75, 0.62)"]
+    assert cells[2][1] == "d: `--model.target rotary --model.position rotary`"
+    assert cells[4][1] == "d: `--model.target none --model.attention full`"
+    assert "equal time.**" not in lines[0] and "not tuned again" in lines[0]
     for name in SHIPPED:
         shipped = load_experiment(name)
         for entries in shipped.recipes.values():
@@ -850,6 +867,73 @@ def test_pages_are_of_experiments_whose_rows_are_all_there(tiny, monkeypatch, ca
     for words in ((), ("E7", "E8"), ("page", "E7")):
         with pytest.raises(ValueError, match="name one experiment, or: details"):
             run(monkeypatch, capsys, *words)
+
+
+def test_details_of_runs_that_were_not_tuned_say_so():
+    entries = {"a": by_seed(2.0, 2.2), "b": by_seed(1.0, 1.2)}
+    for entry in entries.values():
+        entry |= {"tuned": {"optim.lr": 1e-3}, "tuned_as": "", "tuning": []}
+        entry |= {"at_boundary": False, "parameters": 1234}
+        for run_row in entry["runs"]:
+            run_row |= {"commit": "abc", "measured": {}}
+    experiment = dataclasses.replace(load_experiment("E22"), claims=[])
+    details = "\n".join(pages.details_of(experiment, {"fast": entries}))
+    assert "lr 0.001 (not tuned)" in details and "Nothing was tuned" in details
+    assert "Rates are tuned on" not in details
+    entries["a"]["tuning"] = [{"tuned": {"optim.lr": 1e-3}, "loss": 2.0}]
+    details = "\n".join(pages.details_of(experiment, {"fast": entries}))
+    assert "Rates are tuned on" in details and "Nothing was tuned" not in details
+
+
+def test_a_cell_says_whose_rate_a_run_config_has_and_whether_it_was_tuned():
+    entry = {
+        "tuned": {"optim.lr": 1e-3, "optim.muon_lr": 0.02},
+        "tuned_as": "",
+        "tuning": [{"tuned": {"optim.lr": 1e-3}, "loss": 2.0}],
+        "at_boundary": False,
+    }
+    assert pages.tuned_cell(entry) == "lr 0.001, muon_lr 0.02"
+    half = entry | {"tuned_as": "whole", "at_boundary": True}
+    assert pages.tuned_cell(half) == "lr 0.001, muon_lr 0.02 (boundary) (as whole)"
+    quick = half | {"tuning": [], "at_boundary": False}
+    assert pages.tuned_cell(quick) == "lr 0.001, muon_lr 0.02 (not tuned)"
+    assert pages.tuned_cell(quick | {"tuned": {}, "tuned_as": ""}) == ""
+
+
+def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs():
+    entries = {"a": by_seed(2.0, 2.2, 2.1, 2.1), "b": by_seed(1.0, 1.2, 1.1, 1.1)}
+    for entry in entries.values():
+        entry |= {"parameters": 1234, "flops": 2.5e6}
+    experiment = dataclasses.replace(load_experiment("E22"), kind="training")
+    texts = {
+        "{fast: a - b}": "1.000 ± 0.141",
+        "{fast: a - b, 4 digits}": "1.0000 ± 0.1413",
+        "{fast: a, 4 digits}": "2.1000 ± 0.1299",
+        "{fast: b:mflops}, {fast: b:parameters}": "2.50, 1,234",
+    }
+    for text, expected in texts.items():
+        assert pages.filled(text, experiment, {"fast": entries}) == expected
+    with pytest.raises(ValueError, match="E22 has no {fast: c:mflops}"):
+        pages.filled("{fast: c:mflops}", experiment, {"fast": entries})
+
+
+def test_the_losses_at_equal_operations_are_those_of_a_line_through_two_budgets():
+    """Of E22, in the logarithm of the tokens, at the operations and at the time of
+    rotation."""
+    experiment, recipes = pages.load_results("E22")
+    entries = recipes["fast"]
+    page = (pages.RESULTS / "E22.md").read_text()
+    for name in ("mask_query", "two_stream"):
+        whole, half = (
+            statistics.mean(pages.value_of(row, "eval_random") for row in runs)
+            for runs in (entries[name]["runs"], entries[f"{name}_half"]["runs"])
+        )
+        costs = pages.costs_beside(
+            entries[f"{name}_half"], entries[name], entries["rotary"]
+        )
+        for cost in costs:
+            loss = half - (half - whole) * math.log2(1 / cost)
+            assert f"{loss:.3f}" in page
 
 
 def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(

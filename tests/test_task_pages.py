@@ -76,6 +76,8 @@ def made_up(shares):
     }
     entry = {
         "tuned": {"optim.muon_lr": 0.02},
+        "tuned_as": "",
+        "tuning": [{"tuned": {"optim.muon_lr": 0.02}, "loss": 0.5}],
         "at_boundary": False,
         "parameters": 1234,
         "runs": [],
