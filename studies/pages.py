@@ -186,15 +186,16 @@ def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
 
 def tuned_cell(entry: dict) -> str:
     """{"optim.lr": 0.001} -> "lr 0.001", whether that is at the boundary of the grid, of which run
-    config else it is the best value, and whether nothing was tuned."""
+    config else it is the best value, and whether nothing was tuned. An entry of a leaderboard,
+    which is read from the names of runs, does not know the last two."""
     words = ", ".join(
         f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items()
     )
-    if words and not entry["tuning"]:
+    if words and entry.get("tuning") == []:
         return f"{words} (not tuned)"
     if entry["at_boundary"]:
         words += " (boundary)"
-    if entry["tuned_as"]:
+    if entry.get("tuned_as"):
         words += f" (as {entry['tuned_as']})"
     return words
 
