@@ -42,6 +42,7 @@ FIELDS = {  # what a message may have in the place of a variable
 COMMAND = re.compile(
     r"(?:python (?:-m )?[\w./]+|torchrun .*?\.py|^aogpt [a-z]+)(?: .*|$)", re.M
 )
+VARIABLE = re.compile(r'^([A-Z]+)="(.*)"$', re.M)  # of the shell
 END = re.compile(r"\s{2,}|;|\)|`|, (?:or|then) | \(as | makes ")  # of the command
 
 
@@ -67,7 +68,10 @@ def texts(path):
 def commands_in(path):
     for text in texts(path):
         text = text.replace("{}", FIELDS["name"])
-        for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        text = re.sub(r"\\\n\s*", "", text)
+        for name, value in VARIABLE.findall(text):
+            text = text.replace(f"${name} ", f"{value} ")
+        for line in text.splitlines():
             if found := COMMAND.search(line.strip()):
                 command = END.split(found[0])[0]
                 yield tuple(shlex.split(re.sub(r" \.\.\.(?= |$)", "", command)))

@@ -86,7 +86,7 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
     out = printed(eval_tasks, gpt, *arguments)
     assert "| l2r" in out and "reversal" in out
     said = mistake(eval_tasks, gpt, *arguments, "--mode", "confidence")
-    assert "takes --mode l2r" in said
+    assert "take --mode l2r" in said
 
 
 def test_a_run_decodes_in_every_way_of_a_study(trained):
