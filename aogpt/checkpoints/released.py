@@ -4,6 +4,7 @@ et al. 2024), GPT-2 as `transformers` stores it, and the masked-diffusion encode
 their tensors."""
 
 import re
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +76,6 @@ def read(
         "step": step,
         "weights": "ema" if used_average else "raw",
         "tokenizer": "gpt2",
-    }
-    origin |= {
         "vocab_size": vocab_size,
         "scored_from": int(system == "GPT-2"),
         "system": system,
@@ -157,11 +156,15 @@ def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
     """Names in RADD and SEDD -> ours."""
-    modules = {"sigma_map.mlp.0": "noise.fc", "sigma_map.mlp.2": "noise.proj"}
-    modules |= _blocks("blocks", DIFFUSION_BLOCK, n_layer)
-    modules |= {"output_layer.norm_final": "norm_f", "output_layer.linear": "head"}
-    modules |= {"output_layer.adaLN_modulation": "adaln_f"}
-    return _with_kinds(modules) | {"vocab_embed.embedding": "wte.weight"}
+    modules = {
+        "sigma_map.mlp.0": "noise.fc",
+        "sigma_map.mlp.2": "noise.proj",
+        **_blocks("blocks", DIFFUSION_BLOCK, n_layer),
+        "output_layer.norm_final": "norm_f",
+        "output_layer.linear": "head",
+        "output_layer.adaLN_modulation": "adaln_f",
+    }
+    return {**_with_kinds(modules), "vocab_embed.embedding": "wte.weight"}
 
 
 def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
@@ -181,9 +184,6 @@ def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
     }
 
 
-PLAIN = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
-
-
 def _ao_gpt(state: dict, settings: dict):
     config = _gpt_config(settings, cond_dim=_width(state, "transformer.wtpe.weight"))
     return config, state, gpt_names(config.n_layer, "transformer.final_layer.")
@@ -191,7 +191,13 @@ def _ao_gpt(state: dict, settings: dict):
 
 def _sigma_gpt(state: dict, settings: dict):
     config = _gpt_config(
-        settings, target="input", norm_bias=settings.get("bias", True), **PLAIN
+        settings,
+        target="input",
+        norm="layernorm",
+        norm_bias=settings.get("bias", True),
+        qk_norm=False,
+        tied_head=True,
+        head_bias=False,
     )
     return config, _without_tied_head(state), gpt_names(config.n_layer)
 
@@ -199,7 +205,16 @@ def _sigma_gpt(state: dict, settings: dict):
 def _gpt2(state: dict, settings: dict):
     """Linear layers are stored transposed (Conv1D), causal masks as buffers."""
     settings = settings | {"block_size": _size(settings, "n_positions")}
-    config = _gpt_config(settings, target="none", gelu="tanh", start="hidden", **PLAIN)
+    config = _gpt_config(
+        settings,
+        target="none",
+        start="hidden",
+        norm="layernorm",
+        qk_norm=False,
+        gelu="tanh",
+        tied_head=True,
+        head_bias=False,
+    )
     translated = {"transformer.wnonee.weight": torch.zeros(config.n_embd)}
     prefix = re.compile(r"^(?!transformer\.|lm_head\.)")
     state = renamed(state, lambda name: prefix.sub("transformer.", name))
@@ -216,36 +231,56 @@ def _gpt2(state: dict, settings: dict):
 def _diffusion(state: dict, settings: dict):
     """Rotary positions; the mask is the last row of the token table."""
     tokens = _size(settings, "tokens")
-    length = settings.get("length", 1024)
-    sizes = {"n_layer": "n_blocks", "n_head": "n_heads", "n_embd": "hidden_size"}
-    model = {our: _size(settings, theirs) for our, theirs in sizes.items()}
-    model |= {"vocab_size": tokens + 1, "mask_token": tokens, "block_size": length}
-    model |= {
-        "attention": "full",
-        "target": "none",
-        "position": "rotary",
-        "norm": "layernorm",
-    }
-    model |= {"qk_norm": False, "gelu": "tanh", "attn_bias": False}
+    config = ModelConfig(
+        vocab_size=tokens + 1,
+        mask_token=tokens,
+        block_size=settings.get("length", 1024),
+        n_layer=_size(settings, "n_blocks"),
+        n_head=_size(settings, "n_heads"),
+        n_embd=_size(settings, "hidden_size"),
+        attention="full",
+        target="none",
+        position="rotary",
+        norm="layernorm",
+        qk_norm=False,
+        gelu="tanh",
+        attn_bias=False,
+    )
     if layout(state) == "SEDD":
-        cond_dim = _width(state, "sigma_map.mlp.2.weight")
-        model |= {"noise": True, "norm_bias": False, "cond_dim": cond_dim}
-    config = ModelConfig(**model)
+        config = replace(
+            config,
+            noise=True,
+            norm_bias=False,
+            cond_dim=_width(state, "sigma_map.mlp.2.weight"),
+        )
     check_config(config)
     state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
     return config, state, diffusion_names(config.n_layer)
 
 
 # (state, settings) -> (ModelConfig, state, names)
-LAYOUTS = {"AO-GPT": _ao_gpt, "sigma-GPT": _sigma_gpt, "GPT-2": _gpt2}
-LAYOUTS |= dict.fromkeys(("RADD", "SEDD"), _diffusion)
+LAYOUTS = {
+    "AO-GPT": _ao_gpt,
+    "sigma-GPT": _sigma_gpt,
+    "GPT-2": _gpt2,
+    "RADD": _diffusion,
+    "SEDD": _diffusion,
+}
 
 
 def _gpt_config(settings: dict, **model) -> ModelConfig:
-    names = "vocab_size block_size n_layer n_head n_embd".split()
+    """model: the keys of ModelConfig that are no sizes, as the layout has them."""
     bias = settings.get("bias", True)
-    sizes = {name: _size(settings, name) for name in names}
-    config = ModelConfig(attn_bias=bias, mlp_bias=bias, **sizes, **model)
+    config = ModelConfig(
+        vocab_size=_size(settings, "vocab_size"),
+        block_size=_size(settings, "block_size"),
+        n_layer=_size(settings, "n_layer"),
+        n_head=_size(settings, "n_head"),
+        n_embd=_size(settings, "n_embd"),
+        attn_bias=bias,
+        mlp_bias=bias,
+        **model,
+    )
     check_config(config)
     return config
 
