@@ -61,10 +61,10 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
         if done.returncode and "not finite" in done.stderr:
             return None
         if done.returncode:
-            status = f"ended with status {done.returncode}"
-            raise UserError(
-                f"{config.run_folder}: {done.stderr.strip()[-500:] or status}"
-            )
+            problem = done.stderr.strip()[-500:]
+            if not problem:
+                problem = f"ended with status {done.returncode}"
+            raise UserError(f"{config.run_folder}: {problem}")
         if not has_ended(config):  # a signal stopped it
             raise UserError(
                 f"{config.run_folder} stopped before its last step; run it again"
@@ -79,9 +79,9 @@ def has_ended(config: Config) -> bool:
     if not file.exists():
         return False
     if changed := configuration.differences(configuration.load_toml(file), config):
-        other = f"{config.run_folder} holds a run with another {', '.join(changed)}"
         raise UserError(
-            f"{other}: remove the folder, or give the run config another name"
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: remove "
+            "the folder, or give the run config another name"
         )
     lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
     return any(line["step"] == config.train.steps for line in lines)

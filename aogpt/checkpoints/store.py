@@ -307,8 +307,10 @@ def read_newest(
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, which)
         if any(others != paths for others in gather(paths)):
-            what = f"the processes see different checkpoints in {run_folder}"
-            raise UserError(f"{what}; put --out on a shared disk")
+            raise UserError(
+                f"the processes see different checkpoints in {run_folder}; put --out on a "
+                "shared disk"
+            )
         for path in reversed(paths):
             try:
                 found = read(path)
@@ -328,8 +330,9 @@ def read_newest(
                 break
     if paths:
         advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
-        what = f"none of the {len(paths)} checkpoints in {run_folder} can be read"
-        raise CheckpointError(what + advice)
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {run_folder} can be read{advice}"
+        )
     return None
 
 
