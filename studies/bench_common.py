@@ -60,12 +60,14 @@ class BenchOptions(OutputOptions):
 def config_of(system: str, size: str, length: int) -> ModelConfig:
     """The model of a system, for samples of this length."""
     config, ids = SIZES[size]
-    changes = OTHER_MODELS.get(system, {}) | {
-        "block_size": max(config.block_size, length)
-    }
+    block_size = max(config.block_size, length)
+    config = dataclasses.replace(
+        config, block_size=block_size, **OTHER_MODELS.get(system, {})
+    )
     if system == "encoder":  # [MASK] comes after the tokens
-        changes |= {"mask_token": ids, "vocab_size": max(config.vocab_size, ids + 1)}
-    return dataclasses.replace(config, **changes)
+        vocab_size = max(config.vocab_size, ids + 1)
+        config = dataclasses.replace(config, mask_token=ids, vocab_size=vocab_size)
+    return config
 
 
 def random_model(config: ModelConfig, device: torch.device) -> AOGPT:

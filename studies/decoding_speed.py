@@ -277,9 +277,11 @@ class DecodeBench:
         key = (name, is_eager)
         if key not in self.engines:
             model = self.models[name]
+            batch_size, length = shape
             self.engines[key] = Engine(
                 model,
-                *shape,
+                batch_size,
+                length,
                 CHOICE,
                 self.vocab_size,
                 compile=self.options.compile and not is_eager,

@@ -464,11 +464,9 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
     columns = {kind: title_of(kind) for kind in kinds}
     if any("excess" in row["measured"] for row in rows):
         columns["excess"] = "above the entropy"
-    head = [
-        "run config",
-        *columns.values(),
-        *[f"tokens to {goal}"] * (goal is not None),
-    ]
+    head = ["run config", *columns.values()]
+    if goal is not None:
+        head.append(f"tokens to {goal}")
     head += ["parameters", "tuned", "losses of the values tried"]
     lines = []
     for name, entry in entries.items():

@@ -167,13 +167,29 @@ def figure(rows: dict[str, dict]) -> bytes:
     for family, (color, marker) in FAMILIES.items():
         members = [row for name, row in rows.items() if name.startswith(family)]
         passes = [row["nfe"] for row in members]
-        style = {"color": color, "marker": marker, "label": family, "markersize": 5}
-        style["linestyle"] = "-" if len(members) > 1 else "none"
+        line = "-" if len(members) > 1 else "none"
         lows = [row["perplexity"] - row["perplexity_low"] for row in members]
         highs = [row["perplexity_high"] - row["perplexity"] for row in members]
         perplexities = [row["perplexity"] for row in members]
-        left.errorbar(passes, perplexities, yerr=[lows, highs], capsize=2, **style)
-        middle.plot(passes, [row["js_2"] for row in members], **style)
+        left.errorbar(
+            passes,
+            perplexities,
+            yerr=[lows, highs],
+            capsize=2,
+            color=color,
+            marker=marker,
+            markersize=5,
+            linestyle=line,
+        )
+        middle.plot(
+            passes,
+            [row["js_2"] for row in members],
+            color=color,
+            marker=marker,
+            markersize=5,
+            linestyle=line,
+            label=family,
+        )
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
         axes.set_xlabel(f"passes of the model for {LENGTH} tokens")

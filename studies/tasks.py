@@ -93,7 +93,9 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     decoders = values.pop("decoders")
     tasks = {}
     for task, changes in tables.items():
-        settings = values | {"name": f"tasks/{task}", "title": changes.pop("says")}
+        settings = dict(values)
+        settings["name"] = f"tasks/{task}"
+        settings["title"] = changes.pop("says")
         settings["seeds"] = changes.pop("seeds", values["seeds"])
         changes.setdefault("tune", tune)
         changes["data.folder"] = f"data/{task}"
@@ -162,8 +164,9 @@ def answered(
 def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
     """Options with the task's temperature; None if the model does not support them, as a plain GPT
     only decodes left to right."""
-    settings = values | {"temperature": TASKS[task].temperature, "batch_size": BATCH}
-    options = with_mode_defaults(DecodingOptions(**settings))
+    temperature = TASKS[task].temperature
+    options = DecodingOptions(**values, temperature=temperature, batch_size=BATCH)
+    options = with_mode_defaults(options)
     with contextlib.suppress(UserError):
         check_mode(options, config.model)
         return options

@@ -177,9 +177,12 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         return judgement | compared_by_successes(higher, lower, claim.success)
     samples = samples_of(coefficients, figures)
     mean, half_width, p = compared(list(samples.values()), claim.margin)
-    judgement |= {"mean": mean, "half_width": half_width, "p": p}
+    judgement["mean"] = mean
+    judgement["half_width"] = half_width
+    judgement["p"] = p
     median, p_rank = compared_by_ranks(samples, claim.margin)
-    judgement |= {"median": median, "p_rank": p_rank}
+    judgement["median"] = median
+    judgement["p_rank"] = p_rank
     has_ended = True
     is_bound = False
     for side, of_side in figures.items():

@@ -91,7 +91,7 @@ def moved(moves, source, to):
 
 
 def runs_on(undisturbed, world):
-    """The jobs of the runs of so many processes, and of Muon's matrices there."""
+    """The jobs of the runs of this number of processes, and of Muon's matrices there."""
     jobs = []
     for (_, count), config in undisturbed.items():
         if count == world:

@@ -1,13 +1,16 @@
 """How the code reads: idioms that hide what a line does stay out."""
 
 import ast
+import functools
 import subprocess
 
 from helpers import ROOT
 
 
+@functools.cache
 def source_files():
     """(name, syntax tree, number of lines) of every Python file of the project."""
+    files = []
     listing = subprocess.run(
         ["git", "ls-files", "*.py"],
         cwd=ROOT,
@@ -19,7 +22,8 @@ def source_files():
         path = ROOT / name
         if not path.is_symlink():
             text = path.read_text()
-            yield name, ast.parse(text), len(text.splitlines())
+            files.append((name, ast.parse(text), len(text.splitlines())))
+    return files
 
 
 def is_text(node):
@@ -52,6 +56,65 @@ def packed_assignments(tree):
                 yield node.lineno
 
 
+def is_gathered(value):
+    """A tuple or a dict of values that are written there, or a sum of such."""
+    if isinstance(value, ast.Tuple):
+        return bool(value.elts)
+    if isinstance(value, ast.Dict):
+        return bool(value.keys)
+    if isinstance(value, ast.BinOp):
+        return is_gathered(value.left) or is_gathered(value.right)
+    if isinstance(value, ast.IfExp):
+        return is_gathered(value.body) or is_gathered(value.orelse)
+    is_dict = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict"
+    return is_dict and bool(value.keywords)
+
+
+def gathered_names(nodes):
+    """The variables to which such a tuple or dict is assigned."""
+    for node in nodes:
+        if isinstance(node, ast.Assign) and is_gathered(node.value):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id
+
+
+def splats(tree):
+    """The lines on which a call unpacks a tuple or a dict that its function, or the top
+    of the file, has written: an editor does not see which arguments these are. Lists,
+    such as words of a command line, may be unpacked."""
+    constants = set(gathered_names(tree.body))
+    lines = set()
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.FunctionDef | ast.Module):
+            continue
+        names = set(constants)
+        if isinstance(scope, ast.FunctionDef):
+            names.update(gathered_names(ast.walk(scope)))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call):
+                unpacked = [arg.value for arg in node.args if is_starred(arg)]
+                unpacked += [arg.value for arg in node.keywords if arg.arg is None]
+                for value in unpacked:
+                    if is_gathered(value) or getattr(value, "id", None) in names:
+                        lines.add(node.lineno)
+    return sorted(lines)
+
+
+def is_starred(argument):
+    return isinstance(argument, ast.Starred)
+
+
+def test_no_call_unpacks_what_the_file_has_gathered():
+    places = [
+        f"{name}:{line}"
+        for name, tree, _ in source_files()
+        for line in splats(tree)
+        if not name.startswith("tests/")  # where settings that many tests share remain
+    ]
+    assert not places, "name the arguments in the call: " + ", ".join(places)
+
+
 def test_no_text_is_multiplied_by_a_condition():
     places = [
         f"{name}:{line}"
@@ -75,3 +138,7 @@ def test_the_idioms_are_found():
     tree = ast.parse("a = 's' * (n != 1)\nb, c = 1, 2\nd = 2 * n\n")
     assert list(multiplied_texts(tree)) == [1]
     assert list(packed_assignments(tree)) == [2]
+    tree = ast.parse(
+        "sizes = {'a': 1}\nf(**sizes)\nwords = ['a']\nf(*words)\nf(*(1, 2))\n"
+    )
+    assert splats(tree) == [2, 5]

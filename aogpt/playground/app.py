@@ -13,7 +13,7 @@ import importlib.util
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -127,7 +127,7 @@ def page(run: str):
             def act(data: gr.EventData, session: Session, *values):
                 settings = Settings(**dict(zip(controls, values, strict=True)))
                 if action in ("select", "put"):
-                    settings = Settings(**vars(settings) | {"clicked": data.value})
+                    settings = replace(settings, clicked=data.value)
                 error = ""
                 try:
                     session.act(settings, action)
