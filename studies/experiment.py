@@ -127,7 +127,7 @@ class Experiment:
     figure_top: float | None = None  # curves: the upper end of the axis of losses
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
-    # Run configs in a table of costs, and those that stand for them where compute is equal.
+    # Run configs in a table of costs, and those that stand for them with fewer tokens.
     equal_time: dict[str, str] = field(default_factory=dict)
     # The x coordinate of each run config (lines), or of each measure that is drawn (points).
     x: dict[str, float] = field(default_factory=dict)
