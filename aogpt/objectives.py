@@ -39,14 +39,15 @@ class ObjectiveFacts(NamedTuple):
     for_encoders: bool  # else for decoders, along orders
     in_groups: bool = False  # predicts groups of steps
     of_scores: bool = False  # the outputs are scores, at a noise level
+    stratified: bool = False  # mask rates, over the sequences of a batch
 
 
 OBJECTIVES = {
     "ar": ObjectiveFacts(for_encoders=False),
     "ao_ar": ObjectiveFacts(for_encoders=False),
     "groupwise": ObjectiveFacts(for_encoders=False, in_groups=True),
-    "lambda_dce": ObjectiveFacts(for_encoders=True),
-    "masked_ce": ObjectiveFacts(for_encoders=True),
+    "lambda_dce": ObjectiveFacts(for_encoders=True, stratified=True),
+    "masked_ce": ObjectiveFacts(for_encoders=True, stratified=True),
     "k_dce": ObjectiveFacts(for_encoders=True),
     "t_dce": ObjectiveFacts(for_encoders=True),
     "score_entropy": ObjectiveFacts(for_encoders=True, of_scores=True),
@@ -152,8 +153,7 @@ def masks_at(
     roles=None,
 ) -> Masks:
     """Training masks of the sequences `rows` of a global batch of `total`, a pure
-    function of the arguments. The rates of lambda_dce and masked_ce are stratified. A
-    prompt (in `roles`) is never masked."""
+    function of the arguments. A prompt (in `roles`) is never masked."""
     row_uniforms, position_uniforms = _uniform(
         seed,
         step,
@@ -165,7 +165,7 @@ def masks_at(
         row_uniforms, position_uniforms = _with_prefixes(
             config.prefix_prob, row_uniforms, position_uniforms
         )
-    if config.kind in ("lambda_dce", "masked_ce"):
+    if config.facts.stratified:
         row_uniforms = stratified(
             seed,
             step,

@@ -31,6 +31,7 @@ class OrderFacts(NamedTuple):
     # Every permutation has a positive probability: encoders may be trained with it, and
     # its any-order loss chooses the best checkpoint.
     covers_all: bool = False
+    least_block: int = 1  # blocks of one position would be left to right where it is 2
 
 
 # A new kind is a line here, a case in `orders_at` and its help above `OrderConfig.kind`.
@@ -39,8 +40,8 @@ ORDER_KINDS = {
     "r2l": OrderFacts(is_fixed=True),
     "random": OrderFacts(covers_all=True),
     "fixed_random": OrderFacts(("seed",), is_fixed=True),
-    "fixed_blockwise": OrderFacts(("block", "seed"), is_fixed=True),
-    "random_blockwise": OrderFacts(("block",)),
+    "fixed_blockwise": OrderFacts(("block", "seed"), is_fixed=True, least_block=2),
+    "random_blockwise": OrderFacts(("block",), least_block=2),
     "slots": OrderFacts(("block",)),
     "context_l2r": OrderFacts(("share",)),
     "random_l2r": OrderFacts(("share",)),
@@ -94,7 +95,7 @@ class OrderConfig(Table):
             raise UserError(
                 "order.kind is 'file': name a .npy file of orders with order.file"
             )
-        if kind in ("fixed_blockwise", "random_blockwise") and self.block == 1:
+        if self.block < ORDER_KINDS[kind].least_block:
             raise UserError(
                 "order.block is 1, and blocks of one position are left to right; give at "
                 "least 2, or order.kind = 'l2r'"
