@@ -273,7 +273,7 @@ def inverse_permutation(order: Tensor) -> Tensor:
 #     init_std       std of the initial values of a matrix, if not 0.02
 #     initial        {parameter: value} of parameters that start at one value
 #     conditions     parameters that tell the model which position to predict
-#     matrices()     what Muon orthogonalises, with the rows of each part
+#     matrices()     what Muon orthogonalises, with the rows of each part, and LoRA adapts
 #     make_neutral() changes nothing in a model that has been trained without the layer
 
 Matrices = list[tuple[Tensor, list[int]]]

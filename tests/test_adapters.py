@@ -21,11 +21,15 @@ from reference import random_tokens
 
 import train
 from aogpt.checkpoints import CheckpointError, adapters, load, store
+from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
+from aogpt.systems import build_model
 from aogpt.training.adapters import add_adapters
 from convert import convert
 
 pytest.importorskip("peft")
+
+SHAPE = ModelConfig(vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=8)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,41 @@ def tuned(tmp_path_factory):
     )
     train.train(config, ALONE)
     return config, folder / "base"
+
+
+class Wide(torch.nn.Module):
+    """A layer in the place of an MLP, with names of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+        self.shift = torch.nn.Linear(width, width)  # which it does not name as a matrix
+
+    def matrices(self):
+        return [(layer.weight, [len(layer.weight)]) for layer in (self.up, self.down)]
+
+
+def test_adapters_are_of_the_matrices_that_a_layer_names():
+    model = build_model(dataclasses.replace(SHAPE, mlp="swiglu"))
+    model.blocks[1].mlp = Wide(SHAPE.n_embd)
+    add_adapters(model, rank=2)
+    adapted = {
+        name.partition(".lora_")[0]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    assert adapted == {
+        "blocks.0.attn.qkv",
+        "blocks.0.attn.proj",
+        "blocks.0.mlp.fc",
+        "blocks.0.mlp.gate",
+        "blocks.0.mlp.proj",
+        "blocks.1.attn.qkv",
+        "blocks.1.attn.proj",
+        "blocks.1.mlp.up",
+        "blocks.1.mlp.down",
+    }
 
 
 def parameters(model):

@@ -131,13 +131,12 @@ def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(proje
 import json, torch
 from aogpt.checkpoints import load_model
 from aogpt.scoring import token_log_probs
-from aogpt.systems import parameter_counts
-from aogpt.training.optimizers import muon_matrices
+from aogpt.systems import matrices_of, parameter_counts
 
 model = load_model("out/run")
 tables = [block.attn.wtpe.weight for block in model.blocks]
 assert len(tables) == 2
-assert not {id(p) for p, _ in muon_matrices(model)} & {id(p) for p in tables}
+assert not {id(p) for p, _ in matrices_of(model)} & {id(p) for p in tables}
 assert parameter_counts(model)["conditioning"] == sum(p.numel() for p in tables)
 for line in open("kept.jsonl"):
     sample = json.loads(line)

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import SYSTEMS, make_system
 
-from aogpt.systems import build_model
+from aogpt.systems import build_model, matrices_of
 from aogpt.training import muon as muon_module
 from aogpt.training.optimizers import (
     learning_rate,
     learning_rates,
     make_optimizers,
-    muon_matrices,
 )
 
 
@@ -85,7 +84,7 @@ def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(
 
 def muon_weights(model):
     """The weights that Muon takes, by name."""
-    matrices = {p for p, _ in muon_matrices(model)}
+    matrices = {p for p, _ in matrices_of(model)}
     return {name: p for name, p in model.named_parameters() if p in matrices}
 
 

@@ -11,7 +11,7 @@ from ..runtime.validation import BelowOne, check_value
 from .encoder import log_linear_noise
 from .flops import flops_per_token
 from .kinds import system_of
-from .parameters import init_weight, init_weights, parameter_counts
+from .parameters import init_weight, init_weights, matrices_of, parameter_counts
 
 
 def build_model(config: ModelConfig) -> Transformer:

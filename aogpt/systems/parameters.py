@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model import ModelConfig, PositionTable, Transformer
+from ..model import Matrices, ModelConfig, PositionTable, Transformer
 
 
 def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
@@ -89,6 +89,17 @@ def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
         for name in getattr(module, "conditions", ()):
             parameters.add(module.get_parameter(name))
     return parameters
+
+
+def matrices_of(model: nn.Module) -> Matrices:
+    """What the layers of the model name as matrices, with the rows of each part: Muon
+    orthogonalises them, and LoRA adapts them."""
+    matrices: Matrices = []
+    for layer in model.modules():
+        of_layer = getattr(layer, "matrices", None)
+        if of_layer is not None:
+            matrices += of_layer()
+    return matrices
 
 
 class BlockMatrices(NamedTuple):

@@ -4,8 +4,7 @@ from torch import nn
 
 from ..model import Transformer
 from ..runtime.errors import UserError
-
-MODULES = ["qkv", "attn.proj", "mlp.fc", "mlp.gate", "mlp.proj"]  # of every block
+from ..systems import matrices_of
 
 
 def add_adapters(model: Transformer, rank: int) -> None:
@@ -20,11 +19,21 @@ def add_adapters(model: Transformer, rank: int) -> None:
         r=rank,
         lora_alpha=int(alpha_of(rank)),
         lora_dropout=0.0,
-        target_modules=MODULES,
+        target_modules=adapted_layers(model),
     )
     peft.inject_adapter_in_model(settings, model)
     for name, p in model.named_parameters():
         p.requires_grad_(".lora_" in name)
+
+
+def adapted_layers(model: Transformer) -> list[str]:
+    """Return the names of the linear layers whose weights are matrices of a block."""
+    matrices = {weight for weight, _ in matrices_of(model)}
+    names = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer.weight in matrices:
+            names.append(name)
+    return names
 
 
 def alpha_of(rank: int) -> float:

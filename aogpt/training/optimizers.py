@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..model import Matrices, Transformer
+from ..model import Transformer
 from ..runtime.devices import supports_float64
+from ..systems import matrices_of
 from .adapters import trainable
 from .config import Config
 from .muon import Muon, local
@@ -52,7 +53,7 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
     decay in matrices only. Every group of parameters has its peak learning rate,
     "peak_lr"."""
     o = config.optim
-    matrices = muon_matrices(model) if o.kind == "muon" else []
+    matrices = matrices_of(model) if o.kind == "muon" else []
     orthogonalised = {p for p, _ in matrices}
     rest = [p for p in trainable(model).values() if p not in orthogonalised]
     decayed = {
@@ -80,16 +81,6 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
         momentum=o.muon_momentum,
     )
     return [adamw, muon]
-
-
-def muon_matrices(model: Transformer) -> Matrices:
-    """What the layers of the model give to Muon, with the rows of each part."""
-    matrices: Matrices = []
-    for layer in model.modules():
-        of_layer = getattr(layer, "matrices", None)
-        if of_layer is not None:
-            matrices += of_layer()
-    return matrices
 
 
 def named_state(
