@@ -4,6 +4,7 @@ line.
 Types give the range of each value, `Config` checks combinations, and `train.py --help`
 shows the comments on fields."""
 
+import functools
 import itertools
 import math
 import re
@@ -342,7 +343,8 @@ def from_dict(values: dict, source: str) -> Config:
 
 def from_command_line(arguments: list[str], description: str) -> Config:
     """`CONFIG.toml [--table.key value ...]` -> Config. Raises UserError for an option
-    that does not exist; a wrong value ends in tyro's message."""
+    that does not exist and for values that do not go together; a value of another type
+    ends in tyro's message."""
     import tyro
 
     if arguments and not arguments[0].startswith("-"):
@@ -364,9 +366,10 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     )
     if "train.steps" in given:
         words.append("--train.epochs=0")
+    # A function with these defaults: tyro would show a mistake in a class in a box.
+    configured = functools.partial(Config, **vars(default))
     config = tyro.cli(
-        Config,
-        default=default,
+        configured,
         args=words,
         prog=f"python train.py {path}",
         # indented, as tyro joins lines that begin with a letter
