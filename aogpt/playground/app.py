@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 from annotated_types import Interval
 
-from ..runtime.command_line import run_script, visible
+from ..runtime.command_line import run_script, show, visible
 from ..runtime.errors import UserError
 from ..runtime.validation import check_values
 from . import session as sessions
@@ -205,12 +205,18 @@ def main() -> None:
     if a.port is not None:
         check_port(a.port)
     sessions.load(a.run)
-    page(a.run).launch(
+    blocks = page(a.run)
+    # Quiet: Gradio's lines name options of Python.
+    _, address, _ = blocks.launch(
         server_port=a.port,
+        quiet=True,
+        prevent_thread_lock=True,
         share=False,
         css_paths=Path(__file__).with_name("app.css"),
         footer_links=["gradio", "settings"],
     )
+    show(f"open {address} in a browser; Ctrl-C ends it")
+    blocks.block_thread()
 
 
 if __name__ == "__main__":
