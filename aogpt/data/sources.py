@@ -119,10 +119,7 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path
     for path in paths:
         is_one = not (path.is_dir() or glob.has_magic(str(path)))
         if is_one and not path.exists():
-            raise UserError(
-                f"there is no file {path}; a name with spaces needs quotes, and a name "
-                "without a folder is looked for in this one"
-            )
+            raise UserError(f"there is no file {path}; a name with spaces needs quotes")
         if path.is_file() or is_one:
             files.append(path)
             continue
