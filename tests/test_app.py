@@ -341,6 +341,7 @@ def test_mistakes_are_told(monkeypatch):
 
 # ---- in the browser ------------------------------------------------------------------------------
 
+IN_BROWSER = pytest.mark.slow(reason="starts a browser and the playground's server")
 LONGEST = 60_000  # milliseconds that a test waits for the page
 
 
@@ -388,6 +389,7 @@ def filled(tab, count, column=0):
     tab.locator("section .scores th", has_text=f"{count} of").nth(column).wait_for()
 
 
+@IN_BROWSER
 def test_a_text_is_filled_in_by_clicks(tab):
     begin(tab, "The old horse[MASK:4] home.")
     tab.locator(
@@ -427,6 +429,7 @@ def test_a_text_is_filled_in_by_clicks(tab):
     tab.locator(".scores").nth(1).wait_for(state="detached")
 
 
+@IN_BROWSER
 def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     hostile = "${document.title='x'}<img src=x onerror=\"document.title='y'\">`{{value}}\\u0041"
     begin(tab, hostile + "[MASK:9]")
@@ -442,6 +445,7 @@ def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     )
 
 
+@IN_BROWSER
 def test_a_second_visitor_is_told_that_he_waits(tab):
     other = tab.context.browser.new_page()
     other.set_default_timeout(LONGEST)
@@ -457,6 +461,7 @@ def test_a_second_visitor_is_told_that_he_waits(tab):
     other.close()
 
 
+@IN_BROWSER
 def test_an_error_is_told_in_one_line(tab):
     begin(tab, "no gap")
     tab.locator(".error", has_text="there is no mask").wait_for()

@@ -1002,6 +1002,7 @@ def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp
     ]  # metrics.jsonl always
 
 
+@pytest.mark.slow(reason="imports wandb, which takes seven seconds")
 def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, driver):
     config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
     nowhere = {
