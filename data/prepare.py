@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent
-    )  # where the package `aogpt` is
+    # where the package `aogpt` is
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 from aogpt.data.prepare import main

@@ -58,9 +58,8 @@ class RunConfig:
 
 
 Keys = {"from": str, "description": str, "tune": dict[str, list], "tuned_as": str}
-TABLES = dict[
-    str, schema(TypedDict("RunConfigTable", Keys, total=False))
-]  # and dotted keys
+# and dotted keys
+TABLES = dict[str, schema(TypedDict("RunConfigTable", Keys, total=False))]
 
 
 def read_run_configs(
@@ -96,9 +95,8 @@ class Experiment:
     source: str = ""  # what the paper and others say
     setting: str = ""
     caveats: str = ""
-    row: dict[str, str] = field(
-        default_factory=dict
-    )  # in the table of all: found, says (elsewhere)
+    # in the table of all: found, says (elsewhere)
+    row: dict[str, str] = field(default_factory=dict)
     kind: str = "training"  # the loss or figure that is compared; training: under training orders
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
@@ -108,9 +106,8 @@ class Experiment:
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
     tune_by: str = "training"  # the figure, a loss under the run's own training orders
-    tune_on: list[str] = field(
-        default_factory=list
-    )  # run configs whose best value all others use
+    # run configs whose best value all others use
+    tune_on: list[str] = field(default_factory=list)
     goal: float | None = None  # a loss: how many tokens until a run reaches it?
 
     base: dict = field(default_factory=dict)

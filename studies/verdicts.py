@@ -30,9 +30,8 @@ BORDERLINE_OPPOSITE = "borderline (the opposite)"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
-NOTHING = (
-    0.1  # nats per token: a loss this close to the unigram entropy is on its plateau
-)
+# nats per token: a loss this close to the unigram entropy is on its plateau
+NOTHING = 0.1
 
 Entries = dict[str, dict]
 """By run config: {"runs": [the result of each seed]}, as `runner.train` returns them."""
@@ -52,12 +51,10 @@ class Claim:
     says: str
     lower: str
     higher: str
-    margin: float = (
-        0.0  # `lower` may be larger by less than this: it is as good, within the margin
-    )
-    primary: list[str] = field(
-        default_factory=list
-    )  # recipes under which it gets a verdict
+    # `lower` may be larger by less than this: it is as good, within the margin
+    margin: float = 0.0
+    # recipes under which it gets a verdict
+    primary: list[str] = field(default_factory=list)
     ranks: bool = False  # the verdict is from ranks, for data where some runs fail
     # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which are those
     # whose figure is at least this. Both sides are one term.
@@ -78,12 +75,10 @@ class Figure:
     """A loss or measure of one run."""
 
     value: float
-    shared_error: float = (
-        0.0  # standard error from samples that the runs of all seeds share
-    )
-    censored: bool = (
-        False  # the run ended before it reached a goal: the value is a lower bound
-    )
+    # standard error from samples that the runs of all seeds share
+    shared_error: float = 0.0
+    # the run ended before it reached a goal: the value is a lower bound
+    censored: bool = False
 
 
 def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:

@@ -108,9 +108,8 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                     claim["success"],
                 )
                 continue
-            samples: dict[
-                str, list
-            ] = {}  # by run config, its terms: (factor, values, errors)
+            # by run config, its terms: (factor, values, errors)
+            samples: dict[str, list] = {}
             censored = False  # or on the unigram plateau: nothing can be said
             factors: dict[tuple, int] = {}
             for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):

@@ -214,9 +214,8 @@ def faulty(config, procs):
     def faulty_start(temporary, *arguments):
         step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
         if step == 4 and not procs.main:
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (100, hard)
-            )  # Python ignores the signal
+            # Python ignores the signal
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:

@@ -34,9 +34,8 @@ from aogpt.sampling.plans import (
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model, log_linear_noise
 
-LEVEL = (
-    1e-4  # of each chi-square test; seeds are fixed, so an accepted test stays accepted
-)
+# of each chi-square test; seeds are fixed, so an accepted test stays accepted
+LEVEL = 1e-4
 
 # ---- the decoder, from its formulas ----------------------------------------------------------
 
@@ -75,9 +74,8 @@ class _Formulas:
         if config.target == "mask_query":
             return self.decoded_by_mask_queries(tokens, order, group)
         own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
-        targets = [
-            p + (config.query_at == "target") for p in order
-        ]  # where queries stand
+        # where queries stand
+        targets = [p + (config.query_at == "target") for p in order]
         for i, target in enumerate(order):
             x = (
                 params["start"]
@@ -89,9 +87,8 @@ class _Formulas:
             if config.target == "input":
                 x = x + params["wtpe.weight"][target]
             stream.append(x)
-        first = (
-            1 if config.start == "hidden" else 0
-        )  # the first input that later steps see
+        # the first input that later steps see
+        first = 1 if config.start == "hidden" else 0
         # The last input of the group that the token of input i is in, the start before
         # them all.
         ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]

@@ -147,9 +147,8 @@ def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
     assert visit("step").fill.tokens[9] is not None and session.selected is None
     visit("select", clicked=(6, -1))
     assert visit("put", clicked=(6, 120)).fill.tokens[6] == 120
-    assert (
-        len(visit("put", clicked=(6, 120)).fill.steps) == 2
-    )  # of a double click only the first
+    # of a double click only the first
+    assert len(visit("put", clicked=(6, 120)).fill.steps) == 2
     visit("select", clicked=(1, -1))
     for own in ("three", ""):
         with pytest.raises(ValueError, match="do not fit"):
@@ -392,9 +391,8 @@ def filled(tab, count, column=0):
 @IN_BROWSER
 def test_a_text_is_filled_in_by_clicks(tab):
     begin(tab, "The old horse[MASK:4] home.")
-    tab.locator(
-        "section .filling", has_text="The old horse"
-    ).wait_for()  # another one was there
+    # another one was there
+    tab.locator("section .filling", has_text="The old horse").wait_for()
     filled(tab, 0)
     assert (
         tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8

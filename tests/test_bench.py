@@ -177,9 +177,8 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
         assert (row["timed_calls"] < row["calls"]) == partly
     for steps in (4, 32):
         generator = seeded(0)
-        _, plan = (
-            mdm_plan(3, 32, steps, generator) for _ in range(2)
-        )  # the first is a warm-up
+        # the first is a warm-up
+        _, plan = (mdm_plan(3, 32, steps, generator) for _ in range(2))
         sizes = group_sizes(plan)
         assert {rows[system, steps]["calls"] for system in systems} == {sizes.shape[1]}
         assert rows["encoder", steps]["token_forwards"] == 32 * int(

@@ -79,10 +79,8 @@ def test_ema_is_the_warmed_up_average_computed_plainly_in_float64(decay):
         for name, p in weights(model).items():
             expected[name] = d * expected[name] + (1 - d) * p.double()
     assert ema.updates == 200
-    for (
-        name,
-        average,
-    ) in ema.weights.items():  # 200 roundings to float32 (2^-24 relative)
+    # 200 roundings to float32 (2^-24 relative)
+    for name, average in ema.weights.items():
         torch.testing.assert_close(
             average.double(), expected[name], rtol=1e-5, atol=1e-5
         )
@@ -110,9 +108,8 @@ def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
         store.path_of(tmp_path, step) for step in (2, 5, 6, 7)
     ]
     assert (tmp_path / "best").read_text() == "step_00000002\n"
-    for (
-        file
-    ) in path.iterdir():  # others may read it as they may read any file of this user
+    # others may read it as they may read any file of this user
+    for file in path.iterdir():
         assert file.stat().st_mode == (tmp_path / "best").stat().st_mode
     save(tmp_path, 8, keep=1, best=8)
     assert (
@@ -313,9 +310,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
         ):
             load(given)
     assert not target.exists()
-    if (
-        layout != "bare pickle"
-    ):  # the file is a real attack: a reader that trusts it runs it
+    # the file is a real attack: a reader that trusts it runs it
+    if layout != "bare pickle":
         torch.load(path, weights_only=False)
         assert target.exists()
 
@@ -479,9 +475,8 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
             wait_for((tmp_path / "best").exists, writer)
             for checkpoint in ("last", "best"):
                 steps = []
-                while (
-                    len(steps) < 30 or len(set(steps)) < 6
-                ):  # a busy machine may hold the writer
+                # a busy machine may hold the writer
+                while len(steps) < 30 or len(set(steps)) < 6:
                     assert writer.poll() is None
                     loaded = load(tmp_path, checkpoint=checkpoint)
                     steps.append(loaded.step)

@@ -125,9 +125,8 @@ def test_drawn_tokens_pass_chi_square(choice, seed, path):
 def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform(
     choice, path
 ):
-    logits = torch.randint(
-        5, (30, 50), generator=seeded(0)
-    ).float()  # ten ties or so in every row
+    # ten ties or so in every row
+    logits = torch.randint(5, (30, 50), generator=seeded(0)).float()
     first = [row.index(max(row)) for row in logits.tolist()]
     for u in (0.0, 0.5, float(JUST_BELOW_ONE)):
         drawn = choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice)

@@ -116,10 +116,8 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder):
             numbers = row["nll"]["difference"], row["nll"]["half_width_95"], row["p"]
             assert numbers == (0, 0, 1), row
     [one] = compare(run, run, "--orders l2r --text the", datasets=())["differences"]
-    assert (one["nll"]["difference"], one["p"]) == (
-        0,
-        None,
-    )  # one sequence tells nothing
+    # one sequence tells nothing
+    assert (one["nll"]["difference"], one["p"]) == (0, None)
 
 
 def test_models_of_other_blocks_and_kinds(

@@ -136,10 +136,8 @@ REFUSED = [  # a config file, and what the message says besides the file's name
         "[optim]\nwarmup_step = 1",
         UNKNOWN.format("optim.warmup_step", "optim.warmup_steps"),
     ),
-    (
-        "[train]\nstep = 2",
-        UNKNOWN.format("train.step", "train.steps"),
-    ),  # not schedule.step
+    # not schedule.step
+    ("[train]\nstep = 2", UNKNOWN.format("train.step", "train.steps")),
     ("lr = 1.0", UNKNOWN.format("lr", "optim.lr")),  # the right name in the wrong place
     (
         "[train]\nsteps = 100\n[optim]\nwarmup_steps = 200",

@@ -565,9 +565,8 @@ LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
     sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
     model = make_system(system, seed, dtype, 0.7, TOKENS, **sizes)
-    if (
-        model.config.tied_head
-    ):  # token vectors of size 1 would leave every prediction certain
+    # token vectors of size 1 would leave every prediction certain
+    if model.config.tied_head:
         with torch.no_grad():
             for p in model.norm_f.parameters():
                 p *= 0.2
@@ -1374,9 +1373,8 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(8, 7, LENGTH, 9)
     whole = generate(model, plan, tokens, uniforms=uniforms_for(7))
-    end = int(
-        whole.tokens[0, whole.step[0] >= 0][2]
-    )  # one that at least a row generates
+    # one that at least a row generates
+    end = int(whole.tokens[0, whole.step[0] >= 0][2])
     with mock.patch("aogpt.sampling.engine.STEPS_TO_END", 1):
         short = generate(model, plan, tokens, uniforms=uniforms_for(7), end_token=end)
     for b, (row, step, _) in enumerate(whole.rows()):

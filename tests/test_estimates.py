@@ -67,9 +67,8 @@ def test_documents_are_clusters():
     assert got.interval() == pytest.approx(
         (math.exp(3 - half), math.exp(3 + half)), rel=1e-4
     )
-    every = estimate(
-        values, documents=torch.arange(5)
-    )  # of a document each: the same error
+    # of a document each: the same error
+    every = estimate(values, documents=torch.arange(5))
     assert every.document_error == pytest.approx(every.standard_error)
     assert math.isnan(estimate(values).document_error)
 

@@ -183,9 +183,8 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
         assert got["perplexity"] == pytest.approx(2 ** (bits / count), rel=1e-6)
         assert got["scored_tokens"] == count
     assert row["mean_sample_perplexity"] == pytest.approx((4 + 8) / 2, rel=1e-6)
-    of_first = (
-        3 * math.log(2) + math.log(6) + 2 * math.log(3)
-    ) / 6  # aaa, b, cc; and c, b
+    # aaa, b, cc; and c, b
+    of_first = (3 * math.log(2) + math.log(6) + 2 * math.log(3)) / 6
     assert row["entropy"] == pytest.approx((of_first + math.log(2)) / 2)
     assert (
         row["tokens_judged"] == "text"

@@ -97,9 +97,8 @@ def test_the_numbers_are_those_of_the_model_computed_directly(
         interval = [math.exp(mean + sign * 2.0859634 * expected) for sign in (-1, 1)]
         assert result["perplexity_95"] == pytest.approx(interval, rel=1e-4)
         assert result["bits_per_token"] == pytest.approx(mean / math.log(2), rel=1e-6)
-        text = (
-            read_tokens(data, "val")[: result["tokens"]] != 256
-        )  # end-of-text is no byte
+        # end-of-text is no byte
+        text = read_tokens(data, "val")[: result["tokens"]] != 256
         assert result["bits_per_byte"] * text.mean() == pytest.approx(
             result["bits_per_token"]
         )
@@ -117,9 +116,8 @@ def test_the_numbers_are_those_of_the_model_computed_directly(
 
 
 def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_path):
-    texts = [
-        letter * 15 * LENGTH for letter in "aeiou"
-    ]  # end-of-text makes a block of two
+    # end-of-text makes a block of two
+    texts = [letter * 15 * LENGTH for letter in "aeiou"]
     source = write_jsonl(tmp_path / "letters.jsonl", texts)
     prepared("text", tmp_path / "data", source, split="val")
     [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
@@ -127,9 +125,8 @@ def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_p
     sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
     error = math.sqrt((sums**2).sum() * 5 / 4) / 75
     assert result["documents"] == 5
-    assert result["document_error"] == pytest.approx(
-        error, rel=0.1
-    )  # and a tail of 5 tokens
+    # and a tail of 5 tokens
+    assert result["document_error"] == pytest.approx(error, rel=0.1)
     assert result["document_error"] > 2 * result["standard_error"]
     low, high = result["perplexity_95"]
     assert math.log(high / low) / 2 == pytest.approx(
@@ -309,9 +306,8 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     model = load_model(path)
     rows = range(4)
     tokens = blocks_of(data, len(rows))
-    for name in ("l2r", "random")[
-        : 1 if (kind, size) == ("encoder", 1) else 2
-    ]:  # else an ELBO
+    # else an ELBO
+    for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:
         order = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS)
         nll = 0.0
         step_of = order.argsort(dim=1)
@@ -321,10 +317,8 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
                 log_probs = masked_log_probs(model, tokens, step_of >= start)
                 nll -= float(log_probs[now].double().sum())
                 continue
-            for (
-                b,
-                position,
-            ) in now.nonzero().tolist():  # alone, after the groups before it
+            # alone, after the groups before it
+            for b, position in now.nonzero().tolist():
                 context = order[b, :start].tolist()
                 single = torch.tensor([order_through(context, position, LENGTH)])
                 nll -= float(
@@ -428,9 +422,8 @@ def batches(capacity, **settings):
     dataset = SimpleNamespace(num_blocks=23)
     text["tokens"] = lambda rows: torch.zeros(len(rows), 256)
     eval_set = SimpleNamespace(**text, dataset=dataset, batch=lambda rows: rows)
-    runner = BatchRunner(
-        ALONE, torch.float32, 256, **settings
-    )  # 16 rows are 4,096 tokens
+    # 16 rows are 4,096 tokens
+    runner = BatchRunner(ALONE, torch.float32, 256, **settings)
     return runner.run(Task(None, eval_set, "l2r", None), work).tolist(), seen
 
 

@@ -288,10 +288,8 @@ def test_primary_claims_share_the_error_of_an_experiment():
             [claim(0.01), claim(0.008, -1.0), claim(0.5)],
             [SUPPORTED, OPPOSITE, UNDECIDED],
         ),
-        (
-            [claim(0.04), claim(0.048), claim(0.036)],
-            [UNDECIDED] * 3,
-        ),  # the first fails: all do
+        # the first fails: all do
+        ([claim(0.04), claim(0.048), claim(0.036)], [UNDECIDED] * 3),
         (
             [claim(0.005), claim(None, 0.2), claim(0.01)],
             [SUPPORTED, UNDECIDED, SUPPORTED],
@@ -306,10 +304,8 @@ def test_primary_claims_share_the_error_of_an_experiment():
         ([claim(0.026), claim(0.05, -1.0)], [BORDERLINE, BORDERLINE_OPPOSITE]),
         ([claim(0.09)], [BORDERLINE]),
         ([claim(0.1)], [UNDECIDED]),
-        (
-            [claim(0.5, by_ranks=0.01)],
-            [OPPOSITE],
-        ),  # its median says otherwise than its mean
+        # its median says otherwise than its mean
+        ([claim(0.5, by_ranks=0.01)], [OPPOSITE]),
         ([claim(0.01, by_ranks=0.5)], [UNDECIDED]),
     ):
         verdicts.with_verdicts(claims, len(claims))
@@ -691,10 +687,8 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
     for losses, tried in (
         ([5, 4, 3, 2], [1, 2, 3]),
         ([9, 9, 5, 2, 4, 3, 9], [2, 3, 4]),
-        (
-            [9, 1, 2, 4, 3, 9, 9],
-            [0, 1, 2, 3, 4],
-        ),  # 3 beside 4 does not lead away from 1
+        # 3 beside 4 does not lead away from 1
+        ([9, 1, 2, 4, 3, 9, 9], [0, 1, 2, 3, 4]),
         ([9, 5, 3, math.inf], [1, 2, 3]),
         ([3, 2, math.inf, math.inf], [0, 1, 2, 3]),
         ([1], []),
@@ -776,9 +770,8 @@ def tiny(data, tmp_path, monkeypatch, run_here):
     monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(runs, "run_alone", run_here)
     monkeypatch.setattr(runner, "ThreadPoolExecutor", OneByOne)
-    monkeypatch.setattr(
-        verdicts, "NOTHING", -math.inf
-    )  # 20 steps learn no more than frequencies
+    # 20 steps learn no more than frequencies
+    monkeypatch.setattr(verdicts, "NOTHING", -math.inf)
     (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     (tmp_path / "page.md").write_text("# Findings\n\nTABLE\n")
     (tmp_path / "front.md").write_text("It learns: {E7 slow: moving:l2r}\n")
@@ -1020,9 +1013,8 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     one = experiment.recipes["slow"]["moving"]
     first = experiment.helper_configs("slow")["first"]
     assert first.seed == experiments.HELPER_SEED and first.order.kind == "l2r"
-    assert (
-        first.optim.beta2 == 0.95 and not first.train.init_from
-    )  # the middle of two values
+    # the middle of two values
+    assert first.optim.beta2 == 0.95 and not first.train.init_from
     config = experiment.config("slow", one, 1, {})
     assert config.train.init_from == str(first.run_folder)
     assert [stage.step for stage in config.schedule] == [0, 8]

@@ -375,9 +375,8 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
         " and" in row["text"] and row["text"].endswith(" home.") for row in found[:3]
     )
     assert "text to the right" in lines[1].read_text()
-    rows.append(
-        {"infill": "She[MASK:1] home."}
-    )  # of a known length: 8 samples of it alone
+    # of a known length: 8 samples of it alone
+    rows.append({"infill": "She[MASK:1] home."})
     write_rows(lines[2], rows)
     options = (*words, *files, "--candidates", 8, "--overwrite")
     monkeypatch.setattr("sys.argv", ["sample", *map(str, options)])
@@ -410,9 +409,8 @@ def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(
     path = tmp_path / "a.jsonl"
     words = (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
     eot = aogpt.load(BOOKS).tokenizer.eot
-    penalty = (
-        ("--temperature", 3) if cut == ("--until-end",) else ()
-    )  # the end is often drawn
+    # the end is often drawn
+    penalty = ("--temperature", 3) if cut == ("--until-end",) else ()
     options = ("--jsonl", path, "--overwrite", "--candidates", 40, *penalty)
 
     def found(*more):

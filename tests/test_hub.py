@@ -476,9 +476,8 @@ def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found
     ):
         tokenizer = get_tokenizer(name)
         start = int(key == "library")
-        mask = (
-            tokenizer.vocab_size + start
-        )  # that file has a begin-of-text, which is no id of a text
+        # that file has a begin-of-text, which is no id of a text
+        mask = tokenizer.vocab_size + start
         assert found[key]["mask"] == mask
         if key != "AO-GPT":
             start_token = {"start_token_id": 257} if start else {}

@@ -61,14 +61,12 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
     for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
-        given = tokenizer.decode(ids[:start]).strip(
-            "\ufffd"
-        )  # of a character that was cut
+        # of a character that was cut
+        given = tokenizer.decode(ids[:start]).strip("\ufffd")
         assert given and text.endswith(given)
     assert len(find_last_words(row, tokenizer, 2, 20)) == 2
-    assert (
-        len(find_last_words(row, tokenizer, 10, 1)) == 0
-    )  # no room for what stands before
+    # no room for what stands before
+    assert len(find_last_words(row, tokenizer, 10, 1)) == 0
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])

@@ -513,9 +513,8 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
         eager = generate(model, plan, tokens, generator=seeded(2), **settings)
         got = made.generate(plan, tokens, generator=seeded(2))
         assert torch.equal(eager.tokens, got.tokens)
-        assert (
-            eager.log_probs - got.log_probs
-        ).abs().max() < 1e-5  # batches of 5 and of 3
+        # batches of 5 and of 3
+        assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
         stages = {key[0] for key in made.graphs.graphs}
         assert ("predict" in stages) == (system != "two_stream")
         assert ("unmask" in stages) == (

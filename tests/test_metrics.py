@@ -281,9 +281,8 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(
                 for name in ("", "_raw", "_ema0", "_ema0.5")
             }
             assert losses["_ema0"] == losses["_raw"] != losses[""]
-            assert (
-                line["step"] < 20 or len(set(losses.values())) == 3
-            )  # both averages warm up alike
+            # both averages warm up alike
+            assert line["step"] < 20 or len(set(losses.values())) == 3
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -99,9 +99,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
     assert got.shape == (3, length) and not got.requires_grad
     assert (got - expected).abs().max() < 1e-9
     assert (-model(tokens, order) - expected).abs().max() < 1e-9
-    assert (
-        expected.std() > 0.3 or length < 3
-    )  # the weights matter: these are not nearly equal
+    # the weights matter: these are not nearly equal
+    assert expected.std() > 0.3 or length < 3
 
 
 @pytest.mark.parametrize(
@@ -163,9 +162,8 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
     assert (got[~masked] == 0).all() and (got[masked] < 0).all()
 
 
-@pytest.mark.parametrize(
-    "elements", [1, 2**25]
-)  # chunks of 256 rows, the least, and one for all
+# chunks of 256 rows, the least, and one for all
+@pytest.mark.parametrize("elements", [1, 2**25])
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
     monkeypatch, elements, tied
@@ -229,9 +227,8 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
             assert p.abs().max() <= 3 * std * (1 + 1e-6), name
             pooled.append(p.detach().flatten() / std)
     values = torch.cat(pooled).double()
-    beyond = float(
-        (values.abs() > 2).double().mean()
-    )  # normal: 0.0455 - 0.0027 of the 0.9973 kept
+    # normal: 0.0455 - 0.0027 of the 0.9973 kept
+    beyond = float((values.abs() > 2).double().mean())
     assert abs(beyond - 0.04291) < 5 * math.sqrt(0.0429 / len(values))
 
 

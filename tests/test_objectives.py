@@ -67,9 +67,8 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         lengths = torch.full((len(orders),), known)
         for i, x in enumerate(sequences):
             logs = parallel_log_probs(model, x.expand(len(orders), N), orders, lengths)
-            middle[i] -= logs.sum(dim=1).mean() / (
-                N - known
-            )  # n * (1/n) * the sum over l
+            # n * (1/n) * the sum over l
+            middle[i] -= logs.sum(dim=1).mean() / (N - known)
     assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
 
 

@@ -101,9 +101,8 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     matrices = muon_weights(model) if kind == "muon" else {}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
-        p.grad = torch.zeros_like(
-            p
-        )  # then either optimizer moves a weight by its decay alone
+        # then either optimizer moves a weight by its decay alone
+        p.grad = torch.zeros_like(p)
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
@@ -171,9 +170,8 @@ def newton_schulz(gradient):
 def test_two_steps_of_muon_and_adamw_follow_their_formulas(
     monkeypatch, momentum, elements
 ):
-    monkeypatch.setattr(
-        muon_module, "STACK_ELEMENTS", elements
-    )  # 1: matrices one by one
+    # 1: matrices one by one
+    monkeypatch.setattr(muon_module, "STACK_ELEMENTS", elements)
     config = muon_config(optim__muon_momentum=momentum)
     model = with_gradients(config)
     plain = with_gradients(config)
@@ -194,9 +192,8 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(
             gradient = gradients[name].grad.double()
             buffers[name] = momentum * buffers[name] + (1 - momentum) * gradient
             update = momentum * buffers[name] + (1 - momentum) * gradient  # Nesterov
-            parts = (
-                3 if "qkv" in name else 1
-            )  # queries, keys and values are matrices of their own
+            # queries, keys and values are matrices of their own
+            parts = 3 if "qkv" in name else 1
             update = torch.cat([newton_schulz(part) for part in update.chunk(parts)])
             factor = math.sqrt(max(1, len(weight) / parts / weight.shape[1]))
             expected[name] = weight * (1 - 2e-2 * 0.5) - 2e-2 * factor * update

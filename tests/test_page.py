@@ -135,9 +135,8 @@ def test_the_slider_and_keys_show_what_is_unmasked_by_then(show):
         )
         assert set(now) == (UNMASKED[step] - UNMASKED[step - 1] if step else set())
         assert tab.evaluate(boxes) == before, "the layout jumps"
-    tab.locator(
-        "#slider"
-    ).focus()  # a range has arrow keys of its own: one step all the same
+    # a range has arrow keys of its own: one step all the same
+    tab.locator("#slider").focus()
     for key, step in [("Right", 3), ("Right", 4), ("Right", 4), ("Left", 3)]:
         tab.keyboard.press(f"Arrow{key}")
         assert state(tab)[0] == UNMASKED[step]
@@ -177,9 +176,8 @@ def test_every_token_tells_its_probability(show):
         lines = [text, f"position {position + 1} of 7", when]
         lines += [f"model's probability {value}" for value in probability]
         token = tab.locator("#text .token").nth(position)
-        box = token.evaluate(
-            "token => token.getClientRects()[0].toJSON()"
-        )  # its first line
+        # its first line
+        box = token.evaluate("token => token.getClientRects()[0].toJSON()")
         tab.mouse.move(box["x"] + 3, box["y"] + 8)
         assert tab.locator("#tip").inner_text().split("\n") == lines
         tab.mouse.move(5, 5)

@@ -194,9 +194,8 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     start = torch.full((2, has_bos), theirs.config.bos_token_id)
     expected = theirs(torch.cat([start, tokens], 1)).logits[:, :-1]
     got = ours.logits(tokens, torch.arange(40).expand(2, 40))[:, loaded.scored_from :]
-    assert (
-        expected.std() > 0.3 and (got - expected).abs().max() < 1e-4
-    )  # theirs are float32
+    # theirs are float32
+    assert expected.std() > 0.3 and (got - expected).abs().max() < 1e-4
     expected = in_float64(theirs, ours.config)(torch.cat([start, tokens], 1)).logits[
         :, :-1
     ]

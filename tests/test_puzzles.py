@@ -119,9 +119,8 @@ def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
 VARIANTS = {
     "sudoku6": lambda key: key.translate(str.maketrans("123456", "351642")),
     "addition": lambda key: "+".join(reversed(key[:-1].split("+"))) + "=",
-    "colouring": lambda key: (
-        key[-2::-1] + "="
-    ),  # the other edges, each the other way round
+    # the other edges, each the other way round
+    "colouring": lambda key: key[-2::-1] + "=",
 }
 
 
@@ -168,9 +167,8 @@ def test_a_sudoku_has_one_solution_and_keeps_the_rules():
         open_board = board.translate(str.maketrans("123", "000"))
         several = set(puzzles.solutions(open_board))
         assert board in several and len(several) == number_of_solutions(open_board) > 1
-    assert (
-        len(set(puzzles.first_row_in_order())) == 39_168
-    )  # of 28,200,960 boards, over 6!
+    # of 28,200,960 boards, over 6!
+    assert len(set(puzzles.first_row_in_order())) == 39_168
 
 
 def test_a_star_has_one_path_and_arms_of_one_length():

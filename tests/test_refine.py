@@ -410,10 +410,8 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
         assert torch.equal(same.tokens, plain.tokens)
         assert torch.equal(same.log_probs, plain.log_probs)
     choice = TokenChoice(0.05, repetition_penalty=1.1, no_repeat_ngram=1)
-    if mode in (
-        "l2r",
-        "confidence",
-    ):  # one at a time: no token repeats while others are left
+    # one at a time: no token repeats while others are left
+    if mode in ("l2r", "confidence"):
         rows = generate(model, plan, choice=choice, **inputs).tokens
         assert [len(set(row)) for row in rows.tolist()] == [11] * 5
         rows = generate(model, plan, choice=TokenChoice(0.05), **inputs).tokens

@@ -385,9 +385,8 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
         lambda block, inputs, out: contents.append(out[0])
     )
     nll = model(tokens, order)
-    if (
-        target == "adaln"
-    ):  # only the modulation has to move for the model to depend on its targets
+    # only the modulation has to move for the model to depend on its targets
+    if target == "adaln":
         logits = model.logits(tokens, order)
         assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
         assert torch.equal(token_log_probs(model, tokens, order), -nll)
@@ -708,9 +707,8 @@ def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights
     for dtype in ("float32", "bfloat16"):
         convert(str(run), tmp_path / dtype, dtype=dtype)
         sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
-    assert (
-        0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]
-    )  # names, too
+    # names, too
+    assert 0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]
     exact, rounded = (load_model(tmp_path / dtype) for dtype in sizes)
     for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert b.dtype == torch.float32 and torch.equal(b, a.bfloat16().float())

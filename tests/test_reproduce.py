@@ -93,9 +93,8 @@ def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path
     }
     assert "135.96" in rows["AO-GPT, left to right (small)"]
     assert "/ 54.92" in rows["AO-GPT, any order, 64 orders (small)"]
-    assert (
-        rows["AO-GPT, any order, 64 orders (small)"].count("| - /") == 2
-    )  # not measured
+    # not measured
+    assert rows["AO-GPT, any order, 64 orders (small)"].count("| - /") == 2
     measured = json.loads(
         (tmp_path / "out" / "AO-GPT_small_random_4.json").read_text()
     )["results"]

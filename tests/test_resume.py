@@ -147,9 +147,8 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(
         meta = json.loads((other / "meta.json").read_text())
     if table == "model" and key != "model.dropout":
         value = MODEL.get(key.partition(".")[2], "another")
-    target = (
-        getattr(now, table) if "." in key else now
-    )  # past the checks of whole configurations
+    # past the checks of whole configurations
+    target = getattr(now, table) if "." in key else now
     object.__setattr__(target, key.partition(".")[2] or key, value)
     documented = (
         (ROOT / "docs" / "training.md").read_text().partition("## A changed setting")[2]

@@ -47,11 +47,8 @@ ROWS = [
     {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
     {"prompt": "", "length": 7},
 ]
-PARTS = [
-    ["the ", 12],
-    [2, "the", 1, " é", 3],
-    [7],
-]  # of these, as `check_given` wants them
+# of these, as `check_given` wants them
+PARTS = [["the ", 12], [2, "the", 1, " é", 3], [7]]
 
 
 @pytest.fixture
@@ -257,9 +254,8 @@ def test_the_modes_unmask_positions_as_they_say(draw):
         lines = draw("--mode", *mode, "--num-samples", n)
         found = [np.bincount(line["step"]).tolist() for line in lines]
         calls = max(len(set(line["step"])) for line in lines)
-        assert (
-            n > 3 or column(lines, "model_calls") == [calls] * n
-        )  # few rows share a batch
+        # few rows share a batch
+        assert n > 3 or column(lines, "model_calls") == [calls] * n
         return found
 
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
@@ -315,9 +311,8 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
 def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     exact = column(draw("--mode", "l2r"), "tokens")
     compiled = []
-    assert (
-        column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact
-    )  # averaged else
+    # averaged else
+    assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)

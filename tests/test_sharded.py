@@ -168,9 +168,8 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_
     saved = config.run_folder / "checkpoints"
     assert names(saved) == [".step_00000004.tmp", "step_00000002"]
     part = store.parts(saved / ".step_00000004.tmp")[0]
-    os.truncate(
-        part, part.stat().st_size // 2
-    )  # as if it had happened a little earlier
+    # as if it had happened a little earlier
+    os.truncate(part, part.stat().st_size // 2)
     (saved / ".step_00000000.tmp").mkdir()  # as if an older one had just been removed,
     (config.run_folder / ".best.0123abcd.tmp").touch()  # and the pointer been written
     train.train(config, procs)

@@ -149,9 +149,8 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
     assert mean_tokens_to(benchmark.goal, still["runs"], "random") is None
     config = benchmark.config("", benchmark.recipes[""]["still"], 1, {})
     assert still["runs"][1]["commit"] == runs.trained_by(config) != "unknown"
-    monkeypatch.setattr(
-        runs, "run_alone", None
-    )  # again: nothing is trained and nothing changes
+    # again: nothing is trained and nothing changes
+    monkeypatch.setattr(runs, "run_alone", None)
     assert run(monkeypatch, capsys, *chosen) == "".join(
         out.partition("| run config")[1:]
     )
@@ -283,6 +282,5 @@ def test_the_goal_is_reached_between_two_evaluations():
         175,
         None,
     ]
-    assert (
-        tokens_to(2.25, row, "l2r") is None
-    )  # of a plain GPT the any-order loss is not known
+    # of a plain GPT the any-order loss is not known
+    assert tokens_to(2.25, row, "l2r") is None

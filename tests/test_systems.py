@@ -167,9 +167,8 @@ def listed_conditionals(model, length, seed):
     tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed).expand(
         len(keys), length
     )
-    got = generate(
-        model, plan, tokens, forced=torch.zeros_like(order)
-    )  # always the first token
+    # always the first token
+    got = generate(model, plan, tokens, forced=torch.zeros_like(order))
     return {
         key: float(row[key[1]]) for key, row in zip(keys, got.log_probs, strict=True)
     }
@@ -346,9 +345,8 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
         ]
         plain = torch.tensor([chances], dtype=torch.float64)
         cells = pattern_index(masks.masked)
-        assert (
-            masks.weight * masks.masked.sum(1) - N
-        ).abs().max() < 1e-6  # perhaps float32
+        # perhaps float32
+        assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6
     else:
         plain = cell_probabilities(end).view(4, 16)
         rates = rate_of(masks, kind)
@@ -425,9 +423,8 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
         other = drawn_masks(kind, seed, step, range(12), 12, LENGTH)
         assert not torch.equal(other.masked, whole.masked)
         assert not torch.equal(other.weight, whole.weight)
-    assert (
-        len({tuple(row) for row in whole.masked.tolist()}) > 6
-    )  # rows differ among themselves
+    # rows differ among themselves
+    assert len({tuple(row) for row in whole.masked.tolist()}) > 6
 
 
 @pytest.mark.parametrize("system", list(ENCODERS))
@@ -487,17 +484,15 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     with pytest.raises(ValueError, match="predicts one token at a time"):
         token_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
     got = token_log_probs(model, tokens, order, group=4)
-    for i in range(
-        LENGTH
-    ):  # the second and later of a group: the step that begins it, of them
+    # the second and later of a group: the step that begins it, of them
+    for i in range(LENGTH):
         start = i // 4 * 4
         first = order.clone()
         first[:, start] = order[:, i]
         first[:, i] = order[:, start]
         expected = token_log_probs(model, tokens, first)[:, start]
-        assert (
-            got[:, i] - expected
-        ).abs().max() < 1e-12  # float64 sums in another order
+        # float64 sums in another order
+        assert (got[:, i] - expected).abs().max() < 1e-12
 
 
 def training_inputs(system, model, batch, seed):
@@ -581,9 +576,8 @@ def test_every_element_of_every_parameter_learns(system):
         dead = p.grad.abs() < 1e-12
         expected = dead_by_design(system, name, p)
         if name == "wte.weight" and system in DECODERS and not model.config.tied_head:
-            expected[TOKENS] = (
-                True  # the decoders here know one id that the data does not use
-            )
+            # the decoders here know one id that the data does not use
+            expected[TOKENS] = True
         assert torch.equal(dead, expected), f"{name}: {int(dead.sum())} dead elements"
 
 

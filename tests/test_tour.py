@@ -23,9 +23,8 @@ def executed(notebook):
     options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
     folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(notebook, resources=folder, **options).execute()
-    notebook.metadata["language_info"] = {
-        "name": "python"
-    }  # without the kernel's version
+    # without the kernel's version
+    notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 
 

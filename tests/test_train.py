@@ -424,9 +424,8 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_the_same_bit_for_bit(
         (left,) = (config.run_folder / "checkpoints").glob(".*.tmp")
         assert not (left / "state.json").exists(), "the run did not die in the middle"
     for step in sorted(rng.sample(range(1, 30), 3)):
-        child = driver.start(
-            path
-        )  # ended while it starts, resumes or makes its first steps
+        # ended while it starts, resumes or makes its first steps
+        child = driver.start(path)
         time.sleep(rng.uniform(0, 0.2))
         os.kill(child, rng.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
         driver.status()
@@ -888,15 +887,11 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
 @pytest.mark.parametrize(
     "changes, more",
     [
-        (
-            {"checkpoint__interval": 6},
-            {},
-        ),  # the metrics end at the step of the only checkpoint
+        # the metrics end at the step of the only checkpoint
+        ({"checkpoint__interval": 6}, {}),
         ({"train__steps": 7}, {"checkpoint__interval": 100, "train__steps": 9}),
-        (
-            {"checkpoint__interval": 100, "checkpoint__minutes": 1e-9},
-            {},
-        ),  # saved by the clock
+        # saved by the clock
+        ({"checkpoint__interval": 100, "checkpoint__minutes": 1e-9}, {}),
     ],
 )
 def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
@@ -919,18 +914,16 @@ def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(
 def test_a_run_killed_before_it_starts_its_first_checkpoint_starts_again(
     data, tmp_path, monkeypatch, step, linked
 ):
-    config = tiny_config(
-        data, tmp_path, steps=6, eval__interval=0
-    )  # saves at steps 4 and 6
+    # saves at steps 4 and 6
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
     if linked:
         (tmp_path / "disk").mkdir()
         config.run_folder.mkdir()
         (config.run_folder / "checkpoints").symlink_to(tmp_path / "disk")
 
     def update(state, *numbers):
-        if (
-            state.progress.step == step
-        ):  # after the row of that step, or instead of the checkpoint
+        # after the row of that step, or instead of the checkpoint
+        if state.progress.step == step:
             raise KeyboardInterrupt
         return whole(state, *numbers)
 
@@ -1019,9 +1012,8 @@ def test_compiled_training_gives_the_losses_of_eager_without_recompiling(
     data, tmp_path
 ):
     eager = tiny_config(data, tmp_path, "eager", steps=6, eval__interval=0)
-    eager = change(
-        eager, model__n_layer=1, model__dropout=0.0
-    )  # compiled dropout draws otherwise
+    # compiled dropout draws otherwise
+    eager = change(eager, model__n_layer=1, model__dropout=0.0)
     compiled = change(eager, name="compiled", train__compile=True)
     train.train(eager, ALONE)
     done = run_script(

@@ -95,9 +95,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
             "leave it out"
         )
     tokenizer.keep(folder)
-    if (
-        tokenizer.name == HUB
-    ):  # stays as it is; transformers adds [MASK], as the next line here
+    # stays as it is; transformers adds [MASK], as the next line here
+    if tokenizer.name == HUB:
         made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         made.add_special_tokens([MASK])
         if made.token_to_id(MASK) != tokenizer.vocab_size:
@@ -146,9 +145,8 @@ def library_tokenizer(tokenizer: Tokenizer):
     converter = TikTokenConverter(
         pattern=GPT2_WORDS, extra_special_tokens=[END_OF_TEXT, MASK]
     )
-    converter.load_tiktoken_bpe = lambda file: (
-        tokenizer.ranks
-    )  # which are in memory already
+    # which are in memory already
+    converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
     made = converter.converted()
     assert made.token_to_id(END_OF_TEXT) == tokenizer.eot
     return made

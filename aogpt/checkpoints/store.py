@@ -40,9 +40,8 @@ from .adapters import Adapter
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
-NONE_YET = (
-    ".no_checkpoint_yet"  # an empty folder in a run's, until the first is finished
-)
+# an empty folder in a run's, until the first is finished
+NONE_YET = ".no_checkpoint_yet"
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
@@ -147,9 +146,8 @@ def write(
     for kind in sorted({name.partition(".")[0] for name in tensors}):
         file = folder / f"{kind}.safetensors"
         file.touch()
-        permissions = (
-            file.stat().st_mode
-        )  # save_file makes files that only their owner can read
+        # save_file makes files that only their owner can read
+        permissions = file.stat().st_mode
         of_kind = {
             name: tensor
             for name, tensor in tensors.items()
@@ -194,9 +192,8 @@ def finish(
     }
     contents["sha256"] = digest(contents)
     write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
-    shutil.rmtree(
-        path, ignore_errors=True
-    )  # damaged, or of a run that resumed from an older one
+    # damaged, or of a run that resumed from an older one
+    shutil.rmtree(path, ignore_errors=True)
     os.rename(temporary_of(path), path)
     sync(path.parent)
     shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
@@ -352,9 +349,8 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
                 f"{name} is {found} in {path}, but {expected} in the model"
             )
     with reading(path), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is"
-        )  # not needed here
+        # not needed here
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         reader = dcp.HuggingFaceStorageReader(str(path))
         dcp.load(targets, storage_reader=reader, no_dist=True)
 
@@ -384,9 +380,6 @@ def reading(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-        CheckpointException,
-    ) as error:  # RuntimeError: of torch.load
+    except (OSError, RuntimeError, CheckpointException) as error:
+        # RuntimeError: of torch.load
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error

@@ -86,9 +86,8 @@ class Dataset:
     split: str | None = None  # of an evaluation set, by default
     block_size: int | None = None  # of examples that all have one length
     field: str = "text"  # of a row, with the text
-    config: str | None = (
-        None  # the run config that trains on it, by default by tokenizer
-    )
+    # the run config that trains on it, by default by tokenizer
+    config: str | None = None
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the documents of each split, not read yet."""

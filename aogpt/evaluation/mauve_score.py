@@ -7,9 +7,8 @@ import numpy as np
 
 from ..runtime.errors import UserError
 
-FEWEST = (
-    20  # samples on each side, for the two clusters that the package takes at least
-)
+# samples on each side, for the two clusters that the package takes at least
+FEWEST = 20
 
 
 def require_mauve() -> None:

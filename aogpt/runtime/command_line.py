@@ -99,9 +99,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     and a lack of memory or processes print one line and exit with status 2
     (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
     open_closed_streams()
-    if hasattr(
-        sys.stdout, "reconfigure"
-    ):  # for characters that the terminal cannot show
+    # for characters that the terminal cannot show
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         check_repeated(sys.argv[1:])

@@ -112,13 +112,11 @@ def deterministic(enabled: bool):
     """A context in which, if enabled, a GPU computes the same bits in every run, or an
     operation raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # read when cuBLAS starts
+        # read when cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        not enabled
-    )  # slow, for debugging
+    # slow, for debugging
+    torch.utils.deterministic.fill_uninitialized_memory = not enabled
     try:
         yield
     finally:
@@ -148,9 +146,8 @@ def release_memory(device: torch.device) -> None:
 def out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory, of the device or the CPU, has run out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(
-        error
-    )  # a plain RuntimeError on the CPU
+    # a plain RuntimeError on the CPU
+    return full or "can't allocate memory" in str(error)
 
 
 def has_compiler() -> bool:

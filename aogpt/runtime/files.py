@@ -105,9 +105,8 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            if (
-                path / "old"
-            ).exists() and not target.exists():  # killed between the two moves
+            # killed between the two moves
+            if (path / "old").exists() and not target.exists():
                 (path / "old").rename(target)
             shutil.rmtree(path, ignore_errors=True)
     beside = target.with_name(f"{prefix}{os.getpid()}")
@@ -210,10 +209,8 @@ def json_object(line: str, place: str) -> dict:
     the line."""
     try:
         row = json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # the latter: brackets nested too deep
+    except (ValueError, RecursionError) as error:
+        # the latter: brackets nested too deep
         raise UserError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise UserError(

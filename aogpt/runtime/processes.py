@@ -17,9 +17,8 @@ from .command_line import show
 from .devices import pick_device
 from .errors import UserError
 
-MEETING_SECONDS = (
-    300.0  # for the processes of a job to start: some import PyTorch from a slow disk
-)
+# for the processes of a job to start: some import PyTorch from a slow disk
+MEETING_SECONDS = 300.0
 PATIENCE = 10.0  # seconds until a process says that it waits for others
 LEFT_OVER = (
     "for a single process unset RANK, LOCAL_RANK and WORLD_SIZE, which another job may "

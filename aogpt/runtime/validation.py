@@ -109,10 +109,8 @@ def read_toml(path: Path) -> dict:
     """The values of a TOML file, for `from_values`."""
     try:
         return tomllib.loads(read_bounded(path).decode("utf-8-sig"), parse_float=number)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: also of a very long number
+    except (ValueError, RecursionError) as error:
+        # ValueError: also of a very long number
         raise FileError(f"{path} is not a TOML file: {error}") from None
 
 
@@ -124,9 +122,8 @@ def number(text: str) -> float:
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a regular file of at most `most` bytes. Raises FileError."""
-    if path.exists() and not (
-        path.is_file() or path.is_dir()
-    ):  # opening a FIFO would wait
+    # opening a FIFO would wait
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise FileError(f"{path} is not a regular file; copy its contents to one")
     with open(path, "rb") as file:
         data = file.read(most + 1)

@@ -98,12 +98,10 @@ class AOGPTModel(PreTrainedModel):
 
     config_class = AOGPTConfig
     main_input_name = "input_ids"
-    accepts_loss_kwargs = (
-        False  # the Trainer divides the loss by its accumulation steps
-    )
-    _tied_weights_keys = {
-        "model.head.weight": "model.wte.weight"
-    }  # if config.tie_word_embeddings
+    # the Trainer divides the loss by its accumulation steps
+    accepts_loss_kwargs = False
+    # if config.tie_word_embeddings
+    _tied_weights_keys = {"model.head.weight": "model.wte.weight"}
 
     def __init__(self, config: AOGPTConfig):
         super().__init__(config)

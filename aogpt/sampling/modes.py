@@ -361,9 +361,8 @@ class PlannedSamples(NamedTuple):
 
     plan: Plan
     tokens: Tensor  # LongTensor (B, T), by position: the given tokens
-    uniforms: (
-        Tensor  # float64 (B, T) in [0, 1), by position: what tokens are drawn with
-    )
+    # float64 (B, T) in [0, 1), by position: what tokens are drawn with
+    uniforms: Tensor
 
 
 def contexts_of(

@@ -166,9 +166,7 @@ class Config(Table):
     model: ModelConfig = field(default_factory=ModelConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    schedule: tuple[
-        StageConfig, ...
-    ] = ()  # [[schedule]] tables: stages of orders and groups
+    schedule: tuple[StageConfig, ...] = ()  # [[schedule]]: stages of orders and groups
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -104,9 +104,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     share = slice(procs.rank, None, procs.world_size)
     read = functools.partial(store.read_values, share=share)
     folder = config.run_folder
-    newest = store.read_newest(
-        folder, read, procs
-    )  # (path, values), None for a new run
+    # (path, values), None for a new run
+    newest = store.read_newest(folder, read, procs)
     if newest is None:
         problem = history_in(folder) if procs.main else None
         problem = procs.gather(problem)[0]
