@@ -159,8 +159,8 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
 
 
 def check_arguments(a: Arguments) -> Outputs:
-    """The files to write. Raises UserError for impossible options, before the work
-    begins."""
+    """Return the files to write. Raises UserError for impossible options, before the
+    work begins."""
     check_values(a)
     if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
         raise UserError(
@@ -234,7 +234,7 @@ def parse_rule(text: str, group: int) -> Rule:
 
 
 def is_text_file(name: str) -> bool:
-    """Whether this is a text to read, not the name of a prepared data set."""
+    """Return whether this is a text to read, not the name of a prepared data set."""
     return name == "/dev/stdin" or name.endswith(".txt")
 
 

@@ -126,7 +126,7 @@ def main(judges: Mapping[str, Judge] | None = None) -> None:
 
 
 def is_prepared(task: str) -> bool:
-    """Whether a task is a prepared data set, not a task of the harness."""
+    """Return whether a task is a prepared data set, not a task of the harness."""
     if task in OF_STUDIES:  # a message says how to make it
         return True
     try:

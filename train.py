@@ -270,7 +270,7 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
 
 def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
-    """Mean loss of a micro-batch, nats per token."""
+    """Return the mean loss of a micro-batch, nats per token."""
     objective = OBJECTIVES[config.objective.kind]
     if batch.masks is not None:  # an encoder's
         if objective.of_scores:

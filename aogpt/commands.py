@@ -285,19 +285,19 @@ EXAMPLES = {
 
 
 def number(value: float | None, decimals: int = 3) -> str:
-    """A number with this number of decimals, "-" for none."""
+    """Return a number with this number of decimals, "-" for none."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{decimals}f}"
 
 
 def one_line(text: str) -> str:
-    """A text in which line ends and other control characters are escaped."""
+    """Return a text in which line ends and other control characters are escaped."""
     return repr(text)[1:-1]
 
 
 def token_table(model: aogpt.TextModel, scored: aogpt.Scored) -> list[str]:
-    """The lines of a table of tokens, "-" for those that are not scored."""
+    """Return the lines of a table of tokens, "-" for those that are not scored."""
     cells = []
     for token, log_prob in zip(scored.ids, scored.log_probs, strict=True):
         probability = "-"
@@ -309,7 +309,7 @@ def token_table(model: aogpt.TextModel, scored: aogpt.Scored) -> list[str]:
 
 
 def filling_table(fillings: list[aogpt.Filling]) -> list[str]:
-    """The lines of a table of fillings with their scores."""
+    """Return the lines of a table of fillings with their scores."""
     head = ["text", "log p of the text to the right", "joint", "filling"]
     is_weighted = fillings[0].weight is not None
     if is_weighted:

@@ -197,11 +197,13 @@ class Pass:
         shift: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        """The norm of x (B, T, D), shifted and scaled by what `modulation` gives."""
+        """Return the norm of x (B, T, D), shifted and scaled by what `modulation`
+        gives."""
         return norm(x) * (1 + scale) + shift
 
     def lookup(self, table: Tensor) -> Tensor:
-        """Rows of a per-position table at the targets: (block_size, D) -> (B, T, D)."""
+        """Return the rows of a per-position table at the targets: (block_size, D) ->
+        (B, T, D)."""
         length = self.targets.shape[1]
         rows = table[:length]  # (T, D)
         return PermutationGather.apply(rows, self.targets, self.inverse)
@@ -215,8 +217,8 @@ def attention(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention: q (B, T, H, D/H), k and v with as many heads or a divisor of
-    them -> (B, T, D). mask: True where a key is visible."""
+    """Return softmax attention: q (B, T, H, D/H), k and v with as many heads or a
+    divisor of them -> (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
     q = q.to(v.dtype).transpose(1, 2)  # (B, H, T, D/H)
     k = k.to(v.dtype).transpose(1, 2)
@@ -255,7 +257,8 @@ class PermutationGather(torch.autograd.Function):
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The step that predicts each position: inverse[b, order[b, i]] == i, (B, T).
+    """Return the step that predicts each position: inverse[b, order[b, i]] == i,
+    (B, T).
 
     A position that no step predicts gets T, which is out of bounds of every table: what
     is read with it raises, instead of being wrong without a word."""
@@ -370,7 +373,8 @@ class Projection(nn.Linear):
 
 
 def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines of the positions' angles, float64 (block_size + 1, 2, D/H/2).
+    """Return cosines and sines of the positions' angles, float64
+    (block_size + 1, 2, D/H/2).
 
     rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
     turns in `length` positions are divided by the factor, those of more than `high`
@@ -395,8 +399,9 @@ def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by angles whose
-    cosines and sines are (..., 1, D/H / 2): coordinate i turns with i + D/H / 2."""
+    """Return the rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by
+    angles whose cosines and sines are (..., 1, D/H / 2): coordinate i turns with i +
+    D/H / 2."""
     a, b = x.chunk(2, dim=-1)  # (..., H, D/H / 2)
     turned_a = a * cos - b * sin
     turned_b = b * cos + a * sin
@@ -545,7 +550,7 @@ CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
 def head_chunk(vocab_size: int, device: str) -> int:
-    """Tokens in a chunk; at least 256, as small matrix products are slow."""
+    """Return the tokens in a chunk; at least 256, as small matrix products are slow."""
     elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     return max(256, elements // vocab_size)
 
@@ -649,7 +654,7 @@ class Transformer(nn.Module):
         return self
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens at positions, (B, T) each -> (B, T, D)."""
+        """Embed tokens at positions, (B, T) each -> (B, T, D)."""
         x = self.wte(tokens)
         if self.start is not None:
             is_start = (positions == 0).unsqueeze(-1)
@@ -659,8 +664,8 @@ class Transformer(nn.Module):
         return x
 
     def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
-        """All blocks and the final norm: embedded inputs (B, T, D) -> final hidden states
-        (B, T, D)."""
+        """Run all blocks and the final norm: embedded inputs (B, T, D) -> final hidden
+        states (B, T, D)."""
         p.dropout = self.config.dropout if self.training else 0.0
         x = self.drop(x)
         first_values = None
@@ -715,16 +720,17 @@ class AOGPT(Transformer):
             )
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """-log p(x[order[b, i]] | x[order[b, :i]]), nats, (B, T) in prediction order.
+        """Return -log p(x[order[b, i]] | x[order[b, :i]]), nats, in prediction order.
 
         tokens (B, T) in sequence order; order (B, T), every row a permutation of
-        0..T-1, else an error of an index out of bounds."""
+        0..T-1, else an error of an index out of bounds. Returns (B, T)."""
         wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
 
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Final hidden states (B, T, D); state i predicts position order[:, i]."""
+        """Return the final hidden states (B, T, D); state i predicts position
+        order[:, i]."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
         p = self.pass_type(self.config, order)
@@ -733,7 +739,7 @@ class AOGPT(Transformer):
         return self.trunk(x, in_positions, p)
 
     def condition(self) -> Tensor:
-        """What adaLN reads for each target position, (block_size, cond_dim)."""
+        """Return what adaLN reads for each target position, (block_size, cond_dim)."""
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
 
@@ -765,7 +771,8 @@ def in_prediction_order(tokens: Tensor, order: Tensor) -> Tensor:
 
 
 def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of the order, one step late, and their positions; 0 is [None]'s."""
+    """Return the tokens of the order, one step late, and their positions; 0 is
+    [None]'s."""
     shifted = order[:, :-1]
     before = (1, 0)  # one 0 in front
     in_tokens = F.pad(tokens.gather(1, shifted), before)

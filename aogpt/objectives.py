@@ -115,9 +115,9 @@ def groupwise_loss(
     weight: Tensor | None = None,
     prompt_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Mean over steps of -log p(x[s_i] | tokens of the groups before i's) (A3), for
-    two-stream models. group: steps in a group; prompt_lengths: LongTensor (B,), steps
-    before the first group."""
+    """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's)
+    (A3), for two-stream models. group: steps in a group; prompt_lengths: LongTensor
+    (B,), steps before the first group."""
     if group == 1:
         return ao_ar_loss(model, tokens, order, weight)
     starts = group_starts(order, group, prompt_lengths)
@@ -152,8 +152,8 @@ def masks_at(
     length: int,
     roles=None,
 ) -> Masks:
-    """Training masks of the sequences `rows` of a global batch of `total`, a pure
-    function of the arguments. A prompt (in `roles`) is never masked."""
+    """Return the training masks of the sequences `rows` of a global batch of `total`, a
+    pure function of the arguments. A prompt (in `roles`) is never masked."""
     row_uniforms, position_uniforms = _uniform(
         seed,
         step,
@@ -225,9 +225,9 @@ def _masks(
     eps: float,
     roles: Roles | None = None,
 ) -> Masks:
-    """Masks from uniform numbers, one for each sequence, (B,), and one for each of its
-    positions, (B, T), such that the weighted loss (of masked_ce alone not) has the
-    masked diffusion objective as its expectation (RADD, section 3; SEDD):
+    """Return masks from uniform numbers, one for each sequence, (B,), and one for each
+    of its positions, (B, T), such that the weighted loss (of masked_ce alone not) has
+    the masked diffusion objective as its expectation (RADD, section 3; SEDD):
 
         kind            masked                              weight
         lambda_dce      at rate l ~ U(0, 1)                 1 / l
@@ -280,8 +280,8 @@ def _uniform(
     roles: Roles | None,
     stream: int = ORDERS,
 ) -> tuple:
-    """Uniform numbers of sequences (B,) and positions (B, T); NEVER where a token is
-    given."""
+    """Return uniform numbers of sequences (B,) and positions (B, T); NEVER where a
+    token is given."""
     bits = philox_bits(seed, step, rows, length + 1, stream)
     uniform = torch.from_numpy(to_uniform(bits))
     position_uniforms = uniform[:, 1:]
@@ -295,8 +295,8 @@ def _with_prefixes(
     row_uniforms: Tensor,
     position_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Uniform numbers as above; in a share `prob` of the rows they fall from left to
-    right."""
+    """Return uniform numbers as above; in a share `prob` of the rows they fall from
+    left to right."""
     heads = row_uniforms < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(
@@ -318,9 +318,9 @@ def stratified(
     width: int,
     stream: int = ORDERS,
 ) -> Tensor:
-    """Uniform numbers (len(rows),), float64, such that each of `total` equal parts of
-    (0, 1) holds one of all `total` rows. width: of the table whose row `total` gives
-    their random offset."""
+    """Return uniform numbers (len(rows),), float64, such that each of `total` equal
+    parts of (0, 1) holds one of all `total` rows. width: of the table whose row `total`
+    gives their random offset."""
     bits = philox_bits(seed, step, range(total, total + 1), width, stream)
     offset = float(to_uniform(bits)[0, 0])
     row = torch.arange(rows.start, rows.stop, dtype=torch.float64)
@@ -336,8 +336,8 @@ def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
 
 
 def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """Denoising score entropy, differentiable, (B, T), 0 at unmasked positions; its
-    mean is per token (SEDD, equation 8, absorbing graph).
+    """Return the denoising score entropy, differentiable, (B, T), 0 at unmasked
+    positions; its mean is per token (SEDD, equation 8, absorbing graph).
 
     With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of
     token y at a masked position is log s_y = o_y - log expm1(sigma) - log N, and its
@@ -372,8 +372,8 @@ def token_score_entropy(
     rows: range,
     total: int,
 ) -> Tensor:
-    """One Monte Carlo sample of SEDD's own bound on the negative log-likelihood in
-    nats, the integral of score entropy over time: terms (B, T), float64, in sequence
+    """Return one Monte Carlo sample of SEDD's own bound on the negative log-likelihood
+    in nats, the integral of score entropy over time: terms (B, T), float64, in sequence
     order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
     the scores, normalised.)"""
     masks = evaluation_masks(
@@ -400,12 +400,12 @@ def token_nll(
     group: int = 1,
     roles: Roles | None = None,
 ) -> Tensor:
-    """One Monte Carlo sample of the negative log-likelihood of every token in nats, (B,
-    T) float64, in sequence order, NaN where a token is not scored; a function of (seed,
-    draw, row). It is scored along one order from `orders`, `group` steps at once. For
-    an encoder, which needs a pass for every step, single steps of "random" orders give
-    the ELBO, estimated with `evaluation_masks`: the mean of the terms of a sequence (0
-    where not masked).
+    """Return one Monte Carlo sample of the negative log-likelihood of every token in
+    nats, (B, T) float64, in sequence order, NaN where a token is not scored; a function
+    of (seed, draw, row). It is scored along one order from `orders`, `group` steps at
+    once. For an encoder, which needs a pass for every step, single steps of "random"
+    orders give the ELBO, estimated with `evaluation_masks`: the mean of the terms of a
+    sequence (0 where not masked).
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
     draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the

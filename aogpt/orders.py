@@ -134,9 +134,9 @@ def orders_at(
     length: int,
     stream: int = ORDERS,
 ) -> Tensor:
-    """Orders of the sequences `rows` of the global batch of one step, LongTensor
-    (len(rows), length) on the CPU: a pure function of the arguments. stream: of
-    `runtime.randomness`."""
+    """Return the orders of the sequences `rows` of the global batch of one step,
+    LongTensor (len(rows), length) on the CPU: a pure function of the arguments. stream:
+    of `runtime.randomness`."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
     B = len(rows)
@@ -192,7 +192,7 @@ def orders_at(
 
 
 def _sorted_by(keys: np.ndarray) -> Tensor:
-    """The positions of each row by ascending key, ties by position: (B, T)."""
+    """Return the positions of each row by ascending key, ties by position: (B, T)."""
     if keys.dtype == bool:
         keys = keys.astype(np.int8)  # which a stable sort sorts by radix
     return torch.from_numpy(keys.argsort(axis=1, kind="stable"))
@@ -210,8 +210,7 @@ def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
-    """Step by step: one of the first positions left is drawn; the window stays
-    sorted."""
+    """Draw one of the first positions left, step by step; the window stays sorted."""
     B, T = uniform.shape
     order = np.empty((B, T), np.int64)
     rows = np.arange(B)
@@ -246,7 +245,7 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
-    """The orders in a .npy file, int64 (M, length); of longer ones the first
+    """Return the orders in a .npy file, int64 (M, length); of longer ones the first
     positions."""
     try:
         orders = np.load(file, allow_pickle=False)
@@ -272,7 +271,7 @@ def read_orders(file: str, length: int) -> np.ndarray:
 
 
 def parse_order(text: str, option: str) -> OrderConfig:
-    """The distribution that `kind` or `kind:setting=value,...` means, such as
+    """Return the distribution that `kind` or `kind:setting=value,...` means, such as
     slots:block=8."""
     settings = ORDER_KINDS.get(text.partition(":")[0], OrderFacts()).settings
     types = {key: type(getattr(OrderConfig, key)) for key in settings}
@@ -334,7 +333,7 @@ class Roles:
         return (self.predicted | self.given).sum(dim=1)
 
     def first_given(self, order: Tensor) -> Tensor:
-        """The orders (B, T) with the prompt first, ascending; then `order`; then
+        """Return the orders (B, T) with the prompt first, ascending; then `order`; then
         padding."""
         T = order.shape[1]
         place = inverse_permutation(order)

@@ -141,8 +141,8 @@ def parallel_log_probs(
     steps: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >= known[b], in
-    one pass.
+    """Return log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >=
+    known[b], in one pass.
 
     Args:
         known: LongTensor (B,), how many positions of the order are the context.

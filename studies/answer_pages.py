@@ -29,7 +29,7 @@ Entries = dict[str, dict]
 
 
 def values_of(entry: dict, decoder: str, key: str) -> list[float]:
-    """A measure of a decoder, one a seed."""
+    """Return a measure of a decoder, one a seed."""
     return [run["decoders"][decoder][key] for run in entry["runs"]]
 
 

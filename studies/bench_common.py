@@ -49,8 +49,8 @@ class BenchOptions(OutputOptions):
     """Write every figure, with settings, machine and versions."""
 
     def check(self, files: dict[str, Path | None] | None = None) -> Outputs:
-        """The files to write, --json and more by option. Raises UserError for values out of
-        range, or files that cannot be written."""
+        """Return the files to write, --json and more by option. Raises UserError for
+        values out of range, or files that cannot be written."""
         check_values(self)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -58,7 +58,7 @@ class BenchOptions(OutputOptions):
 
 
 def config_of(system: str, size: str, length: int) -> ModelConfig:
-    """The model of a system, for samples of this length."""
+    """Return the model of a system, for samples of this length."""
     config, ids = SIZES[size]
     block_size = max(config.block_size, length)
     config = dataclasses.replace(
@@ -154,7 +154,7 @@ def short(value: float) -> str:
 
 
 def spread_of(values: list[float]) -> str:
-    """The median, and the least and largest behind it."""
+    """Return the median, and the least and largest behind it."""
     return f"{short(statistics.median(values))} ({short(min(values))} - {short(max(values))})"
 
 

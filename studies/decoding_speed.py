@@ -173,9 +173,10 @@ class DecodeBench:
         )
 
     def rows(self, steps: int) -> list[dict]:
-        """Time every system with the same plans, in turn; a row for each. Every repeat has a
-        plan of its own: repeated shapes would hide what new ones cost. The first plan is a
-        warm-up, in which memory is allocated, steps are compiled and graphs recorded."""
+        """Time every system with the same plans, in turn; a row for each. Every repeat
+        has a plan of its own: repeated shapes would hide what new ones cost. The first
+        plan is a warm-up, in which memory is allocated, steps are compiled and graphs
+        recorded."""
         generator = common.seeded()
         drawn = []
         for _ in range(1 + self.options.repeats):
@@ -201,7 +202,7 @@ class DecodeBench:
         return rows
 
     def row(self, system: str, steps: int, timings: list[dict], plan: Plan) -> dict:
-        """What is measured of a system, with the counts of its first plan."""
+        """Return what is measured of a system, with the counts of its first plan."""
         all_seconds = [timing["seconds"] for timing in timings]
         seconds = statistics.median(all_seconds)
         of_a_call = [timing["seconds"] / timing["calls"] for timing in timings]
@@ -290,7 +291,8 @@ class DecodeBench:
         return self.engines[key]
 
     def kernels(self, model: AOGPT) -> Kernels | bool:
-        """The kernels of an engine of this model: all that agree here, less --without."""
+        """Return the kernels of an engine of this model: all that agree here, less
+        --without."""
         o = self.options
         if not o.without or not (o.compile or o.kernels):
             return o.kernels
@@ -304,8 +306,8 @@ class DecodeBench:
         )
 
     def shares(self, steps: int) -> dict:
-        """Where the time of `ours` goes: the share of each of PARTS, and the ten operations or
-        kernels that take most, in milliseconds of a plan."""
+        """Return where the time of `ours` goes: the share of each of PARTS, and the ten
+        operations or kernels that take most, in milliseconds of a plan."""
         plan = plans.mdm_plan(self.B, self.T, steps, common.seeded(1))
         self.decode("ours", [plan])
         on_gpu = self.device.type == "cuda"
@@ -335,8 +337,8 @@ class DecodeBench:
         }
 
     def peak(self, system: str, plan: Plan) -> int:
-        """The most bytes of tensors that decoding takes, without the weights; of slow systems in
-        the last two calls."""
+        """Return the most bytes of tensors that decoding takes, without the weights; of
+        slow systems in the last two calls."""
         parts = [plan_of(system, plan, self.options.draft)]
         if SYSTEMS[system].is_slow:
             calls = group_sizes(plan).shape[1]
@@ -352,7 +354,7 @@ class DecodeBench:
 
 
 def part_of(name: str) -> str:
-    """The part of a step that an operation or kernel belongs to."""
+    """Return the part of a step that an operation or kernel belongs to."""
     for part, words in PARTS.items():
         if any(word in name for word in words):
             return part
@@ -360,12 +362,13 @@ def part_of(name: str) -> str:
 
 
 def recording_seconds(engine: Engine) -> float:
-    """Seconds in which the engine has recorded graphs so far."""
+    """Return the seconds in which the engine has recorded graphs so far."""
     return 0.0 if engine.graphs is None else engine.graphs.seconds
 
 
 def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
-    """Bytes of tensors that some work leaves behind, and the most that it takes."""
+    """Return the bytes of tensors that some work leaves behind, and the most that it
+    takes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -391,8 +394,9 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
 
 
 def plan_of(system: str, plan: Plan, draft: int) -> Plan:
-    """The plan that a system follows: some have their own, with as many samples of the same
-    length, and for cache-only as many tokens a step. draft: tokens that are drafted."""
+    """Return the plan that a system follows: some have their own, with as many samples
+    of the same length, and for cache-only as many tokens a step. draft: tokens that are
+    drafted."""
     B, n = plan.order.shape
     generator = common.seeded(int(plan.order[0, 0]))
     match system:
@@ -445,11 +449,12 @@ def scale_logits(model: AOGPT, vocab_size: int) -> None:
 def floor_of(
     plan: Plan, model: AOGPT, vocab_size: int, rates: dict[str, float]
 ) -> float:
-    """A lower bound on the seconds of the engine on AO-GPT at these rates: in each model call the
-    larger of two times. Bytes: the weights of blocks and head, and the keys and values of all
-    cached inputs, once. Operations: two per weight and input, two per weight of the head and
-    unmasked token, four per width, layer and pair of an input and one it sees. Not included: adaLN,
-    embeddings, norms, token choice."""
+    """Return a lower bound on the seconds of the engine on AO-GPT at these rates: in
+    each model call the larger of two times. Bytes: the weights of blocks and head, and
+    the keys and values of all cached inputs, once. Operations: two per weight and
+    input, two per weight of the head and unmasked token, four per width, layer and pair
+    of an input and one it sees. Not included: adaLN, embeddings, norms, token
+    choice."""
     sizes = group_sizes(plan)
     D = model.config.n_embd
     L = model.config.n_layer
@@ -473,7 +478,7 @@ def floor_of(
 
 
 def report(result: dict) -> list[str]:
-    """The settings, and a table with ratios first."""
+    """Return the settings, and a table with ratios first."""
     s = result["settings"]
     rates = result["rates"]
     head = ["system", "samples", "tokens", "steps", "x ours", "x floor", "model calls"]

@@ -138,7 +138,8 @@ class Experiment:
         tuned: Values,
         quick: bool = False,
     ) -> Config:
-        """The configuration of one run. A fixed order differs from seed to seed."""
+        """Return the configuration of one run. A fixed order differs from seed to
+        seed."""
         folder = self.out
         if folder is None:
             folder = OUT / ("quick" if quick else "") / self.name
@@ -198,7 +199,7 @@ class Experiment:
 
 
 def experiment_names() -> list[str]:
-    """Names of all experiments, by number."""
+    """Return the names of all experiments, by number."""
     names = [path.stem for path in CONFIGS.glob("E*.toml")]
     return sorted(names, key=lambda name: int(name[1:]))
 
@@ -214,8 +215,9 @@ def load_experiment(name: str) -> Experiment:
 
 
 def read_values(name: str) -> dict:
-    """The values of an experiment's file. Its base and recipes are laid over those of common.toml:
-    a recipe over the one with its name, or the one that it is `from`."""
+    """Return the values of an experiment's file. Its base and recipes are laid over
+    those of common.toml: a recipe over the one with its name, or the one that it is
+    `from`."""
     values = read_toml(CONFIGS / f"{name}.toml")
     common = read_toml(CONFIGS / "common.toml")
     if "run_configs" not in values:

@@ -93,7 +93,8 @@ def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
 
 
 def polya(rng: np.random.Generator) -> str:
-    """A sequence of draws. The urn holds POLYA_WEIGHT of each letter before them."""
+    """Return a sequence of draws. The urn holds POLYA_WEIGHT of each letter before
+    them."""
     counts = np.full(len(LETTERS), POLYA_WEIGHT)
     drawn = []
     for uniform in rng.random(POLYA_LENGTH):
@@ -106,9 +107,9 @@ def polya(rng: np.random.Generator) -> str:
 
 
 def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
-    """-log probability of a sequence of draws. With n_v draws of letter v of V and
-    weight a, the probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a), lgamma =
-    log G."""
+    """Return -log probability of a sequence of draws. With n_v draws of letter v of V
+    and weight a, the probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a),
+    lgamma = log G."""
     total = len(LETTERS) * weight
     nats = math.lgamma(total + len(text)) - math.lgamma(total)
     for letter in LETTERS:
@@ -118,7 +119,8 @@ def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
 
 @functools.cache
 def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
-    """All Latin squares whose first row and first column are in order: 56 of size 5."""
+    """Return all Latin squares whose first row and first column are in order: 56 of
+    size 5."""
     squares = [[tuple(range(size))]]
     rows = list(itertools.permutations(range(size)))
     for first in range(1, size):
@@ -140,7 +142,7 @@ def fits_below(row: tuple[int, ...], above: list[tuple[int, ...]]) -> bool:
 
 
 def latin5(rng: np.random.Generator) -> str:
-    """A random Latin square: a reduced one, columns and then rows but the first
+    """Return a random Latin square: a reduced one, columns and then rows but the first
     shuffled."""
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))]

@@ -58,7 +58,8 @@ def with_options(words: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def measured_by(command: list[str]) -> Measured:
-    """The figures of a script. Raises UserError with its last words if it fails."""
+    """Return the figures of a script. Raises UserError with its last words if it
+    fails."""
     report = report_of(*command)
     if "exact_match" in report["results"][0]:
         return of_answers(report)

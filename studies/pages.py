@@ -39,8 +39,8 @@ def titles() -> dict[str, dict[str, str]]:
 
 
 def title_of(kind: str) -> str:
-    """A loss or figure in words: eval_random_m8 -> any order, 8 orders. A name without a known
-    part, such as that of a run config, stays as it is."""
+    """Return a loss or figure in words: eval_random_m8 -> any order, 8 orders. A name
+    without a known part, such as that of a run config, stays as it is."""
 
     def words_of(part: str) -> str:
         for pattern, words in titles()["parts"].items():
@@ -132,8 +132,8 @@ def value_of(row: dict, kind: str) -> float | None:
 
 
 def mean_cell(values: list[float | None], form: str = ".3f") -> str:
-    """A mean over seeds with the half-width of its 95% CI; of few seeds their values; a dash if a
-    value is missing."""
+    """Return a mean over seeds with the half-width of its 95% CI; of few seeds their
+    values; a dash if a value is missing."""
     if not values or None in values:
         return "-"
     if len(values) < FEW:
@@ -179,7 +179,7 @@ def difference_cell(claim: dict, form: str = "+.3f") -> str:
 
 
 def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
-    """Mean over runs; None if one of them does not reach it."""
+    """Return the mean over runs; None if one of them does not reach it."""
     reached = [tokens_to(goal, row, kind) for row in rows]
     return None if None in reached else statistics.mean(reached)
 
@@ -456,7 +456,8 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
 
 
 def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
-    """A line for each run config: losses and measures, tokens to the goal, what was tuned."""
+    """Return a line for each run config: losses and measures, tokens to the goal, what
+    was tuned."""
     main = experiment.kind
     goal = experiment.goal
     rows = [row for entry in entries.values() for row in entry["runs"]]

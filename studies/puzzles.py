@@ -36,7 +36,7 @@ class Task:
     temperature = property(lambda self: 1.0 if self.limit else 0.0)
 
     def example(self, key: str, rng: np.random.Generator) -> str:
-        """The text made from a key, its prompt marked (prompts.py)."""
+        """Return the text made from a key, its prompt marked (prompts.py)."""
         return as_prompt(key) + self.answer(key, rng)
 
     def canonical(self, key: str) -> str:
@@ -49,7 +49,7 @@ class Task:
         return {0: "test", 1: "val"}.get(sixteenth, "train")
 
     def is_right(self, filled: str, made: str) -> bool:
-        """Whether `filled`, an example completed by a model, is right; made: the
+        """Return whether `filled`, an example completed by a model, is right; made: the
         original."""
         key = made[: self.start]
         answer = made[self.start :]
@@ -91,7 +91,7 @@ def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str
 
 
 def pairs(text: str, count: int) -> list[str]:
-    """The first pairs of letters, each an edge of a graph."""
+    """Return the first pairs of letters, each an edge of a graph."""
     return [text[i : i + 2] for i in range(0, 2 * count, 2)]
 
 
@@ -119,7 +119,7 @@ PEERS = [peers_of(cell) for cell in range(CELLS)]
 
 
 def solutions(cells: str) -> Iterator[str]:
-    """All ways to fill the empty cells (0) of a board of 36 whose digits do not
+    """Yield all ways to fill the empty cells (0) of a board of 36 whose digits do not
     clash."""
     empty = []  # (number of digits that fit, cell, these digits)
     for cell, digit in enumerate(cells):
@@ -139,8 +139,8 @@ def solutions(cells: str) -> Iterator[str]:
 
 @functools.cache
 def first_row_in_order() -> list[str]:
-    """All 39,168 boards whose first row is 1 to 6; every board is one of them, digits
-    renamed."""
+    """Return all 39,168 boards whose first row is 1 to 6; every board is one of them,
+    digits renamed."""
     return list(solutions("123456" + "0" * 30))
 
 
@@ -153,7 +153,7 @@ class Sudoku(Task):
     board = (SIDE, SIDE, 2, 3)
 
     def draw(self, rng):
-        """A uniformly random solved board, row by row."""
+        """Return a uniformly random solved board, row by row."""
         digits = 1 + rng.permutation(SIDE)
         names = "".join(map(str, digits))
         boards = first_row_in_order()
@@ -204,8 +204,8 @@ class Star(Task):
     documents = 200_000
 
     def draw(self, rng):
-        """The edges, two letters each, in random order; the centre and the end of an
-        arm."""
+        """Return the edges, two letters each, in random order; the centre and the end
+        of an arm."""
         # With more letters edges are looked up late.
         names = letters(rng, EDGES + 1, of=EDGES + 1)
         centre = names[0]
@@ -241,7 +241,7 @@ class Colouring(Task):
     start = 2 * BORDERS + 1
 
     def draw(self, rng):
-        """The borders of a map that has a colouring, two letters each, in random
+        """Return the borders of a map that has a colouring, two letters each, in random
         order."""
         edges = []
         while len(edges) < BORDERS:
@@ -357,8 +357,8 @@ class Reversal(Task):
         return "val" if int(number) % 4 == 1 else "test"
 
     def example(self, key, rng):
-        """A:B forward; backward A with the prompt :B, in training :BA for left-to-right
-        models."""
+        """Return a:B forward; backward A with the prompt :B, in training :BA for
+        left-to-right models."""
         number, direction = key.split()
         name, other = facts()[int(number)]
         if direction == "forward":

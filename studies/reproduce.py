@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def read_config() -> tuple[list[Model], list[Line], list[str]]:
-    """The models, the lines and the names of the sets in CONFIG."""
+    """Return the models, the lines and the names of the sets in CONFIG."""
     values = tomllib.loads(CONFIG.read_text())
     models = [Model(**model) for model in values["models"]]
     lines = [Line(**line) for line in values["lines"]]
@@ -111,7 +111,8 @@ def read_config() -> tuple[list[Model], list[Line], list[str]]:
 
 
 def chosen(wanted: tuple[str, ...], known: list[str], option: str) -> list[str]:
-    """Those of `known` that an option names, all if it names none. Raises UserError."""
+    """Return those of `known` that an option names, all if it names none. Raises
+    UserError."""
     for name in wanted:
         if name not in known:
             raise UserError(f"{option} {name}: choose among {', '.join(known)}")
@@ -119,7 +120,8 @@ def chosen(wanted: tuple[str, ...], known: list[str], option: str) -> list[str]:
 
 
 def fetched(model: Model, size: Size) -> str:
-    """The local path of released weights, which are downloaded if they are not there."""
+    """Return the local path of released weights, which are downloaded if they are not
+    there."""
     import huggingface_hub
 
     repository, *file = model.files[size]
@@ -138,7 +140,8 @@ def fetched(model: Model, size: Size) -> str:
 
 
 def prepared(name: str) -> Path:
-    """The folder of a zero-shot set, which prepare.py makes if it is not there."""
+    """Return the folder of a zero-shot set, which prepare.py makes if it is not
+    there."""
     try:
         return find_dataset(name)
     except FileNotFoundError:
@@ -237,7 +240,7 @@ def table(
 
 
 def cell(measured: list[dict], dataset: str, line: Line, published: float) -> str:
-    """One cell of the table; a dash where nothing was measured."""
+    """Return one cell of the table; a dash where nothing was measured."""
     for row in measured:
         identity = (row["dataset"], row["orders"], row["ensemble"])
         if identity == (dataset, line.orders, line.ensemble):

@@ -76,8 +76,8 @@ class Results:
     def of(
         self, config: Config, commands: list[list[str]], make: Callable[[], dict]
     ) -> dict:
-        """The result of a run that is measured by these commands: the saved one, or else that of
-        `make`, which is saved."""
+        """Return the result of a run that is measured by these commands: the saved one,
+        or else that of `make`, which is saved."""
         key = key_of(config, commands)
         if key not in self.rows and self.complete:
             raise MissingRow(f"{self.file} has no row of {config.run_folder}")
@@ -108,7 +108,8 @@ def key_of(config: Config, commands: list[list[str]]) -> str:
 
 
 def commits_of(results: Iterable[dict]) -> str:
-    """All commits of some results, each once; a run that was resumed has several."""
+    """Return all commits of some results, each once; a run that was resumed has
+    several."""
     commits = set()
     for result in results:
         commits.update(result["commit"].split(", "))
@@ -163,8 +164,8 @@ def around(place: Place, sizes: list[int]) -> list[Place]:
 
 
 def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
-    """The choice whose run ended lowest; the middle one if none was tried. Raises UserError if all
-    runs diverged, which have infinite losses."""
+    """Return the choice whose run ended lowest; the middle one if none was tried.
+    Raises UserError if all runs diverged, which have infinite losses."""
     if not tried:
         return run_config.untuned
     values, loss = min(tried, key=lambda pair: pair[1])
@@ -275,13 +276,14 @@ class Runner:
         }
 
     def tuned_on(self, run_config: RunConfig) -> list[str]:
-        """The run configs on which the values of this one are tuned."""
+        """Return the run configs on which the values of this one are tuned."""
         return self.experiment.tune_on or [run_config.tuned_as or run_config.name]
 
     def tune(
         self, recipe: str, run_configs: list[RunConfig]
     ) -> list[tuple[Values, float]]:
-        """What `search` tries, by the mean over these run configs and the tuning seeds."""
+        """Return what `search` tries, by the mean over these run configs and the tuning
+        seeds."""
 
         def configs(tuned: Values) -> list[Config]:
             configs = []
@@ -308,7 +310,7 @@ class Runner:
         return search(run_configs[0].tune, loss_of, at_hand)
 
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
-        """The result of a run with the experiment's measures."""
+        """Return the result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
         places = {
             "run": config.run_folder,

@@ -34,7 +34,8 @@ def rows_by(key: str, file: Path) -> dict[str, dict]:
 
 
 def main_loss(config: Config) -> str:
-    """The key of metrics.jsonl that a run is judged by: the loss under its training orders."""
+    """Return the key of metrics.jsonl that a run is judged by: the loss under its
+    training orders."""
     return f"val_loss_{best_by(config)}"
 
 
@@ -43,14 +44,16 @@ def validations_of(config: Config, lines: list[dict] | None) -> list[dict]:
 
 
 def speed_of(lines: list[dict] | None) -> float | None:
-    """Tokens per second, median of the logged steps; the first line contains the start."""
+    """Return tokens per second, median of the logged steps; the first line contains the
+    start."""
     speeds = [line["tokens_per_second"] for line in lines or () if "loss" in line]
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
-    """The metrics of a run, which is trained to its end first if necessary; None if it diverged,
-    which is a result, too. Raises UserError if training fails otherwise, or was stopped."""
+    """Return the metrics of a run, which is trained to its end first if necessary; None
+    if it diverged, which is a result, too. Raises UserError if training fails
+    otherwise, or was stopped."""
     if not has_ended(config):
         # `python train.py FILE` trains the same run by hand.
         file = beside(config, ".toml")
@@ -73,8 +76,8 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
 
 
 def has_ended(config: Config) -> bool:
-    """Whether this run has been trained to its end. Raises UserError if the folder holds a run of
-    another configuration."""
+    """Return whether this run has been trained to its end. Raises UserError if the
+    folder holds a run of another configuration."""
     file = config.run_folder / "config.toml"
     if not file.exists():
         return False
@@ -88,13 +91,13 @@ def has_ended(config: Config) -> bool:
 
 
 def trained_by(config: Config) -> str:
-    """The commit of the code that finished the training of a run."""
+    """Return the commit of the code that finished the training of a run."""
     file = beside(config, ".commit")
     return file.read_text() if file.exists() else "unknown"
 
 
 def beside(config: Config, suffix: str) -> Path:
-    """A file beside the run's folder."""
+    """Return a file beside the run's folder."""
     return config.run_folder.with_name(config.name + suffix)
 
 

@@ -205,7 +205,7 @@ def measure_speeds(benchmark: Experiment, a: Arguments) -> None:
 
 
 def speed_of_short_run(config: Config, processes: int) -> float:
-    """Tokens per second of the first steps of a run, in a temporary folder."""
+    """Return tokens per second of the first steps of a run, in a temporary folder."""
     tokens = config.train.batch_size * config.model.block_size
     steps = max(TIMED_STEPS, math.ceil(TIMED_TOKENS / tokens))
     with tempfile.TemporaryDirectory() as folder:
@@ -221,8 +221,9 @@ def speed_of_short_run(config: Config, processes: int) -> float:
 
 
 def time_table(benchmark: Experiment) -> list[str]:
-    """The duration of runs at their measured speeds, and until they reach the goal, as shares of
-    the first run config's, repetition by repetition: the median, and the least and largest."""
+    """Return the duration of runs at their measured speeds, and until they reach the
+    goal, as shares of the first run config's, repetition by repetition: the median, and
+    the least and largest."""
     file = file_of(benchmark, ".speeds.json")
     with damaged(file, "remove it, and measure again"):
         speeds = json.loads(read_bounded(file))["tokens_per_second"]
@@ -271,8 +272,9 @@ HEAD += ["tuned", "commit", "description"]
 
 
 def table(benchmark: Experiment) -> list[str]:
-    """The leaderboard: run configs with results, the fewest tokens and the lowest loss first.
-    Ingredients that did not pay stay there, though the benchmark no longer has them."""
+    """Return the leaderboard: run configs with results, the fewest tokens and the
+    lowest loss first. Ingredients that did not pay stay there, though the benchmark no
+    longer has them."""
     known = load_entries(benchmark)
     place = {
         n: (tokens_of(e), statistics.mean(losses_of(e).values()))
@@ -290,7 +292,8 @@ def table(benchmark: Experiment) -> list[str]:
 
 
 def line(name: str, entry: dict, goal: float) -> list[str]:
-    """Losses of the seeds, or their mean with its 95% CI; tokens and minutes are means."""
+    """Return the losses of the seeds, or their mean with its 95% CI; tokens and minutes
+    are means."""
     rows = ended(entry)
     reached = mean_tokens_to(goal, entry["runs"], "random")
     minutes = statistics.mean(
@@ -307,7 +310,7 @@ def line(name: str, entry: dict, goal: float) -> list[str]:
 
 
 def ended(entry: dict) -> list[dict]:
-    """The runs that did not diverge; that with seed 0 is among them."""
+    """Return the runs that did not diverge; that with seed 0 is among them."""
     return [row for row in entry["runs"] if row["tokens"]]
 
 
@@ -316,12 +319,13 @@ def tokens_of(entry: dict) -> int:
 
 
 def losses_of(entry: dict) -> dict[int, float]:
-    """The loss under the training orders by seed."""
+    """Return the loss under the training orders by seed."""
     return {row["seed"]: row["losses"]["training"][-1] for row in ended(entry)}
 
 
 def ingredients(known: dict[str, dict]) -> list[str]:
-    """What one change to "fast" gives, seed by seed: run configs "fast-..." with equal tokens."""
+    """Return what one change to "fast" gives, seed by seed: run configs "fast-..." with
+    equal tokens."""
     if "fast" not in known:
         return []
     fast = losses_of(known["fast"])

@@ -117,8 +117,8 @@ class Trainee:
             self.model.compile(dynamic=False, mode=options.compile_mode)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and orders (B, T) of a step; the same tokens in every system, the same orders in
-        all of one kind."""
+        """Return tokens and orders (B, T) of a step; the same tokens in every system,
+        the same orders in all of one kind."""
         o = self.options
         generator = common.seeded(step)
         tokens = torch.randint(
@@ -148,7 +148,8 @@ class Trainee:
         return done
 
     def warm_up(self) -> list[dict]:
-        """The first steps; on a GPU with the memory of weights, average and what a step adds."""
+        """Return the first steps; on a GPU with the memory of weights, average and what
+        a step adds."""
         if self.device.type != "cuda":
             return [self.step(step) for step in range(self.options.warmup)]
         before = torch.cuda.memory_allocated(self.device)

@@ -162,8 +162,8 @@ def answered(
 
 
 def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
-    """Options with the task's temperature; None if the model does not support them, as a plain GPT
-    only decodes left to right."""
+    """Return options with the task's temperature; None if the model does not support
+    them, as a plain GPT only decodes left to right."""
     temperature = TASKS[task].temperature
     options = DecodingOptions(**values, temperature=temperature, batch_size=BATCH)
     options = with_mode_defaults(options)

@@ -82,8 +82,8 @@ class Figure:
 
 
 def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
-    """A measured figure of a run, or else its loss at the first evaluation after a share of its
-    tokens. None if the run did not end or has no such figure."""
+    """Return a measured figure of a run, or else its loss at the first evaluation after
+    a share of its tokens. None if the run did not end or has no such figure."""
     if match := re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind):
         one = figure_of(row, match[1], share)
         other = figure_of(row, match[3], share)
@@ -112,8 +112,8 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
 
 
 def tokens_to(goal: float, row: dict, kind: str) -> float | None:
-    """Tokens at which a loss first reaches the goal, interpolated between two evaluations; None if
-    it never does."""
+    """Return tokens at which a loss first reaches the goal, interpolated between two
+    evaluations; None if it never does."""
     before = None
     losses = row["losses"].get(kind, ())
     for tokens, loss in zip(row["tokens"], losses, strict=False):

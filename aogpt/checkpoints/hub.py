@@ -138,8 +138,8 @@ def write_tokenizer_settings(
 
 
 def library_tokenizer(tokenizer: Tokenizer):
-    """One of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK] after them.
-    It reads "<|endoftext|>" as the end of a text."""
+    """Return one of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK]
+    after them. It reads "<|endoftext|>" as the end of a text."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(

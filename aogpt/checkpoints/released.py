@@ -29,9 +29,9 @@ SETTINGS = {
 def read(
     contents: dict, settings: dict | None, weights: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict]:
-    """Released weights as our configuration, tensors by our names, and the rest of
-    `Loaded`. GPT-2 has no start token: our step 0 reads a zero [None], steps >= 1 are
-    GPT-2's. Raises UserError.
+    """Return released weights as our configuration, tensors by our names, and the rest
+    of `Loaded`. GPT-2 has no start token: our step 0 reads a zero [None], steps >= 1
+    are GPT-2's. Raises UserError.
 
     contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in
     "model", its settings in "model_args" and averages in "ema_model". settings:
@@ -84,7 +84,7 @@ def read(
 
 
 def layout(state: dict[str, Tensor]) -> str:
-    """The layout of a state dict: a key of LAYOUTS."""
+    """Return the layout of a state dict: a key of LAYOUTS."""
     if "vocab_embed.embedding" in state:
         return (
             "SEDD" if any(name.startswith("sigma_map.") for name in state) else "RADD"
@@ -104,7 +104,7 @@ def layout(state: dict[str, Tensor]) -> str:
 
 
 def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
-    """The averaged weights by name: a list in the order of the module's
+    """Return the averaged weights by name: a list in the order of the module's
     parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
     if not isinstance(values, list) or not all(
@@ -120,7 +120,7 @@ def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Te
 
 
 def listed(names: list[str], limit: int = 4) -> str:
-    """The first few names, and how many there are."""
+    """Return the first few names, and how many there are."""
     shown = ", ".join(names[:limit]) or "nothing"
     return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown
 
@@ -138,8 +138,8 @@ DIFFUSION_BLOCK = (
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
-    """Names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the last
-    norm."""
+    """Return the names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the
+    last norm."""
     tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
     last = {
         f"{final}ln_f": "norm_f",
@@ -155,7 +155,7 @@ def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
-    """Names in RADD and SEDD -> ours."""
+    """Return the names in RADD and SEDD -> ours."""
     modules = {
         "sigma_map.mlp.0": "noise.fc",
         "sigma_map.mlp.2": "noise.proj",

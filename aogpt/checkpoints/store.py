@@ -81,18 +81,18 @@ def path_of(run_folder: Path, step: int) -> Path:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a checkpoint is while it is being written or removed."""
+    """Return where a checkpoint is while it is being written or removed."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint; None for other names."""
+    """Return the step in the name of a checkpoint; None for other names."""
     found = re.fullmatch(r"step_(\d{8,})", path.name)
     return int(found[1]) if found else None
 
 
 def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
-    """The checkpoints of a run, oldest first; up_to: the last step."""
+    """Return the checkpoints of a run, oldest first; up_to: the last step."""
     paths = {
         step_of(p): p
         for p in (Path(run_folder) / "checkpoints").glob("step_*")
@@ -103,7 +103,8 @@ def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
 
 
 def best_of(run_folder: Path) -> Path | None:
-    """The checkpoint that the run's file `best` names; None without such a file."""
+    """Return the checkpoint that the run's file `best` names; None without such a
+    file."""
     pointer = Path(run_folder) / "best"
     if not pointer.is_file():
         return None
@@ -116,7 +117,7 @@ def best_of(run_folder: Path) -> Path | None:
 
 
 def candidates(run_folder: Path, which: str) -> list[Path]:
-    """The checkpoint that "best" or a step means; for "last" all, as some may be
+    """Return the checkpoint that "best" or a step means; for "last" all, as some may be
     damaged."""
     found = find(run_folder)
     best = None if which == "last" else best_of(run_folder)
@@ -245,15 +246,15 @@ def digest(contents: dict) -> str:
 
 
 def is_finite(tensor: Tensor) -> Tensor | bool:
-    """Whether all numbers of a tensor are finite, without another tensor of its
+    """Return whether all numbers of a tensor are finite, without another tensor of its
     size."""
     return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
 
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
-    """The contents of state.json, after its checksum and those of the files have been
-    verified. share: of the files, where several processes divide them. prefix: of the
-    tensors that will be read; files of other kinds are not verified. Raises
+    """Return the contents of state.json, after its checksum and those of the files have
+    been verified. share: of the files, where several processes divide them. prefix: of
+    the tensors that will be read; files of other kinds are not verified. Raises
     CheckpointError."""
     file = path / STATE
     if not file.is_file():
@@ -293,11 +294,11 @@ def read_newest(
     procs: Processes | None = None,
     which: str = "last",
 ) -> tuple[Path, Any] | None:
-    """The newest checkpoint that can be read, and read(path); None if the run has none.
-    Skips damaged ones with a warning. procs: the processes of the job that owns the
-    run, which all must call and get the same one; without, looks again if a running job
-    has replaced a checkpoint. which: see `candidates`. Raises CheckpointError if all
-    are damaged."""
+    """Return the newest checkpoint that can be read, and read(path); None if the run
+    has none. Skips damaged ones with a warning. procs: the processes of the job that
+    owns the run, which all must call and get the same one; without, looks again if a
+    running job has replaced a checkpoint. which: see `candidates`. Raises
+    CheckpointError if all are damaged."""
     main, gather = (
         (procs.main, procs.gather) if procs else (True, lambda value: [value])
     )
@@ -356,7 +357,7 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
 
 
 def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, whole, by the rest of their
+    """Return the tensors whose names begin with a prefix, whole, by the rest of their
     names."""
     import torch.distributed.checkpoint as dcp
 

@@ -44,9 +44,9 @@ class Index(TypedDict):
 
 
 def read_weights(path: Path) -> LazyTensors | dict:
-    """The tensors of a safetensors file or of the files of an index, which are read
-    when they are looked up, or the contents of a PyTorch file. Raises CheckpointError
-    for what cannot be read."""
+    """Return the tensors of a safetensors file or of the files of an index, which are
+    read when they are looked up, or the contents of a PyTorch file. Raises
+    CheckpointError for what cannot be read."""
     if path.name != INDEX:
         return read_file(path)
     files = read_json(path, Index, "get it again")["weight_map"]
@@ -120,7 +120,7 @@ def renamed(tensors: Mapping, rename: Callable[[str], str]) -> dict[str, Any]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """A tensor of a safetensors file, mapped into memory until it is dropped."""
+    """Return a tensor of a safetensors file, mapped into memory until it is dropped."""
     try:
         # Opened for each tensor: a mapping stays as long as the file is open.
         with safe_open(path, "pt") as file:

@@ -104,8 +104,8 @@ def find_dataset(name: str | Path) -> Path:
 
 
 def evaluation_split(meta: dict) -> str:
-    """The split to evaluate on by default: the only one, that of an evaluation set, or
-    "val"."""
+    """Return the split to evaluate on by default: the only one, that of an evaluation
+    set, or "val"."""
     if len(meta["splits"]) == 1:
         return next(iter(meta["splits"]))
     if meta.get("split") in meta["splits"]:
@@ -222,7 +222,7 @@ def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndar
 
 
 def token_dtype(name: str) -> np.dtype:
-    """The type of a token file, little-endian on every machine."""
+    """Return the type of a token file, little-endian on every machine."""
     return np.dtype(name).newbyteorder("<")
 
 
@@ -311,7 +311,7 @@ class TokenDataset:
                 self._roles = self._roles[chosen]
 
     def files(self) -> dict[str, dict]:
-        """What a run records of the files, by path, for `changed_files` when it
+        """Return what a run records of the files, by path, for `changed_files` when it
         resumes."""
         recorded = {}
         for path, sha256 in zip(self._opened, self._sha256, strict=True):
@@ -336,22 +336,23 @@ class TokenDataset:
                 )
 
     def roles(self, indices) -> torch.Tensor:
-        """The roles (prompts.py) of the tokens in these blocks of examples, uint8 (B,
-        T)."""
+        """Return the roles (prompts.py) of the tokens in these blocks of examples,
+        uint8 (B, T)."""
         import torch
 
         indices = np.asarray(indices, dtype=np.int64)
         return torch.from_numpy(self._roles[indices])
 
     def predicted(self, seed: int, step: int, global_batch: int) -> int:
-        """Number of predicted tokens in a global batch of examples with prompts."""
+        """Return the number of predicted tokens in a global batch of examples with
+        prompts."""
         indices = self.indices(seed, step, range(global_batch), global_batch)
         is_predicted = self._roles[indices] == 0
         return int(is_predicted.sum())
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Blocks number `indices` (B integers in 0 .. num_blocks - 1) -> LongTensor (B,
-        T)."""
+        """Return blocks number `indices` (B integers in 0 .. num_blocks - 1) ->
+        LongTensor (B, T)."""
         import torch
 
         self.check_unchanged()
@@ -362,7 +363,8 @@ class TokenDataset:
         return torch.from_numpy(tokens)
 
     def tail(self) -> torch.LongTensor:
-        """The tokens after the last whole block -> LongTensor (1, t), 0 <= t < T."""
+        """Return the tokens after the last whole block -> LongTensor (1, t), 0 <= t <
+        T."""
         import torch
 
         rest = self.tokens[self.num_blocks * self.block_size :]
@@ -371,14 +373,16 @@ class TokenDataset:
     def batch(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> torch.LongTensor:
-        """Sequences `rows` of the global batch of `step` -> LongTensor (B, T)."""
+        """Return the sequences `rows` of the global batch of `step` -> LongTensor
+        (B, T)."""
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
     def indices(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> np.ndarray:
-        """The blocks that `batch` reads, int64 (B,): sequence g = step * global_batch +
-        row + shift is block shuffle_e[g % num_blocks] of epoch e = g // num_blocks."""
+        """Return the blocks that `batch` reads, int64 (B,): sequence g = step *
+        global_batch + row + shift is block shuffle_e[g % num_blocks] of epoch e = g //
+        num_blocks."""
         assert step >= 0
         if len(rows):
             assert 0 <= min(rows) <= max(rows) < global_batch, rows
@@ -431,7 +435,7 @@ class Mixture(TokenDataset):
             part.check_unchanged()
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Blocks by their number among those of all parts."""
+        """Return blocks by their number among those of all parts."""
         import torch
 
         part = np.searchsorted(self.ends, indices, side="right")
@@ -467,9 +471,9 @@ class Mixture(TokenDataset):
 
 
 def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
-    """The blocks that consecutive sequences read: number n is block shuffle_e[n %
-    count] of epoch e = n // count. first: added to the epoch's number for the
-    shuffle."""
+    """Return the blocks that consecutive sequences read: number n is block
+    shuffle_e[n % count] of epoch e = n // count. first: added to the epoch's number for
+    the shuffle."""
     epochs, places = np.divmod(numbers, count)
     indices = np.empty_like(places)
     # Two epochs where a batch straddles them, more if it is larger than the dataset.
@@ -538,9 +542,9 @@ def _name_and_share(text: str) -> tuple[str, int]:
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Notes on files that hold other data than `before` (`TokenDataset.files`), or have
-    another size or time and no checksum that would show whether they changed. Raises
-    UserError for a file that does not match its checksum."""
+    """Return notes on files that hold other data than `before` (`TokenDataset.files`),
+    or have another size or time and no checksum that would show whether they changed.
+    Raises UserError for a file that does not match its checksum."""
     notes = []
     for path, recorded in now.items():
         if recorded == before.get(path):
@@ -563,7 +567,7 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
 
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of the blocks in an epoch, int64 (count,)."""
+    """Return the order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.
     (bits,) = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)
     return np.argsort(bits, kind="stable")
@@ -572,9 +576,10 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
 def batch_lengths(
     seed: int, steps: range, block_size: int, random_prob: float
 ) -> np.ndarray:
-    """Length of the sequences in the global batch of each step, int64 (len(steps),):
-    block_size, or with probability `random_prob` uniform in 1 .. block_size and rounded
-    up to an eighth of it. A shortened batch keeps the first tokens of its blocks."""
+    """Return the length of the sequences in the global batch of each step, int64
+    (len(steps),): block_size, or with probability `random_prob` uniform in 1 ..
+    block_size and rounded up to an eighth of it. A shortened batch keeps the first
+    tokens of its blocks."""
     lengths = np.full(len(steps), block_size, dtype=np.int64)
     if random_prob == 0 or not len(steps):
         return lengths

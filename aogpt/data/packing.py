@@ -272,8 +272,8 @@ def shared_rows(train: SplitFile, other: SplitFile) -> int:
 
 
 def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
-    """Token ranges that sedd keeps of rows laid end to end; ends (rows,): the place
-    after each."""
+    """Yield the token ranges that sedd keeps of rows laid end to end; ends (rows,): the
+    place after each."""
     for shard in np.array_split(np.arange(len(ends)), SHARDS):  # larger ones first
         for first in shard[::GROUP_ROWS]:
             last = min(first + GROUP_ROWS - 1, shard[-1])

@@ -70,7 +70,7 @@ python -m studies.prepare makes puzzles, chorales and texts of known entropy."""
 
 
 def _option(kind: Any, metavar: str, default: str) -> Any:
-    """An option whose default depends on the dataset."""
+    """Return an option whose default depends on the dataset."""
     hint = f"(default: {default})"
     return Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
@@ -340,7 +340,7 @@ def metadata(
     dataset: Dataset,
     corpora: dict[str, Corpus],
 ) -> dict:
-    """The contents of meta.json, without splits and notes."""
+    """Return the contents of meta.json, without splits and notes."""
     settings = {  # on which the result depends
         "split": args.split,
         "protocol": args.protocol,

@@ -104,11 +104,11 @@ class Tokenizer:
         return self.encode_array(text).tolist()
 
     def encode_after(self, text: str) -> list[int]:
-        """The ids of a text that follows another one."""
+        """Return the ids of a text that follows another one."""
         return self.encode(text)
 
     def decode(self, ids) -> str:
-        """Text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
+        """Return text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
         U+FFFD."""
         ids = [int(i) for i in ids]
         for i in ids:
@@ -121,9 +121,9 @@ class Tokenizer:
         return text.decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
-        """Text of each of `ids`; joined, they are `decode(ids)`. A character of several
-        tokens belongs to the one that completes it, U+FFFD to the one that shows that
-        it is invalid."""
+        """Return text of each of `ids`; joined, they are `decode(ids)`. A character of
+        several tokens belongs to the one that completes it, U+FFFD to the one that
+        shows that it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
         for token in map(int, ids):
@@ -463,8 +463,9 @@ def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
 
 
 def is_gpt2s(tokenizer: HubTokenizer) -> bool:
-    """Whether a tokenizer.json is GPT-2's own: its vocabulary and its rules. A folder
-    of GPT-2's architecture with another one must not be read with GPT-2's ids."""
+    """Return whether a tokenizer.json is GPT-2's own: its vocabulary and its rules. A
+    folder of GPT-2's architecture with another one must not be read with GPT-2's
+    ids."""
     rules = json.loads(tokenizer.file)
     words = rules.get("pre_tokenizer") or {}
     is_plain = rules.get("normalizer") is None and words.get("type") == "ByteLevel"
@@ -478,7 +479,7 @@ def is_gpt2s(tokenizer: HubTokenizer) -> bool:
 
 
 def is_gpt2s_vocabulary(path: Path) -> bool:
-    """Whether a vocab.json, which older folders of GPT-2 have in place of a
+    """Return whether a vocab.json, which older folders of GPT-2 have in place of a
     tokenizer.json, is GPT-2's own. Raises FileError."""
     ids = read_json(path, dict[str, int], "get it again")
     ids.pop(END_OF_TEXT, None)

@@ -297,8 +297,8 @@ def open_texts(
     max_sequences: int | None,
     block_size: int,
 ) -> EvalSet:
-    """Texts that are not prepared, each a document. Raises UserError where no token of
-    one can be scored."""
+    """Return texts that are not prepared, each a document. Raises UserError where no
+    token of one can be scored."""
     dataset = TextDataset(texts, loaded, block_size)
     scored = {row.document for row in dataset.rows}
     for number, text in enumerate(texts):

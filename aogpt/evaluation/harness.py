@@ -4,7 +4,7 @@ generation.
 Importing this module registers the model under the name "aogpt"; eval_tasks.py is the
 script:
 
-    import lm_eval, evaluation.harness
+    import lm_eval, aogpt.evaluation.harness
     lm_eval.simple_evaluate(model="aogpt", model_args="run=out/NAME,order=random", tasks=["piqa"])
 
 The harness is the package lm_eval: pip install -r requirements-harness.txt.
@@ -93,14 +93,14 @@ class HarnessModel(TemplateLM):
     The log-likelihood, in nats, of a continuation of n tokens x_c..x_{T-1} given its
     context x_0..x_{c-1} is
 
-    order l2r, decoders     sum_{i >= c} log p(x_i | x_<i), exact. order random,
-    decoders  mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i]); s is the
-                            context in ascending order, then the continuation in uniformly random
-                            order.
-    order random, encoders  mean over M masks S of n / |S| sum_{i in S} log p(x_i | x
-    outside S); S
-                            is k uniformly random positions of the continuation (k-DCE, RADD), k
-                            uniform on 1..n and stratified over the masks.
+    order l2r, decoders      sum_{i >= c} log p(x_i | x_<i), exact
+    order random, decoders   mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i])
+    order random, encoders   mean over M masks S of n / |S| sum_{i in S} log p(x_i | x
+                             outside S)
+
+    An order s is the context in ascending order, then the continuation in a uniformly
+    random order. A mask S is k uniformly random positions of the continuation (k-DCE,
+    RADD), with k uniform on 1..n and stratified over the masks.
 
     The last two estimate without bias the any-order ELBO, E_s log p(continuation |
     context, s), and depend on (seed, tokens of the request, M) alone. is_greedy: every
@@ -201,8 +201,8 @@ class HarnessModel(TemplateLM):
     def _encode_pair(
         self, context: str, continuation: str
     ) -> tuple[list[int], list[int]]:
-        """The tokens of both together, divided at the last boundary of tokens within
-        the context, whose trailing spaces belong to the continuation."""
+        """Return the tokens of both together, divided at the last boundary of tokens
+        within the context, whose trailing spaces belong to the continuation."""
         text = context + continuation
         size = len(without_lone_surrogates(context.rstrip()).encode())
         size += self.tokenizer.adds_space  # before the text, in its first token
@@ -233,9 +233,9 @@ class HarnessModel(TemplateLM):
         return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
 
     def request_counts(self) -> dict[str, int]:
-        """Requests of all processes; `spanning`: with a token across context and
-        continuation, `truncated`: whose context lost its beginning; `windows`: of whole
-        texts; `generated`: answers."""
+        """Count the requests of all processes; `spanning`: with a token across context
+        and continuation, `truncated`: whose context lost its beginning; `windows`: of
+        whole texts; `generated`: answers."""
         of_processes = self.procs.gather(self.counts)
         totals = {}
         for name in REQUESTS_COUNTED:
@@ -385,7 +385,7 @@ class HarnessModel(TemplateLM):
         continuation: list[int],
         draw: int,
     ) -> ScoringPass:
-        """Pass `draw` over a request, by the definitions above."""
+        """Return the pass `draw` over a request, by the definitions above."""
         a = self.settings
         c = len(context)
         n = len(continuation)

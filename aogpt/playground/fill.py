@@ -202,7 +202,7 @@ class PlainFill(Fill):
         return log_probs.clamp(min=IMPOSSIBLE)
 
     def _agrees(self, tokens: list[int]) -> bool:
-        """Whether a filling has the tokens that are filled in."""
+        """Return whether a filling has the tokens that are filled in."""
         for step in self.steps:
             if tokens[step.position] != step.token:
                 return False

@@ -53,7 +53,8 @@ class RunOptions(ModelOptions):
 
 
 def visible(text: Any, one_line: bool = False) -> str:
-    """Text in which control characters, and with `one_line` newlines, are escaped."""
+    """Return text in which control characters, and with `one_line` newlines, are
+    escaped."""
     text = CONTROL.sub(
         lambda match: match[0].encode("unicode_escape").decode(), str(text)
     )
@@ -61,7 +62,8 @@ def visible(text: Any, one_line: bool = False) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A count and its noun, given in the plural: (1, "tokens are") -> "1 token is"."""
+    """Return a count and its noun, given in the plural: (1, "tokens are") -> "1 token
+    is"."""
     if count == 1:
         what = re.sub(r"(?<!Window)s\b", "", what, count=1)
         what = what.replace(" are ", " is ").replace(" have ", " has ")
@@ -150,8 +152,8 @@ def open_closed_streams() -> None:
 
 
 def _paths_with_home():
-    """A registry of tyro in which "~" is the home directory in every option that is a
-    path."""
+    """Return a registry of tyro in which "~" is the home directory in every option that
+    is a path."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     spec = PrimitiveConstructorSpec(

@@ -18,8 +18,8 @@ WIDE = 512
 
 
 def pick_device(device: str | torch.device, local_rank: int = 0) -> torch.device:
-    """The device of this name, made current. local_rank: index of the GPU if the name
-    has none."""
+    """Return the device of this name, made current. local_rank: index of the GPU if the
+    name has none."""
     if device == "auto":
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -97,8 +97,8 @@ def can_run_triton(device: torch.device) -> bool:
 
 
 def attention_of_many_shapes():
-    """A context without cuDNN's attention, which takes 23 to 440 ms to plan each new
-    shape."""
+    """Return a context without cuDNN's attention, which takes 23 to 440 ms to plan each
+    new shape."""
     kernels = [
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
@@ -109,8 +109,8 @@ def attention_of_many_shapes():
 
 @contextlib.contextmanager
 def deterministic(enabled: bool):
-    """A context in which, if enabled, a GPU computes the same bits in every run, or an
-    operation raises RuntimeError. Enter it before the GPU is used."""
+    """Return a context in which, if enabled, a GPU computes the same bits in every run,
+    or an operation raises RuntimeError. Enter it before the GPU is used."""
     if enabled:
         # read when cuBLAS starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -126,8 +126,8 @@ def deterministic(enabled: bool):
 
 @contextlib.contextmanager
 def tf32(device: torch.device, enabled: bool):
-    """A context in which, if enabled, an NVIDIA GPU multiplies float32 matrices in
-    TF32."""
+    """Return a context in which, if enabled, an NVIDIA GPU multiplies float32 matrices
+    in TF32."""
     on = enabled and device.type == "cuda"
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:
@@ -144,12 +144,13 @@ def release_memory(device: torch.device) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory, of the device or the CPU, has run out."""
+    """Return whether an error means that memory, of the device or the CPU, has run
+    out."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
     # a plain RuntimeError on the CPU
     return full or "can't allocate memory" in str(error)
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    """Return whether there is a C++ compiler, which torch.compile needs on a CPU."""
     return any(map(shutil.which, ("c++", "g++", "clang++")))

@@ -79,7 +79,7 @@ def _move_to_empty(temporary: Path, path: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine is running."""
+    """Return whether a process of this machine is running."""
     try:
         os.kill(pid, 0)  # sends nothing, but says whether it could
     except OSError as error:
@@ -98,9 +98,9 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end, or is removed after an error. Also
-    removes leftovers of killed processes. Raises OSError if `target` exists and not
-    `replace`."""
+    """Make a new folder that becomes `target` at the end, or is removed after an error.
+    Also removes leftovers of killed processes. Raises OSError if `target` exists and
+    not `replace`."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -156,7 +156,8 @@ def sha256_file(path: Path) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON of plain values; NaN and infinity become null, paths become strings."""
+    """Return JSON of plain values; NaN and infinity become null, paths become
+    strings."""
     text = json.dumps(value, default=str)
     return json.dumps(
         json.loads(text, parse_constant=lambda number: None), indent=indent
@@ -176,8 +177,8 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not blank, each with its place, "FILE line
-    N"."""
+    """Yield the lines of a text file that are not blank, each with its place, "FILE
+    line N"."""
     if not path.is_file() and str(path) != "/dev/stdin":
         what = (
             "it is not a regular file; copy it to one"
@@ -205,8 +206,8 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
 
 
 def json_object(line: str, place: str) -> dict:
-    """The object on one line of JSON. Raises UserError that begins with the place of
-    the line."""
+    """Return the object on one line of JSON. Raises UserError that begins with the
+    place of the line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

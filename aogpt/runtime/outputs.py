@@ -205,8 +205,8 @@ KEPT = (
 
 
 def owner_of(path: Path) -> str | None:
-    """The run, checkpoint, export or data set that a path, or what it links to, is an
-    own file of, in words; None where there is none."""
+    """Return the run, checkpoint, export or data set that a path, or what it links to,
+    is an own file of, in words; None where there is none."""
     for place in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for kept in KEPT:
             known = any((place.parent / sign).exists() for sign in kept.signs)
@@ -220,13 +220,14 @@ def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
 
 
 def versions() -> dict[str, str]:
-    """Versions that a reported number depends on."""
+    """Return the versions that a reported number depends on."""
     packages = {name: metadata.version(name) for name in ("torch", "numpy")}
     return {"python": platform.python_version()} | packages
 
 
 def commit() -> str:
-    """The commit of this code, with "-dirty" if files outside results/ have changed."""
+    """Return the commit of this code, with "-dirty" if files outside results/ have
+    changed."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -239,7 +240,7 @@ def commit() -> str:
 
 
 def command() -> str:
-    """This command, as it would be typed at the top of the repository."""
+    """Return this command, as it would be typed at the top of the repository."""
     module = sys.modules["__main__"].__spec__  # of `python -m`
     # A command of the package, as "aogpt score", which __main__ has put there.
     if sys.argv[0].startswith(("aogpt ", "python -m aogpt ")):
@@ -255,8 +256,8 @@ def provenance(
     processes: int = 1,
     **more,
 ) -> dict:
-    """Everything that results depend on. arguments: the options. dtype: the one that
-    was used."""
+    """Return everything that results depend on. arguments: the options. dtype: the one
+    that was used."""
     settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
     settings.pop("overwrite", None)  # nothing depends on it
     settings |= settings.pop("decoding", {})
@@ -265,7 +266,7 @@ def provenance(
 
 
 def escaped(line: str) -> str:
-    """One line of Markdown, with HTML tags and control characters escaped."""
+    """Return one line of Markdown, with HTML tags and control characters escaped."""
     # An odd number of backslashes before "<" escapes it already.
     return re.sub(
         r"(?<!\\)((?:\\\\)*)<(?=[a-zA-Z/!?])", r"\1\\<", visible(line, one_line=True)
@@ -273,7 +274,7 @@ def escaped(line: str) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    """The lines of a Markdown table, padded: `left` columns left-aligned, then
+    """Return the lines of a Markdown table, padded: `left` columns left-aligned, then
     right-aligned."""
     rows = [
         [escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)
@@ -297,7 +298,8 @@ COLORS = "#0072B2 #000000 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #8C8C00".split
 def new_figure(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5), **options
 ):
-    """A matplotlib figure that needs no screen, and its axes. size: in inches."""
+    """Return a matplotlib figure that needs no screen, and its axes. size: in
+    inches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -308,7 +310,7 @@ def new_figure(
 
 
 def png(figure, dpi: int = 150) -> bytes:
-    """A matplotlib figure as a PNG; closes it."""
+    """Return a matplotlib figure as a PNG; closes it."""
     import matplotlib.pyplot as plt
 
     image = io.BytesIO()

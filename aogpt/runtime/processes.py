@@ -49,23 +49,24 @@ class Processes:
             show(*values, **options)
 
     def share(self, total: int) -> range:
-        """This process's contiguous part of range(total); parts differ by at most
-        one."""
+        """Return this process's contiguous part of range(total); parts differ by at
+        most one."""
         first, end = (
             total * rank // self.world_size for rank in (self.rank, self.rank + 1)
         )
         return range(first, end)
 
     def gather(self, value) -> list:
-        """Every process's `value`, in rank order, on every process; all must call."""
+        """Return every process's `value`, in rank order, on every process; all must
+        call."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of every process's tensor, in place, on every process; all must
-        call."""
+        """Return the mean of every process's tensor, in place, on every process; all
+        must call."""
         if self.world_size > 1:
             dist.all_reduce(value)
             value /= self.world_size
@@ -119,7 +120,7 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
 def job_variable(
     name: str, default: int, least: int = 0, most: int | None = None
 ) -> int:
-    """A number that torchrun sets in the environment. Raises UserError."""
+    """Return a number that torchrun sets in the environment. Raises UserError."""
     text = os.environ.get(name, "")
     if not text:
         return default
@@ -162,7 +163,8 @@ def fresh_store(timeout: float) -> dist.Store:
 
 
 def job_store(rank: int, meeting: "Meeting") -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT: that of torchrun, or else of rank 0."""
+    """Return the store at MASTER_ADDR and MASTER_PORT: that of torchrun, or else of
+    rank 0."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(
@@ -192,7 +194,7 @@ def job_store(rank: int, meeting: "Meeting") -> dist.Store:
 
 
 def is_open(host: str, port: int) -> bool:
-    """Whether something answers at a port."""
+    """Return whether something answers at a port."""
     try:
         socket.create_connection((host, port), timeout=1.0).close()
     except OSError:
@@ -231,8 +233,8 @@ class Meeting:
 
 
 def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
-    """The message for an error that means that another process has ended or hangs; else
-    None."""
+    """Return the message for an error that means that another process has ended or
+    hangs; else None."""
     # PyTorch has no class of its own for such errors.
     text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
     if re.search(CUT_OFF, text):

@@ -99,14 +99,14 @@ def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> A
 
 
 def read_json(path: Path, shape: Any, advice: str) -> Any:
-    """The contents of a JSON file of this type."""
+    """Return the contents of a JSON file of this type."""
     return from_json(
         read_bounded(path).removeprefix(codecs.BOM_UTF8), shape, str(path), advice
     )
 
 
 def read_toml(path: Path) -> dict:
-    """The values of a TOML file, for `from_values`."""
+    """Return the values of a TOML file, for `from_values`."""
     try:
         return tomllib.loads(read_bounded(path).decode("utf-8-sig"), parse_float=number)
     except (ValueError, RecursionError) as error:
@@ -121,7 +121,7 @@ def number(text: str) -> float:
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. Raises FileError."""
+    """Return the bytes of a regular file of at most `most` bytes. Raises FileError."""
     # opening a FIFO would wait
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise FileError(f"{path} is not a regular file; copy its contents to one")
@@ -135,7 +135,7 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def expand_home(path: str | Path) -> Path:
-    """The path with the home directory for "~"."""
+    """Return the path with the home directory for "~"."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # of a user without one
@@ -212,7 +212,7 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
 
 
 def _bounds(hint: Any) -> str:
-    """The bounds that a type declares, in words."""
+    """Return the bounds that a type declares, in words."""
     words = []
     for item in get_args(hint):
         for name, word in BOUNDS.items():
@@ -226,7 +226,7 @@ def _bounds(hint: Any) -> str:
 
 
 def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of nested tables, and its type."""
+    """Return every dotted key of nested tables, and its type."""
     keys = {}
     if (
         isinstance(table, type)
@@ -241,7 +241,7 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
-    """What to write instead of an unknown key: a similar one, or one of another
+    """Return what to write instead of an unknown key: a similar one, or one of another
     table."""
     keys = list(keys_of(table))
     prefix = "".join(key.rpartition(".")[:2])

@@ -43,7 +43,7 @@ class Tiles:
 
 
 def can_attend(head_width: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes what the reference does."""
+    """Return whether the kernel computes what the reference does."""
     return head_width <= WIDEST_HEAD and dtype in DTYPES
 
 
@@ -53,7 +53,8 @@ def make_tiles(
     key_heads: int,
     dtype: torch.dtype,
 ) -> Tiles:
-    """The tiles of a step of a model with these heads and a cache of this type."""
+    """Return the tiles of a step of a model with these heads and a cache of this
+    type."""
     group = heads // key_heads
     queries = queries_of_tile(step.inputs, step.rows.shape[1], group, dtype)
     inputs = queries // group
@@ -75,9 +76,10 @@ def queries_of_tile(
     group: int,
     dtype: torch.dtype,
 ) -> int:
-    """Queries of a tile: its inputs times the query heads of a key head (`group`), up
-    to a power of two. Rows with many inputs take larger tiles, so that a key is read
-    for more queries; not in float32, whose products take too many registers."""
+    """Return the queries of a tile: its inputs times the query heads of a key head
+    (`group`), up to a power of two. Rows with many inputs take larger tiles, so that a
+    key is read for more queries; not in float32, whose products take too many
+    registers."""
     many = inputs * group > 32 * rows and dtype != torch.float32
     return max(64 if many else 16, triton.next_power_of_2(group))
 
@@ -87,8 +89,8 @@ def pick_tile(
     width: int,
     queries: int,
 ) -> tuple[int, int, int, str]:
-    """Keys of an iteration, warps, stages of loads ahead and the precision of products,
-    so that registers and shared memory of an A100 suffice."""
+    """Return the keys of an iteration, warps, stages of loads ahead and the precision
+    of products, so that registers and shared memory of an A100 suffice."""
     if dtype == torch.float32:
         keys = TILE_K // 2 if width == 128 else TILE_K
         warps = 8 if width == 128 else 4
@@ -112,8 +114,9 @@ def attend(
     tiles: Tiles,
     hide_start: bool,
 ) -> Tensor:
-    """The attention of all inputs, (N, H D). q (N, H, D), k and v (N, Hk, D) are of the
-    inputs; keys and values (B, slots, Hk, D) are the cache and hold k and v already."""
+    """Return the attention of all inputs, (N, H D). q (N, H, D), k and v (N, Hk, D) are
+    of the inputs; keys and values (B, slots, Hk, D) are the cache and hold k and v
+    already."""
     rows, starts, ends = tiles.rows, tiles.starts, tiles.ends
     return ragged_attention(q, k, v, keys, values, rows, starts, ends, hide_start)
 

@@ -293,7 +293,8 @@ class CachedPass(Pass):
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        """The same for queries of two streams: k and v are in the cache already."""
+        """Return the same for queries of two streams: k and v are in the cache
+        already."""
         return self.attend_cache(q, self.query_mask)
 
     def attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:

@@ -22,14 +22,15 @@ GROWTH = 1.25  # of a size of the ladder over the one before, at most, from 32 o
 
 
 def many_shapes():
-    """A context in which torch.compile keeps up to MAX_SHAPES graphs of a block."""
+    """Return a context in which torch.compile keeps up to MAX_SHAPES graphs of a
+    block."""
     limits = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
     return torch._dynamo.config.patch(limits)
 
 
 def few_shapes(step: Step, length: int) -> Step:
-    """The step with its numbers rounded up to powers of two, as each new shape costs a
-    compilation. length: slots of the cache."""
+    """Return the step with its numbers rounded up to powers of two, as each new shape
+    costs a compilation. length: slots of the cache."""
     end = round_up(step.end, LEAST_END)
     return dataclasses.replace(
         step,
@@ -43,14 +44,14 @@ def few_shapes(step: Step, length: int) -> Step:
 
 
 def round_up(number: int, least: int) -> int:
-    """The number or `least`, up to a power of two."""
+    """Return the number or `least`, up to a power of two."""
     return max(least, 1 << (number - 1).bit_length())
 
 
 @functools.cache
 def ladder(largest: int) -> list[int]:
-    """The sizes of graphs for up to `largest` inputs, or up to LARGEST_GRAPH. The last
-    one is at least that."""
+    """Return the sizes of graphs for up to `largest` inputs, or up to LARGEST_GRAPH.
+    The last one is at least that."""
     sizes = [SMALLEST_GRAPH]
     while sizes[-1] < min(largest, LARGEST_GRAPH):
         grown = int(sizes[-1] * GROWTH) // SMALLEST_GRAPH * SMALLEST_GRAPH
@@ -132,8 +133,8 @@ class GraphRunner:
         size: int,
         variant,
     ) -> tuple:
-        """The graph of a stage and its result. What is recorded is a step of no inputs:
-        all of its entries are padding, which no sample reads."""
+        """Return the graph of a stage and its result. What is recorded is a step of no
+        inputs: all of its entries are padding, which no sample reads."""
         self.rows.zero_()
         step = Step(
             rows=self.rows,

@@ -190,11 +190,11 @@ class AOGPTModel(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """log p of every token along an order, (B, T): see `token_log_probs`."""
+        """Return log p of every token along an order, (B, T): see `token_log_probs`."""
         return token_log_probs(self.model, tokens, order)
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """log p of every masked token given all others, (B, T): see
+        """Return log p of every masked token given all others, (B, T): see
         `masked_log_probs`."""
         return masked_log_probs(self.model, tokens, masked)
 
@@ -219,10 +219,12 @@ class AOGPTModel(PreTrainedModel):
             order: "random", "l2r" (a plain GPT's only order), or permutations
                 (B, T + max_new_tokens), in which positions that are known move to the
                 front.
-            temperature: 0 takes the most probable tokens. top_p: draw from the most
-            probable tokens that together have this probability. do_sample: False takes
-            the most probable tokens. seed: of all random numbers. attention_mask: (B,
-            T), 0 at padding, on any side, which stays as it is."""
+            temperature: 0 takes the most probable tokens.
+            top_p: draw from the most probable tokens that together have this
+                probability.
+            do_sample: False takes the most probable tokens.
+            seed: of all random numbers.
+            attention_mask: (B, T), 0 at padding, on any side, which stays as it is."""
         if temperature < 0 or max_new_tokens < 0:
             raise UserError("temperature and max_new_tokens must not be negative")
         if not 0 < top_p <= 1:

@@ -38,8 +38,8 @@ CHECKED: dict[tuple, Kernels | None] = {}
 
 
 def load_kernels(model: AOGPT, vocab_size: int | None = None) -> Kernels | None:
-    """The kernels that agree with tensor code for this model, or None, as without a
-    GPU."""
+    """Return the kernels that agree with tensor code for this model, or None, as
+    without a GPU."""
     weight = model.wte.weight
     if not devices.can_run_triton(weight.device):
         return None
@@ -76,7 +76,8 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
 
 
 def agrees(name: str, check: Callable[[], str]) -> bool:
-    """Whether a check finds no difference; if it does, or fails, say so on stderr."""
+    """Return whether a check finds no difference; if it does, or fails, say so on
+    stderr."""
     try:
         difference = check()
     except Exception as error:  # of Triton, its compiler or the driver: of any type
@@ -98,7 +99,7 @@ def wrong_draws(
     vocabulary: int,
     device: torch.device,
 ) -> str:
-    """What is wrong with the tokens that the kernel draws; "": nothing."""
+    """Return what is wrong with the tokens that the kernel draws; "": nothing."""
     choice = TokenChoice(
         temperature=0.9,
         top_k=min(50, vocabulary),
@@ -119,8 +120,9 @@ def wrong_draws(
 
 
 def attention_error(kernel: ModuleType, model: AOGPT) -> str:
-    """What is wrong with hidden states of the model if its attention is the kernel; "":
-    nothing. Two passes: over a context, and over what follows it, with a cache."""
+    """Return what is wrong with hidden states of the model if its attention is the
+    kernel; "": nothing. Two passes: over a context, and over what follows it, with a
+    cache."""
     length = min(model.config.block_size, 64)
     known = length // 2
     hidden = []
@@ -147,8 +149,8 @@ def two_passes(
     known: int,
     kernel: ModuleType | None,
 ) -> Tensor:
-    """Hidden states of `known` tokens in a random order and of all positions after
-    them, for two rows, of which the second is one token shorter."""
+    """Return the hidden states of `known` tokens in a random order and of all positions
+    after them, for two rows, of which the second is one token shorter."""
     weight = model.wte.weight
     device = weight.device
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +191,7 @@ def two_passes(
 
 
 def graph_error(device: torch.device) -> str:
-    """What is wrong with a small CUDA graph; "": nothing."""
+    """Return what is wrong with a small CUDA graph; "": nothing."""
     runner = GraphRunner(
         torch.zeros(
             5,

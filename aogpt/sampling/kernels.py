@@ -53,8 +53,8 @@ _CUT_20 = tl.constexpr(0x35800000)
 
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
-    """Whether `choose` draws what the reference would: it must know all fields that are
-    used, apart from those that change the logits before it."""
+    """Return whether `choose` draws what the reference would: it must know all fields
+    that are used, apart from those that change the logits before it."""
     if choice.noise != "float64" or logits.dtype == torch.float64:
         return False
     for field in dataclasses.fields(TokenChoice):
@@ -117,7 +117,7 @@ def choose(
 
 
 def float_bits(number: float) -> int:
-    """The bits of a float32, as an integer."""
+    """Return the bits of a float32, as an integer."""
     return int(torch.tensor(number, dtype=torch.float32).view(torch.int32))
 
 
@@ -245,8 +245,8 @@ def _largest(
     V,
     TILE: tl.constexpr,
 ):
-    """The largest logit, and the first token that has it; token 0 where none is a
-    number."""
+    """Return the largest logit, and the first token that has it; token 0 where none is
+    a number."""
     largest = tl.full((), -float("inf"), tl.float32)
     token = _zero()
     for start in range(0, V, TILE):
@@ -267,8 +267,8 @@ def _sums(
     TILE: tl.constexpr,
     CUTS: tl.constexpr,
 ):
-    """The sums of exponentials at temperature 1 and of weights; and, for `_limit`,
-    weight and number of the tokens above each cut."""
+    """Return the sums of exponentials at temperature 1 and of weights; and, for
+    `_limit`, weight and number of the tokens above each cut."""
     exponentials = tl.full((), 0, tl.float32)
     total = _zero()
     weights_above = _zero(), _zero(), _zero(), _zero()
@@ -390,8 +390,8 @@ def _above(
     token,
     TILE: tl.constexpr,
 ):
-    """The weight of the tokens with larger bits, and how many of equal bits have lower
-    ids."""
+    """Return the weight of the tokens with larger bits, and how many of equal bits have
+    lower ids."""
     above = _zero()
     ties = _zero()
     for start in range(0, V, TILE):
@@ -417,7 +417,7 @@ def _limit(
     TILE: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """The least bits above which less than `wanted` of the weight lies, and that
+    """Return the least bits above which less than `wanted` of the weight lies, and that
     weight. It is known to be more than `floor`. COUNT: of the number of tokens instead
     of their weight.
 

@@ -15,7 +15,7 @@ RESET = "\033[0m"
 
 
 def can_style() -> bool:
-    """Whether standard output is a terminal that knows escape sequences."""
+    """Return whether standard output is a terminal that knows escape sequences."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -15,7 +15,7 @@ from .parameters import init_weight, init_weights, matrices_of, parameter_counts
 
 
 def build_model(config: ModelConfig) -> Transformer:
-    """The model of a configuration, with initial values. Raises UserError for an
+    """Return the model of a configuration, with initial values. Raises UserError for an
     impossible one."""
     check_config(config)
     model = system_of(config)(config)

@@ -87,9 +87,9 @@ class Encoder(Transformer):
         sigma: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """-log p(true token | unmasked tokens) at masked positions, (B, T), nats, in
-        sequence order; 0 elsewhere. With noise, whose outputs are scores, (2, B, T):
-        see `ScoreOutputs`.
+        """Return -log p(true token | unmasked tokens) at masked positions, (B, T),
+        nats, in sequence order; 0 elsewhere. With noise, whose outputs are scores,
+        (2, B, T): see `ScoreOutputs`.
 
         tokens LongTensor (B, T), all of them; masked BoolTensor (B, T)."""
         inputs = self.with_masks(tokens, masked)
@@ -103,8 +103,8 @@ class Encoder(Transformer):
         masked: Tensor,
         lengths: Tensor | None,
     ) -> Tensor:
-        """log p(true token | unmasked tokens) at masked positions, 0 elsewhere, (B,
-        T)."""
+        """Return log p(true token | unmasked tokens) at masked positions, 0 elsewhere,
+        (B, T)."""
         if not self.config.noise:
             return -self(tokens, masked, lengths=lengths)
         sigma = self.noise_of(masked, lengths)
@@ -117,7 +117,7 @@ class Encoder(Transformer):
         masked: Tensor,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (B, T, D), by position, with the masked tokens
+        """Return the final hidden states (B, T, D), by position, with the masked tokens
         unknown."""
         sigma = None
         if self.config.noise:
@@ -131,7 +131,7 @@ class Encoder(Transformer):
         sigma: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (B, T, D)."""
+        """Return the final hidden states (B, T, D)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         allowed = None
         if lengths is not None:  # no position sees padding
@@ -148,12 +148,13 @@ class Encoder(Transformer):
         return self.run_blocks(x, p)
 
     def with_masks(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """The tokens, with [MASK] at masked positions."""
+        """Return the tokens, with [MASK] at masked positions."""
         check_boolean(masked, "masked")
         return torch.where(masked, self.mask_token, tokens)
 
     def noise_of(self, masked: Tensor, lengths: Tensor | None) -> Tensor:
-        """The noise level at which the share of masked tokens is expected, (B,)."""
+        """Return the noise level at which the share of masked tokens is expected,
+        (B,)."""
         total = masked.shape[1] if lengths is None else lengths
         share = masked.double().sum(1) / total
         return log_linear_noise(share)
@@ -185,6 +186,6 @@ class NoiseEmbedding(nn.Module):
 
 
 def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
-    """Noise level sigma(t) = -log(1 - (1 - eps) t): tokens are masked at rate
-    (1 - eps) t."""
+    """Return the noise level sigma(t) = -log(1 - (1 - eps) t): tokens are masked at
+    rate (1 - eps) t."""
     return -torch.log1p(-(1 - eps) * t)

@@ -72,7 +72,8 @@ class MaskQueryPass(Pass):
         return x[:, T:]
 
     def query_mask(self, T: int, device: torch.device) -> Tensor:
-        """Which contents and queries each query sees: bool (B or 1, 1, T, 2 T)."""
+        """Return which contents and queries each query sees: bool
+        (B or 1, 1, T, 2 T)."""
         steps = torch.arange(T, device=device)
         context = self.context
         if context is None:
@@ -84,8 +85,8 @@ class MaskQueryPass(Pass):
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What T queries read from the contents before them and from themselves, without a
-    mask.
+    """Return what T queries read from the contents before them and from themselves,
+    without a mask.
 
     q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then
     queries. Returns (B, T, D)."""
@@ -237,7 +238,8 @@ class MaskQuery(QueryDecoder):
 
     @classmethod
     def query_weights(cls, c: ModelConfig) -> int:
-        """Those of a token again, but the last block only projects the contents."""
+        """Return those of a token again, but the last block only projects the
+        contents."""
         matrices = block_matrices(c)
         last = matrices.queries + matrices.keys_and_values
         return (c.n_layer - 1) * matrices.all + last
@@ -273,14 +275,14 @@ class MaskQuery(QueryDecoder):
         return self.hidden(tokens, order, context)
 
     def with_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Inputs (..., D) plus their rows of the table of positions, if the model has
-        one."""
+        """Return inputs (..., D) plus their rows of the table of positions, if the
+        model has one."""
         if self.wpe is None:
             return x
         return x + self.wpe(positions)
 
     def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
-        """Inputs (..., D) at positions (...) -> final hidden states (..., D)."""
+        """Return inputs (..., D) at positions (...) -> final hidden states (..., D)."""
         if self.angles is not None:
             p.key_angles = self.angles_at(positions, x.dtype)
             p.query_angles = p.key_angles

@@ -62,8 +62,8 @@ def sinusoids(rows: int, dim: int, std: float) -> Tensor:
 
 
 def parameter_counts(model: Transformer) -> dict[str, int]:
-    """Parameters of embeddings, blocks, conditioning (target positions, adaLN, noise)
-    and head."""
+    """Count the parameters of embeddings, blocks, conditioning
+    (target positions, adaLN, noise) and head."""
     conditioning = conditioning_parameters(model)
     blocks = set(model.blocks.parameters())
     last = {*model.norm_f.parameters(), *model.head.parameters()}
@@ -83,7 +83,8 @@ def parameter_counts(model: Transformer) -> dict[str, int]:
 
 
 def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
-    """The parameters that tell the model which position to predict, or the noise."""
+    """Return the parameters that tell the model which position to predict, or the
+    noise."""
     parameters = set()
     for module in model.modules():
         for name in getattr(module, "conditions", ()):
@@ -92,8 +93,8 @@ def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
 
 
 def matrices_of(model: nn.Module) -> Matrices:
-    """What the layers of the model name as matrices, with the rows of each part: Muon
-    orthogonalises them, and LoRA adapts them."""
+    """Return what the layers of the model name as matrices, with the rows of each part:
+    Muon orthogonalises them, and LoRA adapts them."""
     matrices: Matrices = []
     for layer in model.modules():
         of_layer = getattr(layer, "matrices", None)

@@ -30,12 +30,13 @@ class QueryDecoder(Transformer, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def query_weights(cls, c: ModelConfig) -> int:
-        """Weights of the matrices of all blocks that the query of a token passes."""
+        """Count the weights of the matrices of all blocks that the query of a token
+        passes."""
 
     @classmethod
     @abc.abstractmethod
     def query_attentions(cls, c: ModelConfig) -> int:
-        """Blocks in which queries attend besides what the tokens do."""
+        """Count the blocks in which queries attend besides what the tokens do."""
 
     def forward(
         self,
@@ -55,8 +56,8 @@ class QueryDecoder(Transformer, abc.ABC):
         order: Tensor,
         group_start: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states of the queries, (B, T, D); state i predicts position
-        order[:, i].
+        """Return the final hidden states of the queries, (B, T, D); state i predicts
+        position order[:, i].
 
         group_start (B, T): step i is predicted from the tokens of steps <
         group_start[:, i], which is at most i; None: from all steps before it."""

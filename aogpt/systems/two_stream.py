@@ -65,8 +65,8 @@ class TwoStreamBlock(nn.Module):
         p: TwoStreamPass,
         first_values: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both streams, (B, T, D) each -> both streams, and values where blocks mix
-        them."""
+        """Return both streams, (B, T, D) each -> both streams, and values where blocks
+        mix them."""
         attn = self.attn
         normed = self.norm1(x)
         q, k, v, values = attn.heads(normed, p, first_values)
@@ -82,8 +82,8 @@ class TwoStreamBlock(nn.Module):
         return x, queries, values
 
     def query_heads(self, normed: Tensor, p: TwoStreamPass) -> Tensor:
-        """Queries (B, T, D), normed -> their heads (B, T, H, D/H). They have neither
-        keys nor values, and need the first rows of the projection only."""
+        """Return queries (B, T, D), normed -> their heads (B, T, H, D/H). They have
+        neither keys nor values, and need the first rows of the projection only."""
         attn = self.attn
         rows = attn.heads_of[0] * attn.head_dim
         weight = attn.qkv.weight[:rows]
@@ -146,7 +146,7 @@ class TwoStream(QueryDecoder):
         return self.trunk(x, in_positions, p)
 
     def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
-        """What inputs and queries see in groups (A3), (B, 1, T, T) each.
+        """Return what inputs and queries see in groups (A3), (B, 1, T, T) each.
 
         An input sees all groups up to its own, and of its own the tokens after it, too;
         a query sees the groups before its own. So nothing depends on the order inside a

@@ -35,7 +35,7 @@ class Batch:
     masks: Masks | None = None  # encoder
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """A batch with `function` applied to every tensor."""
+        """Return a batch with `function` applied to every tensor."""
 
         def optional(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else function(tensor)
@@ -57,8 +57,8 @@ def make_batch(
     roles: Roles | None = None,
     mean_predicted: float = 1.0,
 ) -> Batch:
-    """Sequences `batch_rows` (B, T) of the global batch of `step` with orders or masks:
-    a pure function of the arguments.
+    """Return the sequences `batch_rows` (B, T) of the global batch of `step` with
+    orders or masks: a pure function of the arguments.
 
     With prompts, mean_predicted: predicted tokens per sequence, averaged over the
     global batch, so that losses are means over predicted tokens."""

@@ -179,10 +179,10 @@ class Config(Table):
         return validation.expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
-        """Sequences in a forward pass of each of `world_size` processes:
-        train.micro_batch_size, or the largest number below it that divides the
-        process's share of the batch. Raises UserError if processes cannot have equal
-        shares."""
+        """Return the number of sequences in a forward pass of each of `world_size`
+        processes: train.micro_batch_size, or the largest number below it that divides
+        the process's share of the batch. Raises UserError if processes cannot have
+        equal shares."""
         share, rest = divmod(self.train.batch_size, world_size)
         refuse(
             rest > 0,
@@ -195,8 +195,8 @@ class Config(Table):
         return size
 
     def with_steps(self, num_blocks: int) -> "Config":
-        """The configuration with train.epochs, passes over `num_blocks` blocks, as
-        train.steps."""
+        """Return the configuration with train.epochs, passes over `num_blocks` blocks,
+        as train.steps."""
         t = self.train
         if not t.epochs:
             return self
@@ -209,7 +209,7 @@ class Config(Table):
         return pick_dtype(self.train.dtype, device, self.model.n_embd)
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
-        """Orders and group size at a step (from 0)."""
+        """Return the orders and group size at a step (from 0)."""
         started = [stage for stage in self.schedule if stage.step <= step]
         if not started:
             return self.order, self.objective.group
@@ -393,8 +393,8 @@ def with_source(config: Config, given: set[str]) -> Config:
 
 
 def check_options(words: list[str]) -> tuple[list[str], set[str]]:
-    """The words of a command line, in which 1e3 is written out for integer keys, and
-    the keys that they set. Raises UserError for a key that does not exist."""
+    """Return the words of a command line, in which 1e3 is written out for integer keys,
+    and the keys that they set. Raises UserError for a key that does not exist."""
     keys = validation.keys_of(Config)
     given = set()
     result = []
@@ -419,7 +419,7 @@ def check_options(words: list[str]) -> tuple[list[str], set[str]]:
 
 
 def key_of(option: str, keys: Collection[str]) -> str:
-    """The dotted key that an option sets: --train.no-compile sets train.compile,
+    """Return the dotted key that an option sets: --train.no-compile sets train.compile,
     --schedule.0.step a step of schedule."""
     key = option.removeprefix("--").replace("-", "_")
     key = re.sub(r"\.\d+(?=\.)", "", key)
@@ -429,7 +429,7 @@ def key_of(option: str, keys: Collection[str]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML document that `load_toml` reads back to an equal Config."""
+    """Return a TOML document that `load_toml` reads back to an equal Config."""
     values = asdict(config)
     # TOML has no None: such a key is left out.
     model = values["model"]
@@ -438,7 +438,7 @@ def to_toml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
-    """{dotted key: (old value, new value)} of the values that differ."""
+    """Return {dotted key: (old value, new value)} of the values that differ."""
     before = dotted(old)
     after = dotted(new)
     return {
@@ -449,7 +449,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple]:
 
 
 def dotted(config: Config) -> dict[str, Any]:
-    """{dotted key: value}, such as optim.lr."""
+    """Return {dotted key: value}, such as optim.lr."""
     values = {}
     for key, value in asdict(config).items():
         if not isinstance(value, dict):

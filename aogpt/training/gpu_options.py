@@ -29,8 +29,8 @@ class FusedPass(Pass):
     """The training pass of adaLN in which a kernel gathers, shifts and scales."""
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """Shifts and scales by position, (block_size, D), and gates for each step, (B,
-        T, D)."""
+        """Return shifts and scales by position, (block_size, D), and gates for each
+        step, (B, T, D)."""
         outputs = []
         for number, part in enumerate(linear(self.condition).chunk(parts, dim=-1)):
             is_gate = number % 3 == 2

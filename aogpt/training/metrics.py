@@ -83,16 +83,16 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of a device at a precision; None where it is not
-    known."""
+    """Return the peak operations per second of a device at a precision; None where it
+    is not known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device))
 
 
 def in_units(value: float, units: Units, digits: int = 3) -> str:
-    """A number with `digits` significant digits, in the largest unit that leaves at
-    least 1."""
+    """Return a number with `digits` significant digits, in the largest unit that leaves
+    at least 1."""
     size, unit = next((pair for pair in units if value >= pair[0]), units[-1])
     amount = value / size
     decimals = max(0, digits - 1 - math.floor(math.log10(amount))) if amount else 0
@@ -229,7 +229,8 @@ class Log:
         self.restart_clock()
 
     def _flops_per_second(self, seconds: float) -> float:
-        """Operations of each process in the last steps, which took so long."""
+        """Return the operations of each process in the last steps, which took so
+        long."""
         size = self.data.block_size
         tokens = self.clock_tokens
         if self.data.of_records:  # with prompts and padding
@@ -270,7 +271,7 @@ class Log:
         self.clock_steps = 0
 
     def count_tokens(self, steps: range) -> int:
-        """Tokens that are predicted in these steps, from 0."""
+        """Count the tokens that are predicted in these steps, from 0."""
         seed = self.config.seed
         batch_size = self.config.train.batch_size
         if self.data.of_records:
@@ -284,7 +285,7 @@ class Log:
         return batch_size * int(lengths.sum())
 
     def time_left(self, step: int) -> str:
-        """Time left in the run, with validations; "" if unknown or none."""
+        """Return the time left in the run, with validations; "" if unknown or none."""
         done = step - self.first_step
         left = self.config.train.steps - step
         if not done or not left:
@@ -327,12 +328,13 @@ class Log:
 
 
 def can_show_bar() -> bool:
-    """Whether stderr is a terminal with rows, which some do not have."""
+    """Return whether stderr is a terminal with rows, which some do not have."""
     return sys.stderr.isatty() and 0 not in os.get_terminal_size(2)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that the process has had at most on the GPU, or without one in memory."""
+    """Return the bytes that the process has had at most on the GPU, or without one in
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -340,8 +342,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl; lines that a kill or a full disk has cut short are
-    skipped."""
+    """Return the rows of metrics.jsonl; lines that a kill or a full disk has cut short
+    are skipped."""
     if not path.is_file():
         return []
     rows = []

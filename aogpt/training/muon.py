@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor, without copying it."""
+    """Return this process's shard of a tensor, without copying it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -201,8 +201,8 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
 
 
 def assign(costs: list[int], world_size: int) -> list[int]:
-    """The process for each piece of work: costliest first, each to the least loaded
-    process."""
+    """Return the process for each piece of work: costliest first, each to the least
+    loaded process."""
     loads = [0] * world_size
     owners = [0] * len(costs)
     costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
-    """Whether a program can hold rows of this width."""
+    """Return whether a program can hold rows of this width."""
     return width <= 8192 and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,8 +33,9 @@ def modulated_norm(
     inverse: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The modulated norm (B, T, D) in the type of the tables, which under autocast is
-    that of the product that follows, and 1 / rms of each row, float32 (B, T).
+    """Return the modulated norm (B, T, D) in the type of the tables, which under
+    autocast is that of the product that follows, and 1 / rms of each row, float32
+    (B, T).
 
     x (B, T, D), weight (D,), shift and scale (at least T, D) by position, targets and
     inverse (B, T): the position of each step and the step of each position."""
@@ -88,8 +89,8 @@ def modulated_norm_backward(
     inverse: Tensor,
     rrms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x (B, T, D), and by position, float32 (T, D), the sums over the
-    batch of the gradient of y and of its product with x / rms(x)."""
+    """Return the gradient of x (B, T, D), and by position, float32 (T, D), the sums
+    over the batch of the gradient of y and of its product with x / rms(x)."""
     B, T, D = x.shape
     x = x.contiguous()
     grad = grad.contiguous()

@@ -20,10 +20,10 @@ def learning_rate(
     config: Config,
     peak: float | None = None,
 ) -> float:
-    """Learning rate at a step (from 0): linear warm-up to `peak` (optim.lr), then
-    cosine or linear decay to peak * min_lr_ratio at optim.decay_steps (0: the end of
-    the run); wsd: constant until the last decay_share of the steps, then linear decay
-    (Hu et al., arXiv 2404.06395)."""
+    """Return the learning rate at a step (from 0): linear warm-up to `peak` (optim.lr),
+    then cosine or linear decay to peak * min_lr_ratio at optim.decay_steps
+    (0: the end of the run); wsd: constant until the last decay_share of the steps, then
+    linear decay (Hu et al., arXiv 2404.06395)."""
     o = config.optim
     peak = o.lr if peak is None else peak
     if step < o.warmup_steps:
@@ -41,7 +41,7 @@ def learning_rate(
 
 
 def learning_rates(step: int, config: Config) -> dict[str, float]:
-    """{"lr": AdamW's rate} at a step (from 0), with Muon also "muon_lr"."""
+    """Return {"lr": AdamW's rate} at a step (from 0), with Muon also "muon_lr"."""
     rates = {"lr": learning_rate(step, config)}
     if config.optim.kind == "muon":
         rates["muon_lr"] = learning_rate(step, config, config.optim.muon_lr)
@@ -87,7 +87,8 @@ def named_state(
     model: Transformer,
     optimizers: list[torch.optim.Optimizer],
 ) -> dict[str, dict[str, Tensor]]:
-    """{parameter name: optimizer state}; PyTorch's numbers depend on the groups."""
+    """Return {parameter name: optimizer state}; PyTorch's numbers depend on the
+    groups."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     states = {}
     for optimizer in optimizers:

@@ -34,7 +34,7 @@ def build(
     weights: dict[str, Tensor] | None = None,
     empty: bool = False,
 ) -> Transformer:
-    """A model on its device. Under fsdp it is sharded block by block, so that no
+    """Return a model on its device. Under fsdp it is sharded block by block, so that no
     process holds more than one block in full. weights: initial values by name, which
     are used up; None: random, or with `empty` zeros to load a checkpoint into."""
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def build(
 
 
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
-    """A function that shards the weights of a module. Blocks are gathered in the
+    """Return a function that shards the weights of a module. Blocks are gathered in the
     precision of matrix products, everything else and all gradients in float32."""
     # FSDP2 warns of in-place writes to views of outputs; the model has none.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
@@ -166,9 +166,9 @@ def save_attention_too(context, operation, *arguments, **keywords):
 
 @contextlib.contextmanager
 def compiled(model: Transformer, procs: Processes, mode: str):
-    """A context in which the model is compiled, once for every shape: up to LENGTHS in
-    training, whole and last batches in validation. mode: of torch.compile. Raises
-    UserError without a compiler."""
+    """Return a context in which the model is compiled, once for every shape: up to
+    LENGTHS in training, whole and last batches in validation. mode: of torch.compile.
+    Raises UserError without a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError(
             "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
@@ -187,8 +187,8 @@ def compiled(model: Transformer, procs: Processes, mode: str):
 
 
 def replicate(model: Transformer, procs: Processes) -> nn.Module:
-    """What a training step calls: the model, in DDP if processes hold replicas of
-    it."""
+    """Return what a training step calls: the model, in DDP if processes hold replicas
+    of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers

@@ -114,8 +114,8 @@ class Saver:
             self.next_by_clock = time.monotonic() + 60 * minutes
 
     def is_due(self, progress: Progress, stop: StopRequest) -> bool:
-        """Whether a checkpoint is due: by the number of the step, at the end, as the
-        processes have agreed, or since an earlier step that was skipped."""
+        """Return whether a checkpoint is due: by the number of the step, at the end, as
+        the processes have agreed, or since an earlier step that was skipped."""
         by_step = progress.step % self.config.checkpoint.interval == 0
         is_last = progress.step == self.config.train.steps
         if by_step or is_last or stop.requested or stop.clock:
@@ -128,9 +128,9 @@ class Saver:
         stop: StopRequest,
         best: dict | None,
     ) -> bool:
-        """Whether to save now: a checkpoint is due, or `best` is better than the best
-        checkpoint. Call after `wait`. The state before a skipped step may be its cause:
-        except at the end, only what comes after a step that counted is saved."""
+        """Return whether to save now: a checkpoint is due, or `best` is better than the
+        best checkpoint. Call after `wait`. The state before a skipped step may be its
+        cause: except at the end, only what comes after a step that counted is saved."""
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
             return False
@@ -227,15 +227,15 @@ class Saver:
 
 
 def better_of(best: dict | None, step: int, loss: float) -> dict | None:
-    """The best checkpoint, {"step", "loss"}, when that of `step` has this validation
-    loss."""
+    """Return the best checkpoint, {"step", "loss"}, when that of `step` has this
+    validation loss."""
     if math.isfinite(loss) and (best is None or loss < best["loss"]):
         return {"step": step, "loss": loss}
     return best
 
 
 def last_good(config: Config, step: int) -> str:
-    """Which checkpoint up to a step was saved without a skipped step pending, in
+    """Return which checkpoint up to a step was saved without a skipped step pending, in
     words."""
     for path in reversed(store.find(config.run_folder, up_to=step)):
         with contextlib.suppress(CheckpointError):
@@ -246,7 +246,7 @@ def last_good(config: Config, step: int) -> str:
 
 
 def not_finite_message(config: Config, progress: Progress, name: str) -> str:
-    """Why a run with numbers that are not finite ends, and what to do."""
+    """Return why a run with numbers that are not finite ends, and what to do."""
     good = last_good(config, progress.step - progress.skipped_in_a_row)
     remedy = f"move {config.run_folder} away"
     if good.startswith("the last"):
@@ -260,8 +260,8 @@ def not_finite_message(config: Config, progress: Progress, name: str) -> str:
 
 
 def newest_and_best(config: Config, progress: Progress) -> str:
-    """The validation losses of the newest and the best checkpoint, for the end of a
-    run."""
+    """Return the validation losses of the newest and the best checkpoint, for the end
+    of a run."""
     best = progress.best
     if best is None:
         return "no checkpoint has been validated yet (--eval.interval)"

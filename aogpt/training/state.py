@@ -96,7 +96,7 @@ class State:
 
 
 def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> State:
-    """The state of the newest checkpoint, or a new one, with the weights of
+    """Return the state of the newest checkpoint, or a new one, with the weights of
     train.init_from if set. Raises UserError for another run's folder, CheckpointError
     if no checkpoint can be read."""
     torch.manual_seed(config.seed)
@@ -214,8 +214,8 @@ def adapter_of(
 
 
 def history_in(folder: Path) -> str | None:
-    """Why no run can start in a folder without checkpoints: it holds files of another
-    run; else None. A run that was killed before its first checkpoint may start
+    """Return why no run can start in a folder without checkpoints: it holds files of
+    another run; else None. A run that was killed before its first checkpoint may start
     again."""
     if (folder / store.NONE_YET).exists():
         return None
@@ -283,8 +283,8 @@ def changes_of(
     old_meta: Mapping[str, Any],
     meta: Mapping[str, Any],
 ) -> dict[str, tuple]:
-    """{key: (before, after)} of keys of the config, the tokenizer and the splits of the
-    data that have changed."""
+    """Return {key: (before, after)} of keys of the config, the tokenizer and the splits
+    of the data that have changed."""
     changes = configuration.differences(old, config)
     for key, pair in other_tokenizer(old_meta, meta).items():
         changes[f"data.{key}"] = pair
@@ -297,7 +297,7 @@ def changes_of(
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:
-    """What a table says of a dotted key, or of the table that the key is in."""
+    """Return what a table says of a dotted key, or of the table that the key is in."""
     group = key.partition(".")[0]
     return table.get(key, table.get(group))
 
@@ -325,7 +325,7 @@ def check_same_data(
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """The tensors of a state, not copied, by their names in a checkpoint."""
+    """Return the tensors of a state, not copied, by their names in a checkpoint."""
     tensors = {}
     for name, p in trainable(state.model).items():
         tensors[f"model.{name}"] = p.detach()
@@ -345,7 +345,7 @@ def plain_values(
     config: Config,
     data_meta: Mapping[str, Any],
 ) -> dict:
-    """Everything else, as JSON values: keys of checkpoints.store.State."""
+    """Return everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]
     values = asdict(state.progress)
     values["best"] = best
@@ -381,7 +381,7 @@ def restore(state: State, path: Path, values: dict) -> None:
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """The name of a tensor whose shard on this process has a number that is not
+    """Return the name of a tensor whose shard on this process has a number that is not
     finite."""
     # All are asked before one is read, which waits for the device.
     finite = [store.is_finite(local(tensor)) for tensor in tensors.values()]

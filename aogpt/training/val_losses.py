@@ -42,8 +42,8 @@ def evaluate(
     config: Config,
     procs: Processes,
 ) -> dict[str, Losses]:
-    """Validation losses by weights: "" the first average, "_raw" the last weights,
-    "_ema0.99" another average. All processes must call."""
+    """Return the validation losses by weights: "" the first average, "_raw" the last
+    weights, "_ema0.99" another average. All processes must call."""
     first, *others = averages
     weights: dict[str, contextlib.AbstractContextManager] = {
         "": first.applied(),
@@ -72,8 +72,8 @@ def evaluate(
 
 
 def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]:
-    """The orders to validate with, by name: left to right, any order, and the run's
-    order at the end of its schedule, where it is another one. And the name of the
+    """Return the orders to validate with, by name: left to right, any order, and the
+    run's order at the end of its schedule, where it is another one. And the name of the
     orders whose loss selects the best checkpoint."""
     m = config.model
     own, group = config.stage(config.train.steps)
@@ -96,7 +96,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
 
 
 def best_by(config: Config) -> str:
-    """The name of the orders whose loss selects the best checkpoint."""
+    """Return the name of the orders whose loss selects the best checkpoint."""
     return validation_orders(config)[1]
 
 
@@ -108,9 +108,9 @@ def validation_loss(
     procs: Processes,
     group: int = 1,
 ) -> Loss:
-    """Mean nats per token of eval.sequences blocks, `group` tokens at a time, under
-    eval.draws orders or masks each. Blocks, evenly spread, and orders are the same in
-    every validation. All processes must call."""
+    """Return the mean nats per token of eval.sequences blocks, `group` tokens at a
+    time, under eval.draws orders or masks each. Blocks, evenly spread, and orders are
+    the same in every validation. All processes must call."""
     chosen = spread(config.eval.sequences, val_data.num_blocks)
     count = len(chosen)
     size = config.micro_batch_size(procs.world_size)

@@ -32,8 +32,9 @@ def with_shape_of(
 
 
 def may_differ(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
-    """Whether a start may change the key `name` of [model]: because no weight of the
-    source depends on it, or because it adds weights that change nothing at first."""
+    """Return whether a start may change the key `name` of [model]: because no weight of
+    the source depends on it, or because it adds weights that change nothing at
+    first."""
     match name:
         case "dropout" | "position_init" | "block_size":  # of tables: see `check_start`
             return True
@@ -101,7 +102,8 @@ def warm_start(model: Transformer, source: Transformer) -> None:
 
 
 def rows_of(source: nn.Module, layer: nn.Module, weight: Tensor) -> Tensor:
-    """A weight of `source`; of a table of positions, the rows that `layer` has, too."""
+    """Return a weight of `source`; of a table of positions, the rows that `layer` has,
+    too."""
     if not (isinstance(source, PositionTable) and isinstance(layer, PositionTable)):
         return weight
     return weight[source.rows_before - layer.rows_before :][: layer.num_embeddings]
