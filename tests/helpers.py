@@ -5,6 +5,7 @@ import html.parser
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -62,6 +63,15 @@ def make_data(folder, words=4000, seed=0):
     text = folder / "text.txt"
     text.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)))
     return prepared("text", folder / "data", text, val_fraction=0.2)
+
+
+def shell_lines(text):
+    """The lines of commands of a shell: continued ones joined, and the variables that
+    the text sets in the place of their names."""
+    text = re.sub(r"\\\n\s*", "", text)
+    for name, value in re.findall(r'^\s*([A-Z]+)="(.*)"$', text, re.M):
+        text = text.replace(f"${name} ", f"{value} ")
+    return text.splitlines()
 
 
 def some_slow(cases, is_quick, reason):

@@ -148,6 +148,7 @@ def test_every_choice_that_an_option_lists_is_run_and_reported(tmp_path, script,
 TINY = {"size": "tiny", "device": "cpu", "repeats": 2}
 
 
+@pytest.mark.slow(reason="times every system")
 def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, script):
     words = [
         "--size=tiny",

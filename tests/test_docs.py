@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import tyro
-from helpers import ROOT, prepared
+from helpers import ROOT, prepared, shell_lines
 
 import convert
 import eval_gen
@@ -104,7 +104,7 @@ def commands_of(text):
     """The command lines in the code of a page, without what is around them in a
     shell."""
     found = re.findall(r"`([^`\n]+)`", text)
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in shell_lines(text):
         found += re.findall(r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line)
     commands = []
     for command in found:
@@ -458,13 +458,13 @@ def test_the_papers_page_has_a_command_for_every_script_and_few_words():
     assert len(re.sub(r"`[^`]*`", "", text).split()) <= 600
 
 
-TRAINS = pytest.mark.slow(reason="trains for twenty seconds")
+TRAINS = pytest.mark.slow(reason="runs a program of some seconds")
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        "method",
+        pytest.param("method", marks=TRAINS),
         pytest.param("own_order_policy", marks=TRAINS),
         pytest.param("log_probs_for_rl", marks=TRAINS),
     ],

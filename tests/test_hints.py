@@ -7,7 +7,7 @@ import shlex
 import tomllib
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, shell_lines
 from test_docs import COMMANDS, SCRIPTS, cases_of, script_of
 from test_docs import parse as parse  # a fixture
 
@@ -42,7 +42,6 @@ FIELDS = {  # what a message may have in the place of a variable
 COMMAND = re.compile(
     r"(?:python (?:-m )?[\w./]+|torchrun .*?\.py|^aogpt [a-z]+)(?: .*|$)", re.M
 )
-VARIABLE = re.compile(r'^([A-Z]+)="(.*)"$', re.M)  # of the shell
 END = re.compile(r"\s{2,}|;|\)|`|, (?:or|then) | \(as | makes ")  # of the command
 
 
@@ -68,10 +67,7 @@ def texts(path):
 def commands_in(path):
     for text in texts(path):
         text = text.replace("{}", FIELDS["name"])
-        text = re.sub(r"\\\n\s*", "", text)
-        for name, value in VARIABLE.findall(text):
-            text = text.replace(f"${name} ", f"{value} ")
-        for line in text.splitlines():
+        for line in shell_lines(text):
             if found := COMMAND.search(line.strip()):
                 command = END.split(found[0])[0]
                 yield tuple(shlex.split(re.sub(r" \.\.\.(?= |$)", "", command)))

@@ -566,6 +566,7 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
 
 
 @ON_CPU
+@pytest.mark.slow(reason=INTERPRETED)
 def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     """The first one of a long prompt; what it predicts is drawn all the same."""
     monkeypatch.setattr(compiled, "LARGEST_GRAPH", 8)

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif(
 SOURCES = ("aogpt", "pyproject.toml", "README.md", "LICENSE")
 
 
+BUILDS = pytest.mark.slow(reason="builds and installs a wheel")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A folder with the installed package, and the wheel."""
@@ -44,6 +47,7 @@ def site(tmp_path_factory):
     return folder / "site", wheel
 
 
+@BUILDS
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(site):
     names = set(zipfile.ZipFile(site[1]).namelist())
     tops = {name.split("/")[0] for name in names}
@@ -77,6 +81,7 @@ def run_elsewhere(tmp_path, code):
     )
 
 
+@BUILDS
 def test_the_installed_library_scores_a_text_from_another_folder(site, tmp_path):
     import aogpt
 
@@ -90,6 +95,7 @@ def test_the_installed_library_scores_a_text_from_another_folder(site, tmp_path)
     assert nats == aogpt.load(model).score("She went home.").nats
 
 
+@BUILDS
 def test_the_installed_command_runs_from_another_folder(site, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(site[0])!r})\n"

@@ -50,6 +50,9 @@ def test_the_document_holds_its_data_whatever_the_text_and_names_no_other_resour
     assert re.findall(r'\b(?:src|href)="([^"]*)"', document) == ["data:,"]
 
 
+IN_BROWSER = pytest.mark.slow(reason="starts a browser")
+
+
 @pytest.fixture(scope="module")
 def browser():
     with chromium() as browser:
@@ -102,6 +105,7 @@ def slide(tab, step: int) -> None:
     tab.locator("#slider").evaluate(change, step)
 
 
+@IN_BROWSER
 def test_it_opens_with_the_whole_text(show):
     tab = show([MIXED], {"mode": "mdm", "seed": None})
     assert (
@@ -119,6 +123,7 @@ def test_it_opens_with_the_whole_text(show):
     ]
 
 
+@IN_BROWSER
 def test_the_slider_and_keys_show_what_is_unmasked_by_then(show):
     tab = show([MIXED])
     boxes = """() => [...document.querySelectorAll(".token")].map(
@@ -142,6 +147,7 @@ def test_the_slider_and_keys_show_what_is_unmasked_by_then(show):
         assert state(tab)[0] == UNMASKED[step]
 
 
+@IN_BROWSER
 def test_play_pause_and_speed(show):
     tab = show([PageSample(["a"] * 2000, list(range(2000)), [-1.0] * 2000)])
     assert tab.locator("#speed").input_value() == "128"
@@ -162,6 +168,7 @@ def test_play_pause_and_speed(show):
     assert tab.locator("#play").inner_text() == "Play"
 
 
+@IN_BROWSER
 def test_every_token_tells_its_probability(show):
     log_probs = [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
     tab = show([PageSample(MIXED.pieces, MIXED.step, log_probs)])
@@ -188,6 +195,7 @@ def test_every_token_tells_its_probability(show):
     assert tab.locator("#tip").is_hidden()
 
 
+@IN_BROWSER
 def test_the_fragment_is_the_state(show):
     samples = [in_one_step(["x"]), MIXED, PageSample(["y"], [-1], [0.0])]
     tab = show(samples, fragment="#sample=2&step=1")
@@ -206,6 +214,7 @@ def test_the_fragment_is_the_state(show):
         assert tab.evaluate("shown === steps.length")
 
 
+@IN_BROWSER
 def test_hostile_text_is_shown_and_runs_nothing(show):
     tab = show([in_one_step(HOSTILE)], {HOSTILE[0]: HOSTILE[0]})
     texts = tab.locator("#text .token").evaluate_all(
@@ -218,6 +227,7 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
     assert tab.title() == "Generation order" and tab.locator("body > *").count() == 9
 
 
+@IN_BROWSER
 def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(show):
     """Two boards of 4 x 4 in boxes of 2 x 2: what is given, and its solution."""
     pieces = list("1203" * 8)

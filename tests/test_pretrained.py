@@ -416,6 +416,7 @@ print((peak() - before) / weights)
 """
 
 
+@pytest.mark.slow(reason="writes and loads models large enough to be measured")
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory"
 )
