@@ -34,11 +34,15 @@ SETS = {  # by report
     "long_ptb": "Penn Treebank",
     "long_wikitext": "WikiText-103",
 }
-MODELS = {  # by report
-    "infill_plain": "untouched",
-    "infill_uniform": "adapter, uniform orders",
-    "infill_adapter_early": "adapter, infilling orders",
-    "infill_adapter": "adapter, infilling orders",
+INFILLED = {  # (text, model) by report
+    "infill_plain": ("books", "untouched"),
+    "infill_uniform": ("books", "uniform orders"),
+    "infill_adapter_early": ("books", "infilling orders"),
+    "infill_adapter": ("books", "infilling orders"),
+    "infill_plain_wikitext103": ("WikiText-103", "untouched"),
+    "infill_adapter_wikitext103": ("WikiText-103", "infilling orders"),
+    "infill_plain_ptb": ("Penn Treebank", "untouched"),
+    "infill_adapter_ptb": ("Penn Treebank", "infilling orders"),
 }
 READERS = {  # by report
     "lambada_part": "left to right, float32",
@@ -193,22 +197,42 @@ def estimated(values: list[float], documents: list[int], form: str = ".3f") -> s
 
 def infilling(rows: dict) -> str:
     cells = []
-    for report, model in MODELS.items():
-        (origin,) = rows[report]["checkpoints"].values()
-        tokens = (origin["step"] or 0) * rows["long"]["tokens_a_step"]
+    counts = {}
+    for report, (text, model) in INFILLED.items():
+        if report not in rows:
+            continue
         for row in rows[report]["rows"]:
-            line = [model, f"{tokens:,}", row["given"], row["mode"]]
+            line = [text, model, f"{trained_on(rows, report):,}"]
+            line += [row["given"], row["mode"]]
             for key in ("nll", "rouge_1"):
                 line.append(estimated(row[key], row["documents"]))
             cells.append(line)
-    head = ["model", "trained on", "given", "filled in", "nats/token", "ROUGE-1"]
+            counts[text] = len(row["nll"])
+    head = [
+        "text",
+        "orders of training",
+        "trained on",
+        "given",
+        "filled in",
+        "nats/token",
+        "ROUGE-1",
+    ]
+    sentences = [f"{count} of {text}" for text, count in counts.items()]
     return section(
         "Infilling sentences",
-        table(head, cells, left=4),
-        f"{len(row['nll'])} sentences of held-out books, 6 to 20 tokens each, in blocks of "
-        "128. `resampling` draws continuations and weights them by the text after the gap; "
-        "its nats/token are a lower bound on average, so they flatter it. ± by document.",
+        table(head, cells, left=5),
+        f"Sentences of held-out text, 6 to 20 tokens each, in blocks of 128: "
+        f"{', '.join(sentences)}. *untouched*: the model as it comes; the others are "
+        "adapters. `resampling` draws continuations and weights them by the text after "
+        "the gap; its nats/token are a lower bound on average, so they flatter it. ± by "
+        "document.",
     )
+
+
+def trained_on(rows: dict, report: str) -> int:
+    """Return the tokens that the model of a report of eval_infill.py has trained on."""
+    (origin,) = rows[report]["checkpoints"].values()
+    return (origin["step"] or 0) * rows["long"]["tokens_a_step"]
 
 
 def infilled(rows: dict, report: str, given: str) -> dict:
@@ -248,14 +272,13 @@ def so_shipped(rows: dict) -> str:
 def worth_of_right_side(rows: dict) -> str:
     """Return what the text after a gap is worth to each adapter."""
     parts = []
-    for report in ("infill_uniform", "infill_adapter_early", "infill_adapter"):
-        (origin,) = rows[report]["checkpoints"].values()
-        tokens = origin["step"] * rows["long"]["tokens_a_step"]
-        left = infilled(rows, report, "left")
-        both = infilled(rows, report, "both")
-        worth = estimated(paired(left, both, "nll"), left["documents"], "+.3f")
-        orders = MODELS[report].removeprefix("adapter, ")
-        parts.append(f"{worth} ({orders}, {tokens:,} tokens)")
+    for report, (text, orders) in INFILLED.items():
+        if report in rows and orders != "untouched":
+            left = infilled(rows, report, "left")
+            both = infilled(rows, report, "both")
+            worth = estimated(paired(left, both, "nll"), left["documents"], "+.3f")
+            tokens = f"{trained_on(rows, report):,}"
+            parts.append(f"{worth} ({text}; {orders}, {tokens} tokens)")
     return (
         "What the text after a gap is worth to an adapter, nats a token of the sentence in "
         f"the gap: {', '.join(parts)}. Below 0 it confuses more than it tells."

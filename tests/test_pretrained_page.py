@@ -98,5 +98,5 @@ def test_the_right_side_is_worth_what_a_sentence_costs_less_with_it():
         "infill_adapter": report(6, [2.0, 3.0, 4.0], [1.5, 2.5, 3.5]),
     }
     text = pretrained_page.worth_of_right_side(rows)
-    assert "-1.000 ± 0.000 (uniform orders, 2,000 tokens)" in text
-    assert "+0.500 ± 0.000 (infilling orders, 6,000 tokens)" in text
+    assert "-1.000 ± 0.000 (books; uniform orders, 2,000 tokens)" in text
+    assert "+0.500 ± 0.000 (books; infilling orders, 6,000 tokens)" in text
