@@ -126,7 +126,7 @@ def write_folder(
 
 
 def write_adapter(
-    source: str, destination: Path, weights: str, which: str, dtype: str
+    source: str, destination: Path, weights: str, checkpoint: str, dtype: str
 ) -> int:
     """Write the adapters of a run; returns their number of parameters. Raises
     CheckpointError for a run without."""
@@ -140,12 +140,12 @@ def write_adapter(
 
     # Values and tensors are read together: a run that is training may replace the
     # checkpoint at any time, and then its newest one is read.
-    newest = store.read_newest(expand_home(source), read, which=which)
+    newest = store.read_newest(expand_home(source), read, checkpoint=checkpoint)
     if newest is None or not newest[1][0].get("adapter"):
         raise CheckpointError(f"{source} is not a run with --train.lora-rank")
-    path, (values, found) = newest
+    path, (values, stored) = newest
     tensors = {}
-    for name, tensor in found.items():
+    for name, tensor in stored.items():
         tensors[name.replace(".default.", ".")] = tensor
     data = file_of(tensors, getattr(torch, dtype))
     settings = {

@@ -210,8 +210,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     )
     result["versions"] |= judge.libraries
     batch_size = a.decoding.batch_size or BATCH_SIZE
-    made = make_samples(samplers, models, a, dtype, procs)
-    for samples in itertools.chain(made, read):
+    generated = make_samples(samplers, models, a, dtype, procs)
+    for samples in itertools.chain(generated, read):
         row = score_samples(samples, judge, batch_size, procs, reference, a.mauve)
         result["rows"].append(row)
         if not procs.main:

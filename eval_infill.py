@@ -247,8 +247,8 @@ def mean_and_half_width(
 ) -> tuple[float, float]:
     """Return the mean of N values and half the width of its 95% interval: by passage
     or, where that is wider, by document."""
-    found = estimate(torch.tensor(values), documents=torch.tensor(documents))
-    return found.nll, found.half_width
+    mean = estimate(torch.tensor(values), documents=torch.tensor(documents))
+    return mean.nll, mean.half_width
 
 
 def notes(rows: list[dict]) -> list[str]:

@@ -129,17 +129,17 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
         return {}
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(
+    library = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
     )
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if split in DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    made.decoder = decoders.ByteLevel()
+    library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    library.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", ())
     special = [token for token, kind in zip(tokens, kinds) if kind == CONTROL]  # noqa: B905
-    made.add_special_tokens(
+    library.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
     )
     settings = {}
@@ -148,4 +148,4 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
         if number is not None and number < len(tokens):
             settings[f"{name}_token"] = tokens[number]
     settings["add_bos_token"] = bool(fields.get("tokenizer.ggml.add_bos_token", False))
-    return {HUB: made.to_str(), HUB_SETTINGS: json.dumps(settings)}
+    return {HUB: library.to_str(), HUB_SETTINGS: json.dumps(settings)}

@@ -97,19 +97,19 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     tokenizer.keep(folder)
     # stays as it is; transformers adds [MASK], as the next line here
     if tokenizer.name == HUB:
-        made = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
-        made.add_special_tokens([MASK])
-        if made.token_to_id(MASK) != tokenizer.vocab_size:
+        library = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
+        library.add_special_tokens([MASK])
+        if library.token_to_id(MASK) != tokenizer.vocab_size:
             raise UserError(
                 "--hub cannot add [MASK]: the ids of its tokenizer.json have holes"
             )
         starts = tokenizer.starts
     else:
-        made = library_tokenizer(tokenizer)
+        library = library_tokenizer(tokenizer)
         starts = []
-        write_text(folder / HUB, made.to_str(pretty=True))
+        write_text(folder / HUB, library.to_str(pretty=True))
     write_tokenizer_settings(folder, tokenizer, MASK)
-    ids = {"mask_token_id": made.token_to_id(MASK)}
+    ids = {"mask_token_id": library.token_to_id(MASK)}
     return ids | ({"start_token_id": starts[0]} if starts else {})
 
 
@@ -147,6 +147,6 @@ def library_tokenizer(tokenizer: Tokenizer):
     )
     # which are in memory already
     converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
-    made = converter.converted()
-    assert made.token_to_id(END_OF_TEXT) == tokenizer.eot
-    return made
+    library = converter.converted()
+    assert library.token_to_id(END_OF_TEXT) == tokenizer.eot
+    return library

@@ -188,7 +188,7 @@ def newest_checkpoint(
         return None
     if store.step_of(path) is not None:
         return path, read(path)
-    return store.read_newest(path, read, which=checkpoint)
+    return store.read_newest(path, read, checkpoint=checkpoint)
 
 
 def weights_file(folder: Path) -> Path:

@@ -85,7 +85,7 @@ def _usage(loaded: Loaded, writes_start: bool) -> str:
     """Code for transformers, which the tests run, and for the project."""
     c = loaded.model.config
     parts = ["use", "score", "score in any order", "gap", "continue"]
-    how = ', return_tensors="pt"'
+    arguments = ', return_tensors="pt"'
     ours = "--infill 'The cat[MASK:3] home.'"
     if c.is_encoder:
         parts[1:3] = ["score with an encoder"]
@@ -93,9 +93,9 @@ def _usage(loaded: Loaded, writes_start: bool) -> str:
         parts[2:4] = []
         ours = "--prompt 'The cat'"
     if writes_start:
-        how = f", add_special_tokens=False{how}"
+        arguments = f", add_special_tokens=False{arguments}"
     text = "".join(map(TEXTS.__getitem__, parts))
-    return text.replace("{how}", how).replace("{ours}", ours).strip()
+    return text.replace("{how}", arguments).replace("{ours}", ours).strip()
 
 
 def _data(data: dict) -> str:
@@ -124,8 +124,10 @@ def _recipe(state: dict) -> str:
         key: value for key, value in shown["model"].items() if value is not None
     }
     amount = f"{tokens:,.0f} tokens, with " if tokens else ""
-    how = f"On {amount}PyTorch {plain(state.get('torch', 'of an unknown version'))}:"
-    return f"## Training\n\n{how}\n\n```toml\n{tomli_w.dumps(shown)}```"
+    heading = (
+        f"On {amount}PyTorch {plain(state.get('torch', 'of an unknown version'))}:"
+    )
+    return f"## Training\n\n{heading}\n\n```toml\n{tomli_w.dumps(shown)}```"
 
 
 def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:

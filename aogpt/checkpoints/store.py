@@ -87,8 +87,8 @@ def temporary_of(path: Path) -> Path:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint; None for other names."""
-    found = re.fullmatch(r"step_(\d{8,})", path.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(match[1]) if match else None
 
 
 def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
@@ -116,18 +116,18 @@ def best_of(run_folder: Path) -> Path | None:
     return Path(run_folder) / "checkpoints" / name
 
 
-def candidates(run_folder: Path, which: str) -> list[Path]:
+def candidates(run_folder: Path, checkpoint: str) -> list[Path]:
     """Return the checkpoint that "best" or a step means; for "last" all, as some may be
     damaged."""
-    found = find(run_folder)
-    best = None if which == "last" else best_of(run_folder)
-    choices = {"best": best} | {str(step_of(path)): path for path in found}
-    if which != "last" and not choices.get(which):
+    paths = find(run_folder)
+    best = None if checkpoint == "last" else best_of(run_folder)
+    choices = {"best": best} | {str(step_of(path)): path for path in paths}
+    if checkpoint != "last" and not choices.get(checkpoint):
         there = ", ".join(name for name, path in choices.items() if path)
         raise CheckpointError(
-            f"{run_folder} has no checkpoint {which!r}; it has last, {there}"
+            f"{run_folder} has no checkpoint {checkpoint!r}; it has last, {there}"
         )
-    return found if which == "last" else [choices[which]]
+    return paths if checkpoint == "last" else [choices[checkpoint]]
 
 
 def parts(folder: Path) -> list[Path]:
@@ -220,13 +220,13 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
 
 
 @contextlib.contextmanager
-def only_warned(what: str) -> Iterator[None]:
+def only_warned(action: str) -> Iterator[None]:
     """Turn an OSError into a warning: the newest checkpoint is complete without the
     block."""
     try:
         yield
     except OSError as error:
-        show(f"warning: could not {what}: {reason_of(error)}", file=sys.stderr)
+        show(f"warning: could not {action}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
@@ -265,9 +265,9 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
         contents = read_json(file, dict[str, Any], ADVICE)
         if contents.get("sha256") != digest(contents):
             raise CheckpointError(f"{file} is damaged (checksum); {ADVICE}")
-        if (found := contents.get("format")) != FORMAT:
+        if (version := contents.get("format")) != FORMAT:
             raise CheckpointError(
-                f"{path} is of format {found}; this version reads {FORMAT}"
+                f"{path} is of format {version}; this version reads {FORMAT}"
             )
         contents = from_values(contents, State, str(file), ADVICE)
         sums = contents["parts"]
@@ -292,37 +292,37 @@ def read_newest(
     run_folder: Path,
     read: Callable[[Path], Any] = read_values,
     procs: Processes | None = None,
-    which: str = "last",
+    checkpoint: str = "last",
 ) -> tuple[Path, Any] | None:
     """Return the newest checkpoint that can be read, and read(path); None if the run
     has none. Skips damaged ones with a warning. procs: the processes of the job that
     owns the run, which all must call and get the same one; without, looks again if a
-    running job has replaced a checkpoint. which: see `candidates`. Raises
+    running job has replaced a checkpoint. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
     main, gather = (
         (procs.main, procs.gather) if procs else (True, lambda value: [value])
     )
     for attempt in range(1 if procs else TRIES):
-        paths = candidates(run_folder, which)
-        if any(others != paths for others in gather(paths)):
+        paths = candidates(run_folder, checkpoint)
+        if any(their_paths != paths for their_paths in gather(paths)):
             raise UserError(
                 f"the processes see different checkpoints in {run_folder}; put --out on a "
                 "shared disk"
             )
         for path in reversed(paths):
             try:
-                found = read(path)
+                contents = read(path)
                 problem = None
             except CheckpointError as error:
                 problem = str(error)
             problems = [text for text in gather(problem) if text]  # of any process
             if not problems:
-                return path, found
+                return path, contents
             if not procs and attempt < TRIES - 1 and not path.is_dir():
                 break
-            if main and which == "last":
-                told = f"warning: {problems[0]}; trying the one before it"
-                show(visible(told, one_line=True), file=sys.stderr)
+            if main and checkpoint == "last":
+                warning = f"warning: {problems[0]}; trying the one before it"
+                show(visible(warning, one_line=True), file=sys.stderr)
         else:  # an empty list can be one that was made while the only checkpoint was replaced
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
@@ -341,13 +341,13 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
 
     for name, tensor in targets.items():
-        found = values["tensors"].get(name)
+        stored = values["tensors"].get(name)
         expected = [str(tensor.dtype)[6:], *tensor.shape]
-        if found is None:
+        if stored is None:
             raise CheckpointError(f"{path} lacks {name}")
-        if found != expected:
+        if stored != expected:
             raise CheckpointError(
-                f"{name} is {found} in {path}, but {expected} in the model"
+                f"{name} is {stored} in {path}, but {expected} in the model"
             )
     with reading(path), warnings.catch_warnings():
         # not needed here
@@ -362,12 +362,12 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     with reading(path):
-        found = (
+        metadata = (
             dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         )
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in found.items()
+        for name, entry in metadata.items()
         if name.startswith(prefix)
     }
     read_tensors(path, values, tensors)

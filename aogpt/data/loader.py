@@ -439,11 +439,11 @@ class Mixture(TokenDataset):
         import torch
 
         part = np.searchsorted(self.ends, indices, side="right")
-        found = torch.empty(len(indices), self.block_size, dtype=torch.int64)
+        tokens = torch.empty(len(indices), self.block_size, dtype=torch.int64)
         for n in np.unique(part):
             here = part == n
-            found[here] = self.parts[n].blocks(indices[here] - self.starts[n])
-        return found
+            tokens[here] = self.parts[n].blocks(indices[here] - self.starts[n])
+        return tokens
 
     def indices(
         self, seed: int, step: int, rows: range, global_batch: int

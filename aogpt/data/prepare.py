@@ -414,12 +414,12 @@ class Writer:
             places = ", ".join(place for _, place in self.long[:3])
             if len(self.long) > 3:
                 places += ", ..."
-            what = counted(
+            long_records = counted(
                 len(self.long),
                 f"records are longer than a block of {args.block_size} tokens",
             )
             raise UserError(
-                f"{what} ({places}; the longest has {max(self.long)[0]} tokens): "
+                f"{long_records} ({places}; the longest has {max(self.long)[0]} tokens): "
                 "give a larger --block-size, or --skip-long"
             )
         if args.split_at and not next(iter(corpora.values())).reading.separators:
@@ -517,11 +517,11 @@ class Writer:
     def notes_on_reading(self, reading: Reading) -> list[str]:
         """Return what was noticed while documents were read and encoded."""
         notes = []
-        for what, n in reading.counts.items():
+        for message, n in reading.counts.items():
             # Nobody asks for the other fields of files that come along.
-            is_field = what.startswith(LEFT_OUT.partition("{")[0])
+            is_field = message.startswith(LEFT_OUT.partition("{")[0])
             if n and not (is_field and self.dataset.shipped):
-                notes.append(counted(n, what))
+                notes.append(counted(n, message))
         if reading.bad_rows:
             notes.append(f"the first bad rows: {'; '.join(reading.bad_rows)}")
         if self.long:
@@ -544,28 +544,28 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     if target.exists():
         names = {path.name for path in target.iterdir()}
     if names and (names - FILES or "meta.json" not in names):
-        found = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
+        unknown = ", ".join(sorted(names - FILES)[:3]) or "no meta.json"
         raise UserError(
-            f"{target} is not a prepared dataset ({found}); choose another --out"
+            f"{target} is not a prepared dataset ({unknown}); choose another --out"
         )
     if overwrite or not names:
         return False
-    found = load_meta(target)
-    for split in found["splits"]:
+    old_meta = load_meta(target)
+    for split in old_meta["splits"]:
         read_tokens(target, split, verify=True)
-    before = {**found.get("settings", {}), "source": found.get("source")}
+    before = {**old_meta.get("settings", {}), "source": old_meta.get("source")}
     now = {**meta["settings"], "source": meta["source"]}
     changed = [
         key
         for key in now
         if before.get(key) != now[key] and (key in before or now[key])
     ]
-    other = other_tokenizer(found, meta)
+    other = other_tokenizer(old_meta, meta)
     if not other:  # the name of a vocabulary does not matter
         changed = [key for key in changed if key != "tokenizer"]
     if other and not changed:
         changed.append("vocabulary")
-    if found["eot"] != meta["eot"] and not changed:
+    if old_meta["eot"] != meta["eot"] and not changed:
         changed.append("end token")
     if changed:
         raise UserError(

@@ -512,10 +512,10 @@ def byte_letters() -> list[str]:
     """Return the printable character that stands for each byte in GPT-2's
     vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
+    free_codes = iter(range(256, 512))
     letters = []
     for byte in range(256):
-        code = byte if byte in printable else next(others)
+        code = byte if byte in printable else next(free_codes)
         letters.append(chr(code))
     return letters
 

@@ -38,8 +38,8 @@ class Judge(Protocol):
     # Rows and columns of the board that an answer is, and of its boxes; None: a line
     board: tuple[int, int, int, int] | None
 
-    def is_right(self, filled: str, made: str) -> bool:
-        """Return whether a filled row is right; made: the row as it is in the data."""
+    def is_right(self, filled: str, original: str) -> bool:
+        """Return whether a filled row is right; original: the row in the data."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def open_questions(
             f"{dataset.folder} holds text without prompts; make some with: "
             "python data/prepare.py records --source FILE.jsonl"
         )
-    told = dataset.meta.get("settings", {}).get("dataset")
-    judge = (judges or {}).get(told)
+    dataset_name = dataset.meta.get("settings", {}).get("dataset")
+    judge = (judges or {}).get(dataset_name)
     return Questions(eval_set.name, eval_set.tokens(rows), roles, judge)
 
 

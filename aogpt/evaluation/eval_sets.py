@@ -208,9 +208,9 @@ class TextEvalSet(EvalSet):
 
     def batch(self, rows: range) -> range:
         length = self.lengths[rows.start]
-        others = (self.lengths[rows.start : rows.stop] != length).nonzero()
-        if len(others):
-            return rows[: int(others[0])]
+        differing = (self.lengths[rows.start : rows.stop] != length).nonzero()
+        if len(differing):
+            return rows[: int(differing[0])]
         return rows
 
     @cached_property

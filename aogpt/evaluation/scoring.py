@@ -293,7 +293,7 @@ def _result(
         "given_tokens": steps.count(-1),
     }
     for name, measure in text_measures.MEASURES.items():
-        result[name] = measure.of(tokens)
+        result[name] = measure.function(tokens)
     result["nfe"] = sample.get("nfe", math.nan)
     return result
 

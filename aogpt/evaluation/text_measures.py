@@ -43,7 +43,7 @@ def repetition(tokens: Sequence[int]) -> float:
 class Measure:
     """A number of one sample, of which eval_gen.py reports the mean over samples."""
 
-    of: Callable[[Sequence[int]], float]  # of the sample's tokens
+    function: Callable[[Sequence[int]], float]  # of the sample's tokens
     title: str | None = None  # of its column in the table; None: it has none
     form: str = ".3f"  # how the table writes it
 
@@ -128,8 +128,8 @@ def _brevity_penalty(length: int, lengths: Counter) -> float:
     if lengths[length] > 1:
         nearest = length
     else:
-        others = [other for other in lengths if other != length]
-        nearest = min(others, key=lambda other: (abs(other - length), other))
+        other_lengths = [other for other in lengths if other != length]
+        nearest = min(other_lengths, key=lambda other: (abs(other - length), other))
     if length > nearest:
         return 1.0
     return math.exp(1 - nearest / length)

@@ -61,13 +61,13 @@ def visible(text: Any, one_line: bool = False) -> str:
     return text.replace("\n", "\\n") if one_line else text
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a count and its noun, given in the plural: (1, "tokens are") -> "1 token
     is"."""
     if count == 1:
-        what = re.sub(r"(?<!Window)s\b", "", what, count=1)
-        what = what.replace(" are ", " is ").replace(" have ", " has ")
-    return f"{count:,} {what}"
+        noun = re.sub(r"(?<!Window)s\b", "", noun, count=1)
+        noun = noun.replace(" are ", " is ").replace(" have ", " has ")
+    return f"{count:,} {noun}"
 
 
 def show(*values: Any, sep: str = " ", **options: Any) -> None:

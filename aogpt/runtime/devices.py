@@ -64,8 +64,8 @@ def pick_dtype(dtype: str, device: torch.device, width: int = 0) -> torch.dtype:
 
 def cpu_has_bfloat16() -> bool:
     """Say whether the CPU multiplies matrices of bfloat16 itself."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def precision_note(dtype: str, device: torch.device, width: int = 0) -> str:

@@ -180,12 +180,12 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a text file that are not blank, each with its place, "FILE
     line N"."""
     if not path.is_file() and str(path) != "/dev/stdin":
-        what = (
+        problem = (
             "it is not a regular file; copy it to one"
             if path.exists()
             else "there is no such file"
         )
-        raise UserError(f"{option} {path}: {what}")
+        raise UserError(f"{option} {path}: {problem}")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))
 

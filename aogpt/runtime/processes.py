@@ -210,7 +210,7 @@ class Meeting:
         self.world_size = world_size
         self.timeout = timeout
         self.started = time.monotonic()
-        self.told = False
+        self.has_shown = False
 
     def wait(self) -> None:
         """Sleep for a moment. Prints a note after PATIENCE seconds; raises
@@ -220,8 +220,8 @@ class Meeting:
             raise ConnectionError(
                 f"the job's processes did not all start in {self.timeout:g} seconds"
             )
-        if waited > PATIENCE and not self.told:
-            self.told = True
+        if waited > PATIENCE and not self.has_shown:
+            self.has_shown = True
             show(
                 f"waiting for the other processes of a job of {self.world_size} at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; "
@@ -238,11 +238,17 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
     # PyTorch has no class of its own for such errors.
     text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
     if re.search(CUT_OFF, text):
-        what = "the connection to another process was cut: it was killed, or ended with an error"
+        problem = (
+            "the connection to another process was cut: it was killed, or ended with an "
+            "error"
+        )
     elif re.search(TOO_LATE, text):
         within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
-        what = f"another process did not answer{within}: it hangs, or its machine cannot be reached"
+        problem = (
+            f"another process did not answer{within}: it hangs, or its machine cannot be "
+            "reached"
+        )
     else:
         return None
     text = re.sub(r"^\[\S+:\d+\] ", "", text)[:120]  # without the line of gloo's source
-    return f"{what}; see the messages of the others. PyTorch says: {text}"
+    return f"{problem}; see the messages of the others. PyTorch says: {text}"

@@ -114,8 +114,8 @@ def within_limits(
         entropy = entropy.double()
         total = entropy.cumsum(dim=1)
         largest = entropy.cummax(dim=1).values
-        others = total - largest
-        taken = taken & (others <= pace.entropy_bound)
+        without_largest = total - largest
+        taken = taken & (without_largest <= pace.entropy_bound)
     size = taken.sum(dim=1)
     size = size.clamp(min=1, max=pace.most)
     return torch.minimum(size, candidates)

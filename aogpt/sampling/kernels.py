@@ -358,10 +358,10 @@ def _draw(
         noise = _over(of_block, tl.sum(weights, axis=1))
         column = tl.argmax(_over(tl.expand_dims(of_column, 0), weights), axis=1)
         here, first = tl.max(noise, axis=0), tl.argmax(noise, axis=0)
-        found = (
+        candidate = (
             start + first * _BLOCK + tl.sum(tl.where(row == first, column, 0), axis=0)
         )
-        token = tl.where(here > best, found.to(tl.int64), token)
+        token = tl.where(here > best, candidate.to(tl.int64), token)
         best = tl.maximum(best, here)
         ties_before += tl.sum(equal, axis=0)
     return tl.minimum(token, V - 1)
@@ -396,9 +396,9 @@ def _above(
     ties = _zero()
     for start in range(0, V, TILE):
         ids, x = _load_tile(logits, start, V, TILE)
-        others, weights = _bits_and_weight(x, largest, heat)
-        above += tl.sum(tl.where(others > bits, weights, 0), axis=0)
-        ties += tl.sum(((others == bits) & (ids < token)).to(tl.int64), axis=0)
+        other_bits, weights = _bits_and_weight(x, largest, heat)
+        above += tl.sum(tl.where(other_bits > bits, weights, 0), axis=0)
+        ties += tl.sum(((other_bits == bits) & (ids < token)).to(tl.int64), axis=0)
     return above, ties
 
 

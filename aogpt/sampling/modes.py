@@ -288,14 +288,14 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     needs = "needs a model that is conditioned on the target position"
     one_by_one = options.mode == "l2r" and options.group_size == 1
     if config.l2r_only and not one_by_one:
-        what = f"--mode {options.mode}"
+        option = f"--mode {options.mode}"
         advice = "leave out --mode, or take --mode l2r"
         if options.mode == "adaptive":
-            what += f" (by {options.unmask_by})"
+            option += f" (by {options.unmask_by})"
         elif options.mode == "l2r":
-            what = f"--group-size {options.group_size}"
+            option = f"--group-size {options.group_size}"
             advice = "leave it out"
-        raise UserError(f"{what} {needs}; this one is a plain GPT: {advice}")
+        raise UserError(f"{option} {needs}; this one is a plain GPT: {advice}")
     if config.l2r_only and options.refine:
         raise UserError(f"--refine {needs}; leave it out for this one")
     if config.l2r_only and options.require:

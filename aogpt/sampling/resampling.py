@@ -176,10 +176,10 @@ class Rows:
         is_read = count > 0
         last = (count.cumsum(0) - 1)[is_read]
         place = is_read.cumsum(0) - 1
-        found = self.log_probs(hidden[last.to(hidden.device)])
+        log_probs = self.log_probs(hidden[last.to(hidden.device)])
         self.take(first)
         place_of_equal = place[first]
-        return found[place_of_equal.to(found.device)]
+        return log_probs[place_of_equal.to(log_probs.device)]
 
     def first_of_equals(self) -> Tensor:
         """Return the first row (K,) that holds the same tokens as each row."""
@@ -198,9 +198,9 @@ class Rows:
 
     def take(self, rows: Tensor) -> None:
         """Go on from these rows (K,)."""
-        others = (rows != torch.arange(len(rows))).nonzero().flatten()
-        to = others.to(self.order.device)
-        source = rows[others].to(self.order.device)
+        changed = (rows != torch.arange(len(rows))).nonzero().flatten()
+        to = changed.to(self.order.device)
+        source = rows[changed].to(self.order.device)
         for kept in (*self.cache.keys, *self.cache.values):
             kept[to] = kept[source]
         self.tokens = self.tokens[rows]
@@ -294,9 +294,9 @@ def fill_by_resampling(
         # 1. Choose K of all rows and lengths.
         fillings = [proposals[n] for n in sizes]
         by_length = _sums(weights, [filling.log_weight for filling in fillings])
-        weights, found = _normalised(by_length, draws)
+        weights, sample_size = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
-        effective = min(effective, found)
+        effective = min(effective, sample_size)
         bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
         shift = float(to_uniform(bits)[0, 0])
         strata = (torch.arange(draws).double() + shift) / draws
@@ -418,9 +418,9 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> list[int]:
     """Return the index that each uniform number (N,) in [0, 1) picks, in proportion to
     weights."""
     ends = weights.cumsum(dim=0)
-    found = torch.searchsorted(ends, uniforms * ends[-1], right=True)
+    index = torch.searchsorted(ends, uniforms * ends[-1], right=True)
     last = int((weights > 0).nonzero()[-1])  # not one of weight 0 after rounding
-    return found.clamp(max=last).tolist()
+    return index.clamp(max=last).tolist()
 
 
 def _merged(

@@ -467,8 +467,8 @@ def _completing_words(
             completes = torch.ones_like(row, dtype=torch.bool)
             for other_place, other_token in enumerate(word):
                 if other_place != place:
-                    found = padded[row, start + other_place]
-                    completes &= found == other_token
+                    token_there = padded[row, start + other_place]
+                    completes &= token_there == other_token
             is_banned[:, token] |= completes
     return is_banned
 

@@ -61,13 +61,13 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
         "weight_decay": o.weight_decay,
         "peak_lr": o.lr,
     }
-    others = {
+    undecayed = {
         "params": [p for p in rest if p.dim() < 2],
         "weight_decay": 0.0,
         "peak_lr": o.lr,
     }
     adamw = torch.optim.AdamW(
-        [decayed, others],
+        [decayed, undecayed],
         lr=o.lr,
         betas=(o.beta1, o.beta2),
         fused=True,

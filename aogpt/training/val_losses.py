@@ -44,12 +44,12 @@ def evaluate(
 ) -> dict[str, Losses]:
     """Return the validation losses by weights: "" the first average, "_raw" the last
     weights, "_ema0.99" another average. All processes must call."""
-    first, *others = averages
+    first, *other_averages = averages
     weights: dict[str, contextlib.AbstractContextManager] = {
         "": first.applied(),
         "_raw": contextlib.nullcontext(),
     }
-    for ema in others:
+    for ema in other_averages:
         weights[f"_ema{ema.decay:g}"] = ema.applied()
     orders, _ = validation_orders(config)
     result: dict[str, Losses] = {}
