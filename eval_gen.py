@@ -246,7 +246,8 @@ def fitted(
         )
     if options.ban or options.require:
         options = modes.with_words(options, loaded.get_tokenizer())
-    context = [None] * (a.length or limit)
+    length = a.length or limit
+    context = [None] * length
     return modes.with_default_steps(options, [context])
 
 

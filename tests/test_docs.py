@@ -351,7 +351,8 @@ def small_commands():
             dataset = prepare.DATASETS[arguments[0]]
             if (dataset.hub or dataset.url) and "--source" not in options:
                 continue  # large, or a download
-            more += ["--tokenizer", "english"] * ("--tokenizer" not in options)
+            if "--tokenizer" not in options:
+                more += ["--tokenizer", "english"]
             more += ["--out", f"made{len(found)}"]
         if script == "train.py":
             more += ["--out", f"made{len(found)}"]

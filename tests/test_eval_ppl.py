@@ -43,12 +43,9 @@ def evaluate(script, run, data, tmp_path):
     def call(options="", *more, path=run, other=(), datasets=(data,)):
         report = tmp_path / "ppl.json"
         models = [path, other][: 1 + bool(other)]
-        files = ["--datasets"] * bool(datasets) + [
-            *datasets,
-            "--overwrite",
-            "--json",
-            report,
-        ]
+        files = ["--overwrite", "--json", report]
+        if datasets:
+            files += ["--datasets", *datasets]
         status, out, err = script(eval_ppl, *models, *files, *options.split(), *more)
         assert status == 0, err
         return json.loads(report.read_text()) | {"terminal": out}

@@ -119,7 +119,8 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
 ):
     model = make_system(system, dtype=torch.float32)
     layers = ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"]
-    layers += ["mlp.gate"] * (model.config.mlp == "swiglu")
+    if model.config.mlp == "swiglu":
+        layers.append("mlp.gate")
     expected = {
         f"blocks.{i}.{layer}.weight"
         for i in range(len(model.blocks))

@@ -27,7 +27,8 @@ def source_files():
 
 
 def is_text(node):
-    return isinstance(node, ast.JoinedStr) or (
+    """A text or a list of what is written there."""
+    return isinstance(node, ast.JoinedStr | ast.List) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 
@@ -40,7 +41,7 @@ def is_condition(node):
 
 
 def multiplied_texts(tree):
-    """The lines on which a text is multiplied by a condition."""
+    """The lines on which a text or a list is multiplied by a condition."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             sides = [(node.left, node.right), (node.right, node.left)]
@@ -115,7 +116,7 @@ def test_no_call_unpacks_what_the_file_has_gathered():
     assert not places, "name the arguments in the call: " + ", ".join(places)
 
 
-def test_no_text_is_multiplied_by_a_condition():
+def test_no_text_or_list_is_multiplied_by_a_condition():
     places = [
         f"{name}:{line}"
         for name, tree, _ in source_files()
