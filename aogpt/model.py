@@ -293,6 +293,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
+    """Return the norm of the residual stream that the configuration asks for."""
     if c.norm == "layernorm":
         return nn.LayerNorm(c.n_embd, eps=c.norm_eps, bias=c.norm_bias)
     return RMSNorm(c.n_embd, eps=c.norm_eps)
@@ -409,6 +410,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Self-attention: which steps see which is up to the pass."""
+
     initial = {"mix": 0.5}
 
     def __init__(self, c: ModelConfig):
@@ -473,6 +476,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two layers with a GELU between them, or SwiGLU."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.approximate = "tanh" if c.gelu == "tanh" else "none"

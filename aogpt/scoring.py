@@ -287,6 +287,7 @@ def groups_of(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or as it is in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -320,6 +321,7 @@ def check_mask(
     tokens: Tensor,
     masked: Tensor,
 ) -> None:
+    """Raise UserError if tokens and a mask of them do not fit the model."""
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")
 

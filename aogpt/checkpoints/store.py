@@ -77,6 +77,7 @@ class State(TypedDict):
 
 
 def path_of(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return Path(run_folder) / "checkpoints" / f"step_{step:08d}"
 
 
@@ -131,6 +132,7 @@ def candidates(run_folder: Path, checkpoint: str) -> list[Path]:
 
 
 def parts(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold tensors, by name."""
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -53,6 +53,8 @@ ADVICE = "prepare the dataset again"
 
 @schema
 class Split(TypedDict):
+    """What meta.json says of a split."""
+
     file: FileName
     tokens: Annotated[int, Interval(ge=1, lt=2**63)]
     sha256: str

@@ -171,6 +171,8 @@ class Tokenizer:
 
 
 class BytesTokenizer(Tokenizer):
+    """The UTF-8 bytes of a text, and an id for its end."""
+
     name = "bytes"
     vocab_size = 257
     eot = 256

@@ -608,6 +608,7 @@ def digest(*parts: Sequence[int]) -> int:
 
 
 def require_lm_eval() -> None:
+    """Raise UserError where lm-evaluation-harness is not installed."""
     if lm_eval is None:
         raise UserError(
             "this needs the package lm_eval: pip install -r requirements-harness.txt"

@@ -32,6 +32,8 @@ ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": T
 
 @schema
 class Sample(TypedDict):
+    """A sample to score, as sample.py --jsonl writes it."""
+
     text: str
     tokens: NotRequired[list[int]]
     step: NotRequired[list[int]]

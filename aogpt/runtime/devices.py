@@ -89,10 +89,12 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 
 def supports_float64(device: torch.device) -> bool:
+    """Return whether tensors of float64 can be on the device."""
     return device.type != "mps"
 
 
 def can_run_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels can run on the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

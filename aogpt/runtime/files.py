@@ -165,14 +165,17 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text, atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write plain values as indented JSON, atomically."""
     write_text(path, to_json(value, indent=2) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Write a line of JSON for each row, atomically."""
     write_text(path, "".join(to_json(row) + "\n" for row in rows))
 
 

@@ -52,6 +52,8 @@ def load_kernels(model: AOGPT, vocab_size: int | None = None) -> Kernels | None:
 
 
 def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
+    """Return the kernels that agree with tensor code for this model; None if the choice
+    of tokens does not."""
     from . import attention_kernel, kernels  # which import Triton
 
     config = model.config

@@ -11,6 +11,7 @@ from ..model import Matrices, ModelConfig, PositionTable, Transformer
 
 
 def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
+    """Fill all parameters of a model: see `init_weight`."""
     for name, p in model.named_parameters():
         init_weight(model, name, p, generator)
 
@@ -117,6 +118,7 @@ class BlockMatrices(NamedTuple):
 
 
 def block_matrices(c: ModelConfig) -> BlockMatrices:
+    """Count the weights of the matrices of a block."""
     matrices_of_mlp = 3 if c.mlp == "swiglu" else 2
     mlp_width = c.mlp_width or 4 * c.n_embd
     return BlockMatrices(

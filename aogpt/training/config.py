@@ -229,6 +229,7 @@ class Config(Table):
 
 
 def refuse(wrong: object, message: str) -> None:
+    """Raise UserError with this message if something is wrong."""
     if wrong:
         raise UserError(message)
 
@@ -336,6 +337,7 @@ def load_toml(path: str | Path) -> Config:
 
 
 def from_dict(values: dict, source: str) -> Config:
+    """Return the configuration of a checkpoint; source: its path, for errors."""
     return validation.from_values(values, Config, source)
 
 

@@ -60,6 +60,7 @@ class FusedPass(Pass):
 
 
 def check_fused_norm(model: Transformer, device: torch.device) -> None:
+    """Raise UserError where the fused norm cannot run, or not for this model."""
     if not can_run_triton(device):
         raise UserError(
             "train.fused_norm needs an NVIDIA GPU and Triton: pass --train.no-fused-norm"

@@ -138,6 +138,7 @@ def _(
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
+    """Save what the backward pass reads."""
     x, weight, shift, scale, targets, inverse, eps = inputs
     ctx.save_for_backward(
         x,
@@ -181,6 +182,7 @@ modulated_norm.register_autograd(backward, setup_context=keep_for_backward)
 
 
 def warps_of(width: int) -> int:
+    """Return the warps of a program that holds rows of this width."""
     return 4 if width <= 1024 else 8
 
 

@@ -145,20 +145,24 @@ class RecomputedBlock(nn.Module):
 
 
 def with_products_saved() -> tuple:
+    """Return the contexts in which products of matrices are saved."""
     return checkpoint.create_selective_checkpoint_contexts(save_products)
 
 
 def with_attention_saved() -> tuple:
+    """Return the contexts in which products and attention are saved."""
     return checkpoint.create_selective_checkpoint_contexts(save_attention_too)
 
 
 def save_products(context, operation, *arguments, **keywords):
+    """Save the results of products of matrices alone."""
     if operation.__name__.startswith(PRODUCTS):
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_attention_too(context, operation, *arguments, **keywords):
+    """Save the results of products of matrices and of attention."""
     if operation.__name__.startswith(ATTENTION):
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return save_products(context, operation)
