@@ -15,10 +15,13 @@ from studies.answer_pages import (
     RESULTS,
     details,
     figure,
+    mean_of,
     page,
     summary_table,
     task_table,
+    values_of,
 )
+from studies.measures import mean_and_half_width
 from studies.puzzles import TASKS
 
 KNOWN, DECODERS = tasks.load_tasks()
@@ -187,6 +190,38 @@ def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, na
     for name, value in zip(names, shown, strict=True):
         losses = [row["measured"]["eval_random"][0] for row in entries[name]["runs"]]
         assert value == f"{statistics.mean(losses):.3f}"
+
+
+def test_the_results_page_has_the_times_of_decoding_sudokus():
+    """One token a pass in random order, beside rotation."""
+    entries = tasks.load_results({"sudoku6": KNOWN["sudoku6"]}, DECODERS)["sudoku6"]
+    rotation = mean_of(entries["aogpt"], "random", "seconds")
+    lines = (ROOT / "results" / "README.md").read_text().splitlines()
+    (two_streams,) = [line for line in lines if "| `two_stream` |" in line]
+    (encoder,) = [line for line in lines if "`--model.attention full` |" in line]
+    for line, system in ((two_streams, "two_stream"), (encoder, "encoder")):
+        ratio = mean_of(entries[system], "random", "seconds") / rotation
+        assert f"{ratio:.2g} times rotation's" in line
+
+
+def test_the_page_of_tasks_says_how_much_the_best_order_can_hurt():
+    """In points, with the interval over seeds; of two seeds that of the records."""
+    entries = tasks.load_results(
+        {name: KNOWN[name] for name in ("colouring", "shuffle")}, DECODERS
+    )
+    text = " ".join((RESULTS / "README.md").read_text().split())
+    chosen = values_of(entries["colouring"]["aogpt"], "confidence", "exact_match")
+    others = values_of(entries["colouring"]["aogpt"], "l2r", "exact_match")
+    losses = [100 * (b - a) for a, b in zip(chosen, others, strict=True)]
+    mean, half_width = mean_and_half_width(losses)
+    assert f"on colouring, {mean:.2f} ± {half_width:.2f} points" in text
+    entry = entries["shuffle"]["two_stream"]
+    chosen = mean_of(entry, "confidence", "exact_match")
+    other = mean_of(entry, "l2r", "exact_match")
+    records = sum(values_of(entry, "l2r", "records"))
+    variance = (chosen * (1 - chosen) + other * (1 - other)) / records
+    loss = f"{100 * (other - chosen):.2f} ± {196 * variance**0.5:.2f}"
+    assert f"two streams on shuffle, {loss} (two seeds" in text
 
 
 def test_the_front_table_has_the_losses_of_the_page_of_books():
