@@ -359,7 +359,9 @@ def test_a_run_of_days_or_of_many_epochs_is_noted():
     config = load_toml(ROOT / "configs" / "own_text.toml")
     cpu = torch.device("cpu")
     slow, repeated = metrics.size_notes(config, 764, cpu)
-    assert re.search(r"[\d.]+ s a step and [\d.]+ days in all .* --model.n-embd", slow)
+    assert re.search(
+        r"[\d.]+ (s|min) a step and [\d.]+ days in all .* --model.n-embd", slow
+    )
     assert "each text is read 419 times" in repeated
     assert metrics.size_notes(config, 10**6, torch.device("cuda")) == []
     quickstart = load_toml(ROOT / "configs" / "quickstart.toml")

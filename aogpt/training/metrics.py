@@ -46,8 +46,8 @@ ORDERS = {
     "fixed": "the run's fixed order",
     "own": "the run's orders",
 }
-CPU_SPEED = 1e11  # operations per second, of two to four cores
-SLOW = 1e15  # operations: three hours of such a CPU
+CPU_SPEED = 5e10  # operations per second, of the quickstart on two cores
+SLOW = 5e14  # operations: three hours of such a CPU
 MANY_EPOCHS = 50
 FIRST_STEP_SECONDS = 10  # between two lines of the first step
 Units = tuple[tuple[float, str], ...]  # largest first
