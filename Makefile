@@ -10,9 +10,9 @@
 # make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
-# All install pinned requirements into .venv, which they create unless it exists, with pip or (in an environment that
-# `uv venv` made) with uv; run again, they install nothing twice. TORCH=cpu installs PyTorch's CPU build, which on
-# Linux is a tenth of the download: make quickstart TORCH=cpu.
+# All install pinned requirements and this package into .venv, which they create unless it exists, with pip or (in an
+# environment that `uv venv` made) with uv; run again, they install nothing twice. TORCH=cpu installs PyTorch's CPU
+# build, which on Linux is a tenth of the download: make quickstart TORCH=cpu.
 
 PYTHON ?= python3
 VENV := .venv

@@ -334,4 +334,4 @@ def test_without_the_environment_a_line_says_to_activate_it(words):
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert "has no torch; activate the environment: . .venv/bin/activate" in line
+    assert "requirements.txt; activate the environment: . .venv/bin/activate" in line

@@ -112,6 +112,8 @@ def test_options_that_do_not_go_together_are_an_error_of_one_line(options, messa
     path = ROOT / "configs" / "quickstart.toml"
     with pytest.raises(UserError, match=message):
         configuration.from_command_line([str(path), *options], "")
+    with pytest.raises(UserError, match="there is no config file quickstart; such as"):
+        configuration.from_command_line(["quickstart", *options], "")
 
 
 def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read(load):

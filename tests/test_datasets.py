@@ -505,6 +505,7 @@ FILES = {
         ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, not for ptb"),
         ("text", "*.doc", {}, "doc: there is no file of a known kind"),
         ("text", "My", {}, "there is no file .*My; a name with spaces needs quotes"),
+        (__file__, "My", {}, "is a file: python data/prepare.py text --source "),
         (
             "lambada",
             "good.jsonl",

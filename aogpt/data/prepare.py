@@ -166,6 +166,11 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         raise UserError(
             f"{args.name} is made by: python -m studies.prepare {args.name}"
         )
+    if Path(args.name).is_file():
+        raise UserError(
+            f"{args.name} is a file: python data/prepare.py text --source "
+            f"{shlex.quote(args.name)} --out data/own"
+        )
     check_value(args.name, Literal[tuple(datasets)], "the dataset")
     dataset = datasets[args.name]
     target = output_folder(args)

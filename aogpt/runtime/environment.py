@@ -5,11 +5,10 @@ import sys
 from importlib.util import find_spec
 
 problem = ""
+if find_spec("tyro") is None:  # which few have for another reason, unlike PyTorch
+    problem = "lacks the packages of requirements.txt"
 if sys.version_info < (3, 11):  # noqa: UP036  # what pip checks
     problem = "is older than 3.11"
-for package in ("tyro", "torch"):
-    if find_spec(package) is None:
-        problem = f"has no {package}"
 if problem:
     sys.stderr.write(
         f"error: this Python, {sys.executable}, {problem}; activate the environment: "

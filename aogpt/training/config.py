@@ -350,6 +350,10 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     if arguments and not arguments[0].startswith("-"):
         path = arguments[0]
         words = arguments[1:]
+        refuse(
+            not Path(path).exists(),
+            f"there is no config file {path}; such as configs/quickstart.toml",
+        )
         default = load_toml(path)
     elif "--help" in arguments or "-h" in arguments:
         path = "CONFIG.toml"

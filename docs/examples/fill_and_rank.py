@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--spellings", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if not (options.gaps or options.spellings):
+        parser.error("give --gaps, --spellings or both")
     model = aogpt.load(options.model)
     if options.gaps:
         fill_lines(model, options.gaps, options.seed)
