@@ -15,6 +15,16 @@ def test_the_page_is_what_the_rows_say():
     assert pretrained_page.page(rows) == page
 
 
+def test_the_front_page_has_the_numbers_of_the_rows():
+    rows = json.loads(ROWS.read_text())
+    front = (ROOT / "results" / "README.md").read_text()
+    (l2r, random) = [row["nll"] for row in rows["a3_one"]["differences"]]
+    assert f"{-random['difference']:.3f} ± {random['half_width_95']:.3f} nats" in front
+    assert f"{l2r['difference']:.3f} ± {l2r['half_width_95']:.3f} ahead" in front
+    assert f"trained on {pretrained_page.tokens_of(rows):,} tokens does not" in front
+    assert not pretrained_page.fills_better(rows)
+
+
 def test_what_is_missing_is_named_as_not_run():
     rows = json.loads(ROWS.read_text())
     rows["starts"].pop("s_two")
