@@ -28,9 +28,10 @@ def make_program(folder, name, script):
 
 
 def run_make(folder, *arguments):
+    """As a user would, and not as a part of the make that runs the tests."""
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
-        ["make", *arguments],
+        ["make", "--no-print-directory", *arguments],
         cwd=folder,
         env=os.environ | {"PATH": path},
         capture_output=True,
