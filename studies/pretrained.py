@@ -319,7 +319,6 @@ class Gather:
             rows[path.stem] = columns_of(path)
         for path in sorted(self.reports.glob("*.json")):
             report = json.loads(path.read_text())
-            # Paths of one machine say nothing elsewhere.
             rows[path.stem] = {
                 key: value for key, value in report.items() if key not in LOCAL
             }
@@ -329,7 +328,20 @@ class Gather:
             rows["long"] = losses_of(self.long)
             settings = json.loads((self.adapter / "config.json").read_text())
             rows["long"]["exported_step"] = settings["step"]
-        write_json(ROWS, rows)
+        write_json(ROWS, without_folders(rows))
+
+
+def without_folders(value):
+    """Return a document with the last part of each absolute path in its place: folders
+    of one machine say nothing elsewhere."""
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {without_folders(key): without_folders(one) for key, one in pairs}
+    if isinstance(value, list):
+        return [without_folders(one) for one in value]
+    return value
 
 
 def columns_of(path: Path) -> dict[str, list]:

@@ -4,7 +4,7 @@ import json
 
 from helpers import ROOT
 
-from studies import pretrained_page
+from studies import pretrained, pretrained_page
 
 ROWS = ROOT / "results" / "pretrained.json"
 
@@ -15,13 +15,27 @@ def test_the_page_is_what_the_rows_say():
     assert pretrained_page.page(rows) == page
 
 
+def test_the_rows_name_no_folder_of_a_machine():
+    assert '"/' not in ROWS.read_text()
+    report = {
+        "rows": [{"run": "/a/b"}],
+        "checkpoints": {"/a/c.bin": 1},
+        "n": [1, "x/y"],
+    }
+    assert pretrained.without_folders(report) == {
+        "rows": [{"run": "b"}],
+        "checkpoints": {"c.bin": 1},
+        "n": [1, "x/y"],
+    }
+
+
 def test_the_front_page_has_the_numbers_of_the_rows():
     rows = json.loads(ROWS.read_text())
     front = (ROOT / "results" / "README.md").read_text()
     (l2r, random) = [row["nll"] for row in rows["a3_one"]["differences"]]
     assert f"{-random['difference']:.3f} ± {random['half_width_95']:.3f} nats" in front
     assert f"{l2r['difference']:.3f} ± {l2r['half_width_95']:.3f} ahead" in front
-    assert f"trained on {pretrained_page.tokens_of(rows):,} tokens does not" in front
+    assert f"trained on {pretrained_page.tokens_of(rows):,} tokens is not" in front
     assert not pretrained_page.fills_better(rows)
 
 
@@ -73,18 +87,28 @@ def test_starts_are_compared_over_the_steps_that_all_have():
 
 
 def test_the_verdict_on_infilling_is_that_of_its_interval():
-    def row(nll):
-        values = {"given": "both", "nll": nll, "rouge_1": [0.1, 0.2, 0.3]}
-        return {"rows": [values | {"documents": [0, 1, 2]}]}
+    def report(nll):
+        both = {"given": "both", "nll": nll, "rouge_1": [0.1, 0.2, 0.3]}
+        both |= {"documents": [0, 1, 2], "draws": 16}
+        both["effective_sample_size"] = [1.0, 2.5, 9.0]
+        left = {"given": "left", "nll": [2.0, 2.0, 2.0], "documents": [0, 1, 2]}
+        return {"rows": [left, both]}
 
     shipped = "no adapter comes with the clone"
-    worse = {
-        "infill_plain": row([1.0, 1.0, 1.0]),
-        "infill_adapter": row([3.0, 3.1, 3.0]),
+    words = {
+        "lambada_both": {"right": [True, True, False]},
+        "lambada_adapter_both": {"right": [False, True, False]},
     }
-    assert "does not fill in better" in pretrained_page.verdict(worse)
+    worse = words | {
+        "infill_plain": report([1.0, 1.0, 1.0]),
+        "infill_adapter": report([3.0, 3.1, 3.0]),
+    }
+    text = pretrained_page.verdict(worse)
+    assert "is not shown to fill in better" in text
+    assert "of its 16 draws is 2.5" in text
+    assert "2 of 3 right against 1 of 3" in pretrained_page.so_shipped(worse)
     assert shipped in pretrained_page.so_shipped(worse)
-    better = {
+    better = words | {
         "infill_plain": worse["infill_adapter"],
         "infill_adapter": worse["infill_plain"],
     }
