@@ -312,7 +312,7 @@ LEFT_OUT = {
     "score_entropy": "no SEDD at hand",
     "raw": "the books model has averaged weights alone",
     "openai-community/gpt2-medium": "a download",
-    "HuggingFaceTB/SmolLM2-135M": "a download",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "a download",
     "FOLDER/tokenizer.json": "of another model",
     "data/chorales_alto": "a download",
     "out/chorales": "no model of chorales at hand",
