@@ -14,6 +14,7 @@ losses of runs into results/pretrained.json, in place of older ones of the same 
 results/pretrained.md of it."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -332,10 +333,10 @@ class Gather:
 
 
 def without_folders(value):
-    """Return a document with the last part of each absolute path in its place: folders
-    of one machine say nothing elsewhere."""
-    if isinstance(value, str) and value.startswith("/"):
-        return Path(value).name
+    """Return a document in whose texts the last part of each absolute path is in its
+    place: folders of one machine say nothing elsewhere."""
+    if isinstance(value, str):
+        return re.sub(r"(?<!\S)/\S*/(?=\S)", "", value)
     if isinstance(value, dict):
         pairs = value.items()
         return {without_folders(key): without_folders(one) for key, one in pairs}
