@@ -6,8 +6,8 @@
 
 Reports the negative log-likelihood (nats/token) of the sentence given both sides, and
 given only its left side, and the ROUGE of samples. A plain GPT has the left side only,
-unless --draws fills in by resampling. 95% intervals are by document where there are
-several."""
+unless --draws fills in by resampling, as it does with other decoders. 95% intervals are
+by document where there are several."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
@@ -53,7 +53,7 @@ HEAD = [
     "ROUGE-2",
     "ROUGE-L",
 ]
-RESAMPLING = "resampling"  # "filled in" of a plain GPT given both sides
+RESAMPLING = "resampling"  # "filled in" by --draws
 WORD = "passage"  # "given" of a last word, which has no other side
 
 
@@ -74,8 +74,8 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     longest: Count = 40
     """Greatest number of tokens in the sentence."""
     draws: Count | None = None
-    """Plain GPTs: also fill in given both sides, by this many continuations of the left
-    side, weighted by the right side (sampling-importance-resampling)."""
+    """Decoders: also fill in given both sides by this many continuations of the left side,
+    weighted by the right side (sampling-importance-resampling)."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0
     )
@@ -87,6 +87,8 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
+    if a.decoding.mode == RESAMPLING:
+        raise UserError("--mode resampling: give --draws 16 instead")
     rouge([])  # reports a missing package before the work
     outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
@@ -168,7 +170,7 @@ def evaluate(
             samples = fill_in(loaded, passages, both, options, a.seed)
             row |= rouge(texts_of(loaded, passages, samples))
             rows.append(row)
-    if a.draws and model.config.l2r_only and not a.last_word:
+    if a.draws and not model.config.is_encoder and not a.last_word:
         rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
     return rows
 
@@ -180,7 +182,7 @@ def resampled_row(
     draws: int,
     seed: int,
 ) -> dict:
-    """Return the row of a plain GPT that fills in given both sides."""
+    """Return the row of a decoder that fills in given both sides by resampling."""
     weighted = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
     row = {
         "run": run,

@@ -62,8 +62,9 @@ class Arguments(RunOptions, OutputOptions):
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
     tries every length from 2 to 12, --num-samples times each, and shows the best filling.
     Put no space before a mask: in the gpt2 tokenizer the space belongs to the word after it.
-    A plain GPT draws at least 64 continuations, at 0.75 where --temperature is 1, and takes
-    --num-samples of them in proportion to how probable they and the rest of the text are."""
+    A plain GPT (others with --mode resampling) draws at least 64 continuations, at 0.75 where
+    --temperature is 1, and takes --num-samples of them in proportion to how probable they and the
+    rest of the text are."""
     candidates: Count | None = None
     """Infilling: show only this many distinct fillings, the best first. Those of one length are
     ranked by their probability given both sides, others by the log-probability per token of the
@@ -238,7 +239,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     """Generate the samples of some requests; write and print them as they come."""
     loaded = session.loaded
     # 1. What to generate: contexts, each with the number of its request, and gaps that
-    #    a plain GPT fills by resampling.
+    #    are filled by resampling.
     contexts = []
     numbers = []
     gapped = {}
@@ -328,7 +329,7 @@ def resample(
     request: Request,
     gapped: Gapped,
 ) -> tuple[list[dict], Generation]:
-    """Fill the gaps of request `number` with a plain GPT. Return the records and
+    """Fill the gaps of request `number` by resampling. Return the records and
     samples."""
     loaded = session.loaded
     choice = session.options
@@ -667,7 +668,8 @@ def encode(
         gapped = gaps.gapped_of(request.context)
     else:
         gapped = gaps.encode_gaps(request.text, session.tokenizer, config.block_size)
-    if config.l2r_only and not gapped.only_continues:
+    is_plain = config.l2r_only and not gapped.only_continues
+    if is_plain or session.options.mode == "resampling":
         modes.check_start(bool(gapped.known[0]), scored_from)
         return [gapped]
     contexts = gapped.contexts(config.block_size)

@@ -194,20 +194,21 @@ class Fill(Drawing):
 
     Put no space before a mask: words begin with theirs. A plain GPT fills gaps, too: it
     draws continuations, by default 64, and weights them by how well the text goes
-    on."""
+    on. With --mode resampling other decoders do so as well."""
 
     candidates: Count = 3
     """Different fillings to show at most, the best first."""
     temperature: Temperature | None = None
-    """By default 0.7; of a plain GPT 0.75, for which the weights correct."""
+    """By default 0.7; of resampling 0.75, for which the weights correct."""
     rank_by: RankBy | None = None
     """What ranks fillings: filling (log p given both sides), right (of the text to the
     right), joint (of both). By default filling for gaps of known length, else right;
-    joint of a plain GPT."""
+    joint of resampling."""
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
         choice = self.choice()
-        if self.temperature is None and not model.model.config.l2r_only:
+        resamples = self.mode == "resampling" or model.model.config.l2r_only
+        if self.temperature is None and not resamples:
             choice["temperature"] = 0.7
         fillings = model.fill(
             text,

@@ -643,27 +643,27 @@ class TextModel:
         A plain GPT has not learned to fill gaps. It draws continuations of the left
         text and weights them by how probable they and the rest of the text are
         (`sampling.resampling`). `weight` and `effective_sample_size` of a filling say
-        how far to trust that.
+        how far to trust that. mode="resampling" has any decoder fill gaps so.
 
         Args:
             text: a text with gaps, or a list of them.
             candidates: how many different fillings to return at most, the best first.
-            num_samples: fillings to draw of each length, by default 4; of a plain GPT
+            num_samples: fillings to draw of each length, by default 4; of resampling
                 continuations, by default 64.
             seed: repeats the fillings; None: draws anew each time. `Filling.seed` says
                 which.
-            temperature: 0 takes the most probable token; by default 1. Of a plain GPT:
+            temperature: 0 takes the most probable token; by default 1. Of resampling:
                 at which it draws continuations, by default 0.75; the weights correct
                 for it.
             top_p: draw from the most probable tokens that together have this
                 probability.
             top_k: draw from this number of most probable tokens.
-            mode: the order: "mdm" (default), "l2r", "confidence", ...
+            mode: the order: "mdm" (default), "l2r", "confidence", ...; or "resampling".
             rank_by: "filling": the mean log p of the filling given both sides. "right":
                 that of the text to the right given all before it. "joint": of both,
                 left to right. By default "filling" if all gaps have known lengths, else
                 "right", which does not depend on the number of tokens that are filled
-                in. A plain GPT: "joint", or "joint and right" where lengths
+                in. Resampling: "joint", or "joint and right" where lengths
                 differ, which counts the text to the right twice.
             options: others of `sampling.modes.DecodingOptions`.
 
@@ -687,8 +687,9 @@ class TextModel:
         fillings_of_texts = []
         for place, gapped in enumerate(gapped_texts, 1):
             fill = self._fill
-            if self.model.config.l2r_only and not gapped.only_continues:
-                fill = self._fill_plain
+            is_plain = self.model.config.l2r_only and not gapped.only_continues
+            if is_plain or mode == "resampling":
+                fill = self._fill_by_resampling
             with in_list(place, len(texts)):
                 fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)
             fillings_of_texts.append(fillings)
@@ -732,7 +733,7 @@ class TextModel:
             fillings.append(filling)
         return fillings
 
-    def _fill_plain(
+    def _fill_by_resampling(
         self,
         gapped: gaps.Gapped,
         candidates: int,
@@ -741,10 +742,10 @@ class TextModel:
         rank_by: RankBy | None,
         options: dict[str, Any],
     ) -> list[Filling]:
-        """Fill gaps with a plain GPT, by resampling."""
+        """Draw continuations of the text before the gaps, and weight them."""
         if rank_by == "filling":
             raise UserError(
-                'a plain GPT has no probability of a filling given both sides: "joint" '
+                'resampling has no probability of a filling given both sides: "joint" '
                 "ranks in the same way"
             )
         options = {"temperature": resampling.TEMPERATURE, **options}

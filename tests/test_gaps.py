@@ -774,6 +774,48 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
     assert math.isclose(found.log_evidence, evidence, abs_tol=0.02)
 
 
+@pytest.mark.parametrize("system", [name for name in DECODERS if name != "mask_query"])
+def test_any_decoder_fills_gaps_by_resampling(system):
+    """By the probabilities that it gives whole texts from left to right, enumerated."""
+    gapped = RESAMPLED[1]
+    model = make_system(system, 3, tokens=3, block_size=8, dtype=torch.float64).eval()
+    # Flat: else some fillings are too rare to be drawn.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith(("norm_f", "adaln_f", "head", "wte")):
+                parameter.mul_(0.1)
+    _, exact = exact_fillings(model, gapped, 3)
+    found = fill_by_resampling(model, gapped, seed=1, draws=2**13, vocab_size=3)
+    keys = []
+    for tokens, context in zip(found.tokens, found.contexts, strict=True):
+        keys.append((tuple(tokens), sizes_of_gaps(context)))
+    assert resampled_p_value(found, keys, exact) > 1e-3
+
+
+def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
+    text = "The old[MASK:1-3] was tired."
+    best = books.fill(text, 2, seed=1, mode="resampling")
+    assert len(best) == 2 and best[0].ranked_by == "joint and right"
+    for filling in best:
+        assert 0 < filling.weight <= 1
+        assert filling.effective_sample_size >= 1
+        assert filling.text.startswith("The old")
+        assert filling.text.endswith(" was tired.")
+    assert books.fill(text, seed=1)[0].weight is None
+    for call, words in (
+        (lambda: books.fill(text, mode="resampling", refine=2), "leave out refine"),
+        (lambda: books.fill(text, mode="resampling", require=("a",)), "require"),
+        (lambda: books.generate("The", mode="resampling"), "text with masks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    for system in ("RADD", "mask_query"):
+        with pytest.raises(ValueError, match="queries are no .MASK."):
+            small(system).fill("a[MASK]c", mode="resampling")
+        with pytest.raises(ValueError, match="queries are no .MASK."):
+            fill_by_resampling(small(system).model, RESAMPLED[1], seed=1)
+
+
 @pytest.mark.parametrize(
     "gapped", RESAMPLED, ids=["one", "lengths", "two", "at the end"]
 )

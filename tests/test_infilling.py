@@ -152,6 +152,21 @@ def test_a_plain_gpt_fills_in_by_resampling(plain, said, printed, tmp_path):
     assert f"{plain}: 8 continuations, of which" in out and "lower bound" in out
 
 
+def test_a_decoder_of_any_order_fills_in_by_resampling_too(
+    run, said, printed, tmp_path
+):
+    report = tmp_path / "infill.json"
+    options = ("--data", said, "--shortest", 2, "--longest", 12, "--json", report)
+    counts = ("--num-passages", 3, "--draws", 8, "--mode", "l2r")
+    printed(eval_infill, run, *options, *counts)
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["given"], row["mode"]) for row in rows] == [
+        ("left", "l2r"),
+        ("both", "l2r"),
+        ("both", "resampling"),
+    ]
+
+
 def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
     for one, other, *expected in (
         ("The cat sat on the mat.", "the cat lay on a mat", 4 / 6, 1 / 5, 4 / 6),

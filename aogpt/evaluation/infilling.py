@@ -207,7 +207,7 @@ def _masked_middle_nll(
 
 @dataclass(frozen=True)
 class Resampled:
-    """Middles that a plain GPT fills in given both sides; see sampling/resampling.py."""
+    """Middles that are filled in given both sides; see sampling/resampling.py."""
 
     # -log p of the true middle, nats per token: too small on average, as what it is
     # divided by, a sum over all middles of its length, is estimated from few of them
@@ -220,8 +220,8 @@ class Resampled:
 def resample_middles(
     model: AOGPT, passages: Passages, draws: int, seed: int, vocab_size: int
 ) -> Resampled:
-    """Fill the middles of passages in with a plain GPT, by `draws` continuations of the
-    left side each, weighted by the right side."""
+    """Fill the middles of passages in by `draws` continuations of the left side each,
+    weighted by the right side."""
     resampled = Resampled(nll=[], tokens=[], effective_sample_size=[])
     start = passages.start.tolist()
     end = passages.end.tolist()

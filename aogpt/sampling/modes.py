@@ -36,7 +36,15 @@ from .refine import RefineBy, redrawn, refine
 from .token_choice import TokenChoice
 
 Mode = Literal[
-    "mdm", "even", "l2r", "random", "order", "adaptive", Score, "speculative"
+    "mdm",
+    "even",
+    "l2r",
+    "random",
+    "order",
+    "adaptive",
+    Score,
+    "speculative",
+    "resampling",
 ]
 UnmaskFirst = Literal[Score, "random"]
 # The tokens of a sample, None where they are to be generated.
@@ -76,7 +84,9 @@ class DecodingOptions(TokenChoice):
     order: the same in orders drawn from --order; the default where that is given.
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
-    speculative: drafted in parallel, verified in one causal pass; exact as one token a step."""
+    speculative: drafted in parallel, verified in one causal pass; exact as one token a step.
+    resampling: for texts with masks: continuations of the text before them, weighted by how well
+    the text goes on after them. A plain GPT always fills masks so."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
@@ -287,7 +297,9 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     defaults."""
     needs = "needs a model that is conditioned on the target position"
     one_by_one = options.mode == "l2r" and options.group_size == 1
-    if config.l2r_only and not one_by_one:
+    if options.mode == "resampling":
+        check_resampling(options, config)
+    elif config.l2r_only and not one_by_one:
         option = f"--mode {options.mode}"
         advice = "leave out --mode, or take --mode l2r"
         if options.mode == "adaptive":
@@ -305,6 +317,22 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         )
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
+
+
+def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
+    """Raise UserError if a model cannot fill masks by resampling."""
+    if config.is_encoder or config.target == "mask_query":
+        raise UserError(
+            "--mode resampling needs a decoder whose queries are no [MASK]; take another "
+            "mode"
+        )
+    if options.refine:
+        raise UserError("--mode resampling weights what it draws: leave out --refine")
+    if options.require:
+        raise UserError(
+            "--require has no meaning with --mode resampling: write the words into the "
+            "text with masks"
+        )
 
 
 def check_context(
@@ -561,6 +589,10 @@ def _mode_plan(
                 o.draft,
                 generator=keys,
                 given=given,
+            )
+        case "resampling":
+            raise UserError(
+                "--mode resampling fills masks: give a text with masks, or take another mode"
             )
     raise AssertionError(f"there is no mode {o.mode}")
 

@@ -1,5 +1,5 @@
 """Gaps of a plain GPT, filled without training: sampling-importance-resampling (Rubin
-1987).
+1987). A decoder of any order fills gaps in the same way, read from left to right.
 
 A plain GPT continues texts. But what it says of whole texts also says what fits into a
 gap: p(filling | left, right) is p(filling | left) p(right | left, filling), up to a
@@ -256,9 +256,14 @@ def fill_by_resampling(
             top-p are never drawn, so with these the result is exact for the rest only.
         vocab_size: only ids below it are drawn.
 
-    Raises UserError where no filling has a probability above 0 in float64, and for a
-    choice that depends on the tokens before; TooLong where the longest text does not fit
+    Raises UserError where no filling has a probability above 0 in float64, for a
+    choice that depends on the tokens before, and for models that do not read from left
+    to right in the cache as plain GPTs do; TooLong where the longest text does not fit
     into a block."""
+    if model.config.is_encoder or model.mask_queries:
+        raise UserError(
+            "resampling needs a decoder whose queries are no [MASK]; take another mode"
+        )
     choice = choice or TokenChoice(temperature=TEMPERATURE)
     if choice.avoids_repeats:
         raise UserError(
