@@ -27,7 +27,7 @@ import sample
 from aogpt import commands
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.sampling import gaps
+from aogpt.sampling import gaps, resampling
 from aogpt.sampling.resampling import fill_by_resampling
 from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
 
@@ -760,7 +760,7 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
         keys = [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
         weights = dict(zip(keys, found.weights, strict=True))
         assert math.isclose(sum(weights.values()), 1, abs_tol=1e-9)
-        assert 1 <= found.effective_sample_size <= len(exact) * draws
+        assert 1 - 1e-9 <= found.effective_sample_size <= draws + 1e-9
         for key, scores in zip(keys, found.scores, strict=True):
             count = len(key[0]) - len(gapped.known[0])
             assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
@@ -772,6 +772,21 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
     evidence = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
     assert math.isclose(found.log_evidence, evidence, abs_tol=0.02)
+
+
+def test_copies_and_lengths_of_one_continuation_count_once_in_the_sample_size():
+    """Two gaps: the continuation that fills the first one well is copied."""
+    model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
+    model.eval()
+    one = fill_by_resampling(model, RESAMPLED[2], seed=1, draws=1, vocab_size=3)
+    assert one.effective_sample_size == pytest.approx(1)  # of a row in two lengths
+    for seed in range(5):
+        few = fill_by_resampling(model, RESAMPLED[2], seed=seed, draws=3, vocab_size=3)
+        assert 1 <= few.effective_sample_size <= 3 + 1e-9
+    assert resampling._sample_size(
+        torch.tensor([0.5, 0.25, 0.25, 0.0]).double(),
+        origin=torch.tensor([0, 1, 1, 3]),
+    ) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("system", [name for name in DECODERS if name != "mask_query"])

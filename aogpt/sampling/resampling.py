@@ -10,7 +10,8 @@ factor. So
 3. take fillings in proportion to their weights.
 
 This is exact as K grows. The effective sample size, 1 / sum of squared weights, says
-how many of the K continuations count: where it is near 1, more are needed.
+how many of the K continuations count: where it is near 1, more are needed. What comes
+from one continuation, lengths and copies, counts once, with the sum of its weights.
 
 The first n tokens of a continuation are a filling of n tokens, so lengths from 2 to 6
 are drawn at the cost of 6, and compared by the probability of the whole text. The pass
@@ -281,6 +282,7 @@ def fill_by_resampling(
     log_gaps = torch.zeros(draws, dtype=torch.float64)  # log p of what fills them
     log_right = torch.zeros(draws, dtype=torch.float64)  # of the known text after them
     weights = torch.zeros(draws, dtype=torch.float64)  # their logarithms
+    origin = torch.arange(draws)  # the continuation that each row comes from
     filled: list[list[int]] = [[] for _ in range(draws)]  # lengths of the gaps so far
     effective = math.inf
     log_evidence = 0.0
@@ -299,14 +301,15 @@ def fill_by_resampling(
         # 1. Choose K of all rows and lengths.
         fillings = [proposals[n] for n in sizes]
         by_length = _sums(weights, [filling.log_weight for filling in fillings])
-        weights, sample_size = _normalised(by_length, draws)
+        weights = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
-        effective = min(effective, sample_size)
+        effective = min(effective, _sample_size(weights, origin.repeat(len(sizes))))
         bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
         shift = float(to_uniform(bits)[0, 0])
         strata = (torch.arange(draws).double() + shift) / draws
         chosen = _inverse(weights, strata)
         ancestors = torch.tensor([i % draws for i in chosen])
+        origin = origin[ancestors]
         new_lengths = [sizes[i // draws] for i in chosen]
         old = filled
         filled = []
@@ -319,9 +322,9 @@ def fill_by_resampling(
         # 2. Weight these by the rest of the text after the gap.
         weights = rows.read_text(after, skip=1)
         log_right = log_right + weights
-        effective = min(effective, _normalised(weights, draws)[1])
+        effective = min(effective, _sample_size(_normalised(weights, draws), origin))
     log_evidence += float(weights.logsumexp(dim=0)) - math.log(draws)
-    weights, _ = _normalised(weights, draws)
+    weights = _normalised(weights, draws)
     return _merged(
         gapped,
         filled,
@@ -391,15 +394,21 @@ def _sums(of_rows: Tensor, of_lengths: list[Tensor]) -> Tensor:
     return torch.cat([of_rows + added for added in of_lengths])
 
 
-def _normalised(log_weights: Tensor, draws: int) -> tuple[Tensor, float]:
-    """Return weights (N,) of sum 1, and the effective sample size."""
+def _normalised(log_weights: Tensor, draws: int) -> Tensor:
+    """Return weights (N,) of sum 1."""
     if not log_weights.isfinite().any():
         raise UserError(
             f"none of {draws} continuations leads to the text after the gap: draw more "
             "(--num-samples), or at a higher temperature"
         )
-    weights = log_weights.softmax(dim=0)
-    return weights, float(1 / weights.square().sum())
+    return log_weights.softmax(dim=0)
+
+
+def _sample_size(weights: Tensor, origin: Tensor) -> float:
+    """Return the effective sample size of weights (N,) of sum 1, of which those with one
+    origin (N,) are one sample."""
+    of_origins = torch.zeros_like(weights).index_add(0, origin, weights)
+    return float(1 / of_origins.square().sum())
 
 
 def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:
