@@ -25,7 +25,6 @@ from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import staging, write_json
 from aogpt.runtime.validation import expand_home
-from aogpt.systems import parameter_counts
 
 
 def convert(
@@ -89,9 +88,23 @@ def convert(
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)
     show(f"read {loaded.description}")
-    count = sum(parameter_counts(loaded.model).values())
-    rest = "config.json" if not hub and layout == "aogpt" else "what transformers needs"
-    show(f"wrote {destination}: model.safetensors ({count:,} parameters) and {rest}")
+    rest = "config.json"
+    if hub or layout == "transformers":
+        rest = "what transformers needs"
+    written = f"model.safetensors ({description_of(tensors, loaded)})"
+    show(f"wrote {destination}: {written} and {rest}")
+
+
+def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
+    """Return how many parameters are written. [None] is hidden from all steps but the
+    first, which of released weights without a begin-of-text is not scored."""
+    count = sum(tensor.numel() for tensor in tensors.values())
+    description = f"{count:,} parameters"
+    is_unread = loaded.model.config.start == "hidden" and loaded.scored_from > 0
+    for name, tensor in tensors.items():
+        if is_unread and name in ("start", "model.start"):
+            description += f", {tensor.numel()} of them [None], which no score reads"
+    return description
 
 
 def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:

@@ -881,6 +881,24 @@ def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
     assert torch.equal(found["wte.weight"], expected["wte.weight"])
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("layout", ["aogpt", "transformers"])
+def test_convert_counts_the_parameters_that_it_writes(kind, layout, tmp_path, capsys):
+    """Qwen's tokenizer writes no begin-of-text: our [None] has no weights of theirs."""
+    theirs = write_model(tmp_path / "source", kind)
+    convert(str(tmp_path / "source"), tmp_path / "x", layout=layout)
+    written = safetensors.torch.load_file(tmp_path / "x" / "model.safetensors")
+    count = sum(tensor.numel() for tensor in written.values())
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"model.safetensors ({count:,} parameters" in line
+    expected = sum(p.numel() for p in theirs.parameters())
+    if layout == "aogpt":
+        expected += 24
+    assert count == expected
+    is_unread = kind == "Qwen3" and layout == "aogpt"
+    assert ("24 of them [None], which no score reads" in line) == is_unread
+
+
 def test_a_model_with_a_start_of_its_own_is_no_plain_llama(tmp_path):
     with pytest.raises(UserError, match="a .None. of its own.* use --hub"):
         convert(
