@@ -22,35 +22,34 @@ keys and values. Other systems on the same blocks are in systems/."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Target = Literal[
-    "none",
-    "input",
-    "adaln",
-    "shared",
-    "per_block",
-    "two_stream",
-    "rotary",
-    "mask_query",
+# How a decoder is conditioned on the target position. To add a way: a line here, and a
+# layer or a `Pass` below that names what it `conditions`.
+PageTarget = Literal[
+    "none",  # a plain GPT
+    "input",  # an embedding of the target position is added to the input (sigma-GPT)
+    "adaln",  # it modulates every norm (AO-GPT)
+    "shared",  # it is added before every block
+    "per_block",  # the same, a table per block
+    "rotary",  # nothing but queries that are rotated to it
 ]
+# Those with a class of their own, which systems/kinds.py names.
+SystemTarget = Literal[
+    "two_stream",  # a query stream that starts from it reads a content stream (XLNet, A3)
+    "mask_query",  # the query is a [MASK] at the target (Eso-LM B)
+]
+Target = Literal[PageTarget, SystemTarget]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the Transformer. The defaults are AO-GPT Small with GPT-2's vocabulary.
-
-    Values of target: none: a plain GPT; input: an embedding of the target position is
-    added to the input (sigma-GPT); adaln: it modulates every norm (AO-GPT); shared: it
-    is added before every block; per_block: the same, a table per block; two_stream: a
-    query stream that starts from it reads a content stream (XLNet, A3); rotary: nothing
-    but queries that are rotated to it; mask_query: the query is a [MASK] at the target
-    (Eso-LM B)."""
+    """Shape of the Transformer. The defaults are AO-GPT Small with GPT-2's vocabulary."""
 
     # Unknown keys of a config file are refused.
     __pydantic_config__ = {"extra": "forbid"}
@@ -706,6 +705,12 @@ class AOGPT(Transformer):
     """A decoder of log p(x | order) in any order (the paper, section 3)."""
 
     def __init__(self, config: ModelConfig):
+        if config.is_encoder or config.target not in get_args(PageTarget):
+            raise ValueError(
+                f"this configuration (target {config.target!r}, {config.attention} "
+                "attention) is of another class than AOGPT: use "
+                "aogpt.systems.build_model(config)"
+            )
         super().__init__(config)
         c = config
         self.start = nn.Parameter(torch.zeros(c.n_embd))
@@ -717,12 +722,6 @@ class AOGPT(Transformer):
         elif c.target in ("input", "shared"):
             self.wtpe = TargetTable(c, c.n_embd)
         self.add_blocks(Block)
-        reads_target = any(getattr(m, "conditions", ()) for m in self.modules())
-        if c.is_encoder or (c.target not in ("none", "rotary") and not reads_target):
-            raise ValueError(
-                f"this configuration (target {c.target!r}, {c.attention} attention) is of "
-                "another class than AOGPT: use aogpt.systems.build_model(config)"
-            )
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Return -log p(x[order[b, i]] | x[order[b, :i]]), nats, in prediction order.

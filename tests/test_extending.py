@@ -107,7 +107,7 @@ def test_an_order_is_a_line_and_a_case(project):
 def test_a_way_to_condition_on_the_target_is_a_table_and_where_it_is_added(project):
     """A table that is added to the queries of every block. Muon, which takes matrices
     of attention, leaves it to AdamW."""
-    project.edit("aogpt/model.py", '    "rotary",\n', '    "rotary",\n    "queries",\n')
+    project.edit("aogpt/model.py", '    "none",', '    "queries",\n    "none",')
     project.edit(
         "aogpt/model.py",
         "        self.q_norm: nn.Module = nn.Identity()\n",

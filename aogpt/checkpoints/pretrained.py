@@ -8,7 +8,7 @@ first token is not scored."""
 
 import math
 from collections.abc import MutableMapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, NotRequired
 
@@ -21,18 +21,34 @@ from ..data.tokenizers import HubTokenizer
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, from_values, schema
-from ..systems import check_config
+from ..systems import build_model, check_config
+from ..systems.parameters import conditioning_parameters
 from .tensors import LazyTensors
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+MISTRAL_WINDOW = 4096  # tokens, where its config.json names none
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a decoder of `transformers` has that its config.json does not say."""
+
+    model_type: str
+    qkv_bias: bool = False  # biases of queries, keys and values alone
+    qk_norm: bool = False
+    mlp_bias: bool = False  # whether its MLP can have biases
+    window: int | None = None  # of attention, in tokens, unless config.json has another
+
+
+# By the name in a config.json. To read one more: a line here. The first that has all
+# parts of a model is written by `settings_of`.
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", mlp_bias=True),
+    "MistralForCausalLM": Architecture("mistral", window=MISTRAL_WINDOW),
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
+}
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LONGEST = 4096  # block size of a model that takes longer sequences, unless one is given
-MISTRAL_WINDOW = 4096  # where its config.json names none
 BLOCK = {  # modules of blocks.N: the modules of model.layers.N, whose rows are joined
     "norm1": ["input_layernorm"],
     "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -203,7 +219,7 @@ def config_of(settings: dict, has_start: bool) -> ModelConfig:
         )
     settings = from_values(settings, Settings, "config.json")
     refuse_what_differs(settings)
-    is_qwen2 = name.startswith("Qwen2")
+    architecture = ARCHITECTURES[name]
     has_bias = bool(settings.get("attention_bias"))
     n_head = settings["num_attention_heads"]
     width = settings["hidden_size"]
@@ -222,10 +238,10 @@ def config_of(settings: dict, has_start: bool) -> ModelConfig:
         rope_base=rope_base(settings),
         rope_scaling=rope_scaling(settings),
         norm_eps=settings.get("rms_norm_eps", 1e-6),
-        qk_norm=name.startswith("Qwen3"),
+        qk_norm=architecture.qk_norm,
         mlp="swiglu",
-        attn_bias=is_qwen2 or has_bias,
-        attn_proj_bias=has_bias and not is_qwen2,
+        attn_bias=architecture.qkv_bias or has_bias,
+        attn_proj_bias=has_bias and not architecture.qkv_bias,
         mlp_bias=bool(settings.get("mlp_bias")),
         start="attended" if has_start else "hidden",
         tied_head=bool(settings.get("tie_word_embeddings")),
@@ -238,11 +254,12 @@ def config_of(settings: dict, has_start: bool) -> ModelConfig:
 def window_of(settings: Settings) -> int | None:
     """Return the tokens that attention looks back over; None: all of them. Shorter
     sequences do not see the difference."""
-    is_mistral = settings["architectures"][0].startswith("Mistral")
-    window = settings.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
+    usual = ARCHITECTURES[settings["architectures"][0]].window
     layers = settings.get("layer_types") or []
-    used = settings.get("use_sliding_window", is_mistral)
-    return window if used or "sliding_attention" in layers else None
+    is_used = settings.get("use_sliding_window", usual is not None)
+    if is_used or "sliding_attention" in layers:
+        return settings.get("sliding_window", usual)
+    return None
 
 
 def check_length(settings: dict, block_size: int) -> None:
@@ -257,17 +274,17 @@ def check_length(settings: dict, block_size: int) -> None:
 
 def refuse_what_differs(settings: Settings) -> None:
     """Raise UserError for parts that our model does not have."""
-    rotated = settings.get("partial_rotary_factor")
-    rotated = rope_settings(settings).get("partial_rotary_factor", rotated)
+    rope = rope_settings(settings)
+    usual = settings.get("partial_rotary_factor")
+    rotated = rope.get("partial_rotary_factor", usual)
+    by_kind_of_layer = "full_attention" in rope or "sliding_attention" in rope
     activation = settings.get("hidden_act", "silu")
     layers = settings.get("layer_types") or []
-    kinds_of_layer = {"full_attention", "sliding_attention"}
-    by_kind_of_layer = not kinds_of_layer.isdisjoint(rope_settings(settings))
+    slides = "sliding_attention" in layers
     differs = {
         "quantised weights (quantization_config)": settings.get("quantization_config"),
         f"the activation {activation}": activation != "silu",
-        "a sliding window of no size": "sliding_attention" in layers
-        and window_of(settings) is None,
+        "a sliding window of no size": slides and window_of(settings) is None,
         "layers without positions (no_rope_layers)": settings.get("no_rope_layers"),
         "partly rotated heads (partial_rotary_factor)": rotated not in (None, 1.0),
         "rotary positions for each kind of layer (rope_parameters)": by_kind_of_layer,
@@ -323,12 +340,14 @@ def settings_of(
     """Return the config.json of a model that `transformers` computes from left to
     right. tied_head: whether the file has no head. Raises UserError for what its Llama,
     Qwen2 and Qwen3 do not have."""
-    if config.is_encoder or config.target not in ("none", "rotary"):
+    with torch.device("meta"):  # without memory
+        model = build_model(config)
+    if config.is_encoder or conditioning_parameters(model):
         raise UserError(
             "--layout transformers is for plain decoders and those with "
             "model.target = 'rotary'; use --hub"
         )
-    if config.target == "rotary" and config.query_at != "before_target":
+    if not config.l2r_only and config.query_at != "before_target":
         raise UserError(
             "--layout transformers needs model.query_at = 'before_target', with which "
             "the model is a plain GPT from left to right; use --hub"
@@ -336,16 +355,14 @@ def settings_of(
     has_start = config.start == "attended"
     if not isinstance(tokenizer, HubTokenizer) or bool(tokenizer.starts) != has_start:
         raise UserError(
-            "--layout transformers needs the tokenizer.json of a pretrained model; use --hub"
+            "--layout transformers needs the tokenizer.json of a pretrained model; "
+            "use --hub"
         )
-    proj_bias = (
-        config.attn_bias if config.attn_proj_bias is None else config.attn_proj_bias
-    )
-    name = "Llama"
-    if config.qk_norm:
-        name = "Qwen3"
-    elif config.attn_bias and not proj_bias:
-        name = "Qwen2"
+    proj_bias = config.attn_proj_bias
+    if proj_bias is None:
+        proj_bias = config.attn_bias
+    name = architecture_for(config, has_qkv_bias=config.attn_bias and not proj_bias)
+    architecture = ARCHITECTURES[name]
     rope = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
         factor, low, high, length = config.rope_scaling
@@ -357,14 +374,13 @@ def settings_of(
             "high_freq_factor": high,
             "original_max_position_embeddings": length,
         }
-    if config.mlp_bias and name != "Llama":
+    if config.mlp_bias and not architecture.mlp_bias:
         raise UserError(
-            f"--layout transformers: {name} of transformers has no biases in its MLP; "
-            "use --hub"
+            f"--layout transformers: {name} has no biases in its MLP; use --hub"
         )
     settings = {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
+        "architectures": [name],
+        "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.block_size,
         "num_hidden_layers": config.n_layer,
@@ -397,10 +413,22 @@ def settings_of(
     for key, value in ours.items():
         if key not in UNREAD and written[key] != value:
             raise UserError(
-                f"--layout transformers: {name} of transformers has no "
-                f"model.{key} = {value!r}; use --hub"
+                f"--layout transformers: {name} has no model.{key} = {value!r}; "
+                "use --hub"
             )
     return settings
+
+
+def architecture_for(config: ModelConfig, has_qkv_bias: bool) -> str:
+    """Return the first architecture with the norms and biases of a model's attention,
+    else the first with its norms. has_qkv_bias: of queries, keys and values alone."""
+    with_norms = []
+    for name, architecture in ARCHITECTURES.items():
+        if architecture.qk_norm == config.qk_norm:
+            with_norms.append(name)
+            if architecture.qkv_bias == has_qkv_bias:
+                return name
+    return with_norms[0]
 
 
 def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]:

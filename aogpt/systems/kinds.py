@@ -5,7 +5,7 @@ from .encoder import Encoder
 from .mask_query import MaskQuery
 from .two_stream import TwoStream
 
-# By model.target. All others condition the decoder on the page, AOGPT.
+# The class of each `SystemTarget`; other targets are of the decoder on the page, AOGPT.
 DECODERS: dict[str, type[Transformer]] = {
     "two_stream": TwoStream,
     "mask_query": MaskQuery,
