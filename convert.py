@@ -46,9 +46,9 @@ def convert(
         destination: New folder; written completely or not at all.
         weights: ema: the averaged weights, if the source has them; raw: those of the
             last step.
-        dtype: Type of the weights; float32, of adapters bfloat16, unless given. bfloat16
-            takes half the space and rounds to 8 significant bits; this project loads
-            both as float32.
+        dtype: Type of the weights; float32, of adapters bfloat16, unless given.
+            bfloat16 takes half the space and rounds to 8 significant bits; this project
+            loads both as float32.
         checkpoint: Which one of a run: last, best (lowest validation loss) or the
             number of a step.
         hub: Write a folder that transformers.AutoModel loads without this project: with

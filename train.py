@@ -120,14 +120,15 @@ def train(config: Config, procs: Processes) -> int:
             saved = training_loop(config, procs, state, data, val_data, stop)
     if saved is None:
         raise CheckpointError(
-            "the last checkpoint was not written: free some disk space and run the same "
-            "command"
+            "the last checkpoint was not written: free some disk space and run the "
+            "same command"
         )
     step = state.progress.step
     procs.print0(newest_and_best(config, state.progress))
     if step < config.train.steps:
         procs.print0(
-            f"stopped at step {step} and saved {saved}; run the same command to continue"
+            f"stopped at step {step} and saved {saved}; run the same command to "
+            "continue"
         )
     else:
         mode = " --temperature 0.7 --top-p 0.9"
@@ -362,13 +363,13 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     )
     refuse(
         vocab_size > m.vocab_size,
-        f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size to "
-        f"that or above (it is {m.vocab_size})",
+        f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size "
+        f"to that or above (it is {m.vocab_size})",
     )
     refuse(
         m.mask_token is not None and m.mask_token < vocab_size,
-        f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it to "
-        f"{vocab_size}, and model.vocab_size above that",
+        f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it "
+        f"to {vocab_size}, and model.vocab_size above that",
     )
 
 

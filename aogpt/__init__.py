@@ -4,9 +4,9 @@
     model = aogpt.load("results/books_model")
     print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
 
-A mistake in an argument raises `aogpt.UserError`, a ValueError whose message is one line.
-`aogpt.text_model` says what a model does with text; `aogpt.model` is the network on one
-page, and `aogpt.generate` makes samples of it from a plan."""
+A mistake in an argument raises `aogpt.UserError`, a ValueError whose message is one
+line. `aogpt.text_model` says what a model does with text; `aogpt.model` is the network
+on one page, and `aogpt.generate` makes samples of it from a plan."""
 
 from typing import TYPE_CHECKING, Any
 

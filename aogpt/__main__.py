@@ -1,14 +1,15 @@
 """The command `aogpt`, or `python -m aogpt`.
 
-aogpt score MODEL "The old horse was tired."        probability of each token and the text
+aogpt score MODEL "The old horse was tired."        probability of tokens and text
 aogpt rank MODEL "The [cat|dog|tax] barked."        which alternative is most probable
 aogpt fill MODEL "She[MASK:2-6] home."              fill gaps
 aogpt blanks MODEL "The cat[MASK] home."            what fits into a blank
 aogpt generate MODEL "Once upon a time"             continue a text
 aogpt playground MODEL                              all of this in the browser
 
-MODEL: a run folder, such as results/books_model, released weights, or a Hugging Face repo
-id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release this is."""
+MODEL: a run folder, such as results/books_model, released weights, or a Hugging Face
+repo id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release
+this is."""
 
 import sys
 

@@ -90,7 +90,8 @@ class Score(Command):
             values = {"sum": -scored.nats}
             lines = token_table(model, scored)
             lines.append(
-                f"each given all others: sum {-scored.nats:.3f}, no probability of the text"
+                f"each given all others: sum {-scored.nats:.3f}, no probability of the "
+                "text"
             )
         else:
             scored = model.score(text, self.order, self.seed, end=self.end)
@@ -103,8 +104,8 @@ class Score(Command):
             }
             lines = token_table(model, scored)
             lines.append(
-                f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} tokens, "
-                f"{number(bits, 4)} bits a byte"
+                f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} "
+                f"tokens, {number(bits, 4)} bits a byte"
             )
         return values | asdict(scored), lines
 
@@ -181,7 +182,7 @@ class Drawing(Command, TokenChoice):
     ..."""
 
     def choice(self) -> dict[str, Any]:
-        """Return the options of `TokenChoice`, as of `TextModel.fill` and `generate`."""
+        """Return the options of `TokenChoice`, by name."""
         return {field.name: getattr(self, field.name) for field in fields(TokenChoice)}
 
 
@@ -233,8 +234,8 @@ class Fill(Drawing):
         last = f"nats per token; ranked by {ranking}; seed {best.seed}"
         if best.effective_sample_size is not None:
             last += (
-                "; weight: share of p(text in the gap | both sides), whatever its length; "
-                f"effective sample size {best.effective_sample_size:.1f}"
+                "; weight: share of p(text in the gap | both sides), whatever its "
+                f"length; effective sample size {best.effective_sample_size:.1f}"
             )
         return {"fillings": rows}, [*filling_table(fillings), "", last]
 

@@ -41,7 +41,7 @@ PageTarget = Literal[
 ]
 # Those with a class of their own, which systems/kinds.py names.
 SystemTarget = Literal[
-    "two_stream",  # a query stream that starts from it reads a content stream (XLNet, A3)
+    "two_stream",  # a stream of queries, which start from it, reads the tokens' (A3)
     "mask_query",  # the query is a [MASK] at the target (Eso-LM B)
 ]
 Target = Literal[PageTarget, SystemTarget]
@@ -49,7 +49,7 @@ Target = Literal[PageTarget, SystemTarget]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the Transformer. The defaults are AO-GPT Small with GPT-2's vocabulary."""
+    """Shape of the Transformer; by default of AO-GPT Small with GPT-2's vocabulary."""
 
     # Unknown keys of a config file are refused.
     __pydantic_config__ = {"extra": "forbid"}
@@ -275,7 +275,7 @@ def inverse_permutation(order: Tensor) -> Tensor:
 #     init_std       std of the initial values of a matrix, if not 0.02
 #     initial        {parameter: value} of parameters that start at one value
 #     conditions     parameters that tell the model which position to predict
-#     matrices()     what Muon orthogonalises, with the rows of each part, and LoRA adapts
+#     matrices()     what Muon orthogonalises and LoRA adapts, with rows of each part
 #     make_neutral() changes nothing in a model that has been trained without the layer
 
 Matrices = list[tuple[Tensor, list[int]]]
@@ -571,7 +571,7 @@ class HeadLoss(nn.Module):
         self.vocab_size = c.vocab_size
 
     def forward(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
-        """head: (n, D) -> logits (n, V). x (B, T, D), wanted ids (B, T) -> (B, T), nats."""
+        """head: (n, D) -> logits (n, V). x (B, T, D), wanted (B, T) -> nats (B, T)."""
         shape = wanted.shape
         x = x.flatten(0, 1)  # (B T, D)
         wanted = wanted.flatten()

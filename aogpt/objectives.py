@@ -229,12 +229,13 @@ def _masks(
     of its positions, (B, T), such that the weighted loss (of masked_ce alone not) has
     the masked diffusion objective as its expectation (RADD, section 3; SEDD):
 
-        kind            masked                              weight
-        lambda_dce      at rate l ~ U(0, 1)                 1 / l
-        masked_ce       as lambda_dce                       2: no bound, the mean over masked ones
-        k_dce           exactly k ~ U{1..n} positions       n / k
-        t_dce           at rate (1 - eps) t, t ~ U(0, 1)    sigma'(t) / expm1(sigma(t)) = 1 / t
-        score_entropy   as t_dce                            sigma'(t)
+        kind           masked                            weight
+        lambda_dce     at rate l ~ U(0, 1)               1 / l
+        masked_ce      as lambda_dce                     2: no bound, a mean over masks
+        k_dce          exactly k ~ U{1..n} positions     n / k
+        t_dce          at rate (1 - eps) t, t ~ U(0, 1)  sigma'(t) / expm1(sigma(t)),
+                                                         which is 1 / t
+        score_entropy  as t_dce                          sigma'(t)
 
     n is T, or the number of predicted tokens of a sequence with a prompt."""
     n = (position_uniforms < NEVER).sum(dim=1)

@@ -34,7 +34,7 @@ class OrderFacts(NamedTuple):
     least_block: int = 1  # blocks of one position would be left to right where it is 2
 
 
-# A new kind is a line here, a case in `orders_at` and its help above `OrderConfig.kind`.
+# A new kind is a line here, a case in `orders_at` and help above `OrderConfig.kind`.
 ORDER_KINDS = {
     "l2r": OrderFacts(is_fixed=True),
     "r2l": OrderFacts(is_fixed=True),
@@ -97,8 +97,8 @@ class OrderConfig(Table):
             )
         if self.block < ORDER_KINDS[kind].least_block:
             raise UserError(
-                "order.block is 1, and blocks of one position are left to right; give at "
-                "least 2, or order.kind = 'l2r'"
+                "order.block is 1, and blocks of one position are left to right; give "
+                "at least 2, or order.kind = 'l2r'"
             )
 
     @property

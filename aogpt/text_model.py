@@ -124,8 +124,8 @@ class Alternative:
     alternative), normalised over the alternatives."""
     given_both_sides: float | None
     """log p of the tokens that differ between alternatives, given all others, nats.
-    None for the alternative of no text, and for a plain GPT, which would have to sum over
-    all other fillings; what it knows of both sides is the `share`."""
+    None for the alternative of no text, and for a plain GPT, which would have to sum
+    over all other fillings; what it knows of both sides is the `share`."""
 
 
 class Likely(NamedTuple):
@@ -198,7 +198,7 @@ class TextModel:
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
 
-    # ---- likelihood --------------------------------------------------------------------
+    # ---- likelihood ------------------------------------------------------------------
 
     @overload
     def score(
@@ -304,7 +304,8 @@ class TextModel:
             self._check_any_order(order.tolist() == left_to_right)
             if sorted(order.tolist()) != left_to_right:
                 raise UserError(
-                    f"order must be a permutation of 0..{length - 1}, a place for each token"
+                    f"order must be a permutation of 0..{length - 1}, a place for each "
+                    "token"
                 )
             return order
         check_value(order, str, "order")
@@ -461,7 +462,7 @@ class TextModel:
         losses = [losses_of(task, runner, seed, draws) for task in tasks]
         return difference(tasks, losses)
 
-    # ---- generation --------------------------------------------------------------------
+    # ---- generation ------------------------------------------------------------------
 
     @overload
     def generate(
@@ -805,7 +806,7 @@ class TextModel:
             modes.check_mode(decoding, config)
             return modes.with_words(decoding, self.tokenizer)
 
-    # ---- blanks and alternatives -------------------------------------------------------
+    # ---- blanks and alternatives -----------------------------------------------------
 
     @overload
     def blanks(self, text: str, top: int = ...) -> list[list[Likely]]: ...
@@ -897,8 +898,9 @@ class TextModel:
         first_tokens = {row[0] for row in rows}
         if self.loaded.scored_from and len(first_tokens) > 1:
             raise UserError(
-                "this model has no start token, so it cannot score the first token of a "
-                "text, and these alternatives begin differently: put a word before them"
+                "this model has no start token, so it cannot score the first token of "
+                "a text, and these alternatives begin differently: put a word before "
+                "them"
             )
         contexts = common_contexts(self.tokenizer, choices.fixed, words_of_texts, rows)
         if end:

@@ -28,8 +28,11 @@ BLOCK = {  # of blk.N: of model.layers.N
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-OTHERS["output"] = "lm_head"
+OTHERS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 DIGITS = ("smollm",)  # tokenizers that read each digit by itself, else as GPT-2's
 PLAIN = ("gpt-2", "default")
 CONTROL = 3  # the type of a token that is not text
@@ -138,10 +141,11 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
     library.pre_tokenizer = pre_tokenizers.Sequence(steps)
     library.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", ())
-    special = [token for token, kind in zip(tokens, kinds) if kind == CONTROL]  # noqa: B905
-    library.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    special = []
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind == CONTROL:
+            special.append(AddedToken(token, special=True, normalized=False))
+    library.add_special_tokens(special)
     settings = {}
     for name in ("bos", "eos"):
         number = fields.get(f"tokenizer.ggml.{name}_token_id")

@@ -356,7 +356,8 @@ def from_release(
         if not is_gpt2s_vocabulary(folder / VOCABULARY):
             raise UserError(
                 f"its {VOCABULARY} is not GPT-2's, and it has no {HUB}: write one with "
-                "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                "transformers, "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
     return make_model(config, tensors), origin
 

@@ -65,9 +65,15 @@ def number(values: dict, key: str) -> float | None:
 def _summary(loaded: Loaded) -> str:
     c = loaded.model.config
     count = sum(parameter_counts(loaded.model).values())
-    kind = "An any-order GPT: it predicts the tokens of a text, and scores the text, in any order."
+    kind = (
+        "An any-order GPT: it predicts the tokens of a text, and scores the text, in "
+        "any order."
+    )
     if c.is_encoder:
-        kind = "An encoder for masked diffusion: it predicts each [MASK] from all other tokens."
+        kind = (
+            "An encoder for masked diffusion: it predicts each [MASK] from all other "
+            "tokens."
+        )
     elif c.l2r_only:
         kind = "A GPT that predicts the tokens of a text from left to right."
     origin = ""
@@ -75,9 +81,10 @@ def _summary(loaded: Loaded) -> str:
         origin = f" They have the released layout of {plain(loaded.system)}."
     weights = "averaged (EMA)" if loaded.weights == "ema" else "last"
     return (
-        f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens of the "
-        f"tokenizer <code>{plain(loaded.tokenizer)}</code> ({loaded.vocab_size:,} ids). "
-        f"The weights are the {weights} ones of step {loaded.step:,}.{origin}"
+        f"{kind} It has {count:,} parameters and takes up to {c.block_size:,} tokens "
+        f"of the tokenizer <code>{plain(loaded.tokenizer)}</code> "
+        f"({loaded.vocab_size:,} ids). The weights are the {weights} ones of step "
+        f"{loaded.step:,}.{origin}"
     )
 
 

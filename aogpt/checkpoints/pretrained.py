@@ -331,7 +331,7 @@ def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
     )
 
 
-# ---- the way back ------------------------------------------------------------------------
+# ---- the way back --------------------------------------------------------------------
 
 
 def settings_of(
@@ -453,8 +453,8 @@ def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]
     if config.start == "attended":
         if not tokenizer.starts:
             raise UserError(
-                "--layout transformers: this model learned a [None] of its own, and its "
-                "tokenizer has no begin-of-text that could stand for it; use --hub"
+                "--layout transformers: this model learned a [None] of its own, and "
+                "its tokenizer has no begin-of-text that could stand for it; use --hub"
             )
         table = tensors[TABLE]
         first = tokenizer.starts[0]

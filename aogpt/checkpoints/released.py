@@ -129,11 +129,12 @@ def listed(names: list[str], limit: int = 4) -> str:
 # weights; within a module the weight comes before the bias.
 GPT_BLOCK = (
     "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
-    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
+    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj "
+    "adaLN.1:adaln"
 )
 DIFFUSION_BLOCK = (
-    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc mlp.2:mlp.proj "
-    "adaLN_modulation:adaln"
+    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc "
+    "mlp.2:mlp.proj adaLN_modulation:adaln"
 )
 
 

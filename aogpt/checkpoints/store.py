@@ -1,11 +1,11 @@
 """The checkpoints of a run: written whole or not at all, and verified when they are
 read.
 
-    best                    the name of the checkpoint with the lowest validation loss, on one line
+    best                    the name of the checkpoint with the lowest validation loss
     checkpoints/
         step_00001000/      the newest few, and the best one
-            *.safetensors   tensors model.NAME, ema.NAME, optimizer.NAME.KEY: a file for each kind,
-                            or under fsdp for each process
+            *.safetensors   tensors model.NAME, ema.NAME, optimizer.NAME.KEY: a file for
+                            each kind, or under fsdp for each process
             state.json      everything else, and the sha256 of each file and of itself
 
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a
@@ -308,8 +308,8 @@ def read_newest(
         paths = candidates(run_folder, checkpoint)
         if any(their_paths != paths for their_paths in gather(paths)):
             raise UserError(
-                f"the processes see different checkpoints in {run_folder}; put --out on a "
-                "shared disk"
+                f"the processes see different checkpoints in {run_folder}; put --out "
+                "on a shared disk"
             )
         for path in reversed(paths):
             try:
@@ -325,7 +325,8 @@ def read_newest(
             if main and checkpoint == "last":
                 warning = f"warning: {problems[0]}; trying the one before it"
                 show(visible(warning, one_line=True), file=sys.stderr)
-        else:  # an empty list can be one that was made while the only checkpoint was replaced
+        else:
+            # An empty list can be of a moment when the only checkpoint was replaced.
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
     if paths:

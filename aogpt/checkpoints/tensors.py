@@ -96,7 +96,10 @@ def read_file(path: Path) -> LazyTensors | dict:
         message = " ".join(str(error).split())[:100]
         reason = f"truncated, or not a file of weights ({message})"
         if isinstance(error, pickle.UnpicklingError):
-            reason = "it is refused: a pickle of more than tensors and plain values can run code"
+            reason = (
+                "it is refused: a pickle of more than tensors and plain values can run "
+                "code"
+            )
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: {reason}; {SUPPORTED}"
         ) from error

@@ -181,8 +181,8 @@ def check_nanogpt(path: Path) -> None:
         )
     if ids.max() < COMMON_IDS:
         raise UserError(
-            f"{path} has no meta.json, and its largest id is {ids.max()}: these are not "
-            "ids of GPT-2 but of characters, say. Prepare the text again"
+            f"{path} has no meta.json, and its largest id is {ids.max()}: these are "
+            "not ids of GPT-2 but of characters, say. Prepare the text again"
         )
 
 
@@ -294,9 +294,9 @@ class TokenDataset:
         count = self.tokens.size
         if count < block_size:
             raise UserError(
-                f"{self.split} of {self.folder} has {count:,} tokens, fewer than a block "
-                f"of {block_size:,}: lower block_size to at most {count:,}, or prepare "
-                "more text"
+                f"{self.split} of {self.folder} has {count:,} tokens, fewer than a "
+                f"block of {block_size:,}: lower block_size to at most {count:,}, or "
+                "prepare more text"
             )
         self.block_size = block_size
         self.num_blocks = count // block_size

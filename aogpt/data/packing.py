@@ -2,11 +2,11 @@
 are packed.
 
 full     every document, end-of-text after it, end to end: nothing is dropped
-sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in groups of
-         1,000 rows; each group is concatenated and divided into blocks, its rest
-         dropped
-records  every example in a block of its own, and its prompt mask in a second file (prompts.py),
-         unless all of every example is predicted"""
+sedd     as the published zero-shot perplexities: 8 contiguous shards of the rows, in
+         groups of 1,000 rows; each group is concatenated and divided into blocks, its
+         rest dropped
+records  every example in a block of its own, and its prompt mask in a second file
+         (prompts.py), unless all of every example is predicted"""
 
 import hashlib
 import math
@@ -241,8 +241,8 @@ class SplitFile:
         size = os.path.getsize(self.path) // self.dtype.itemsize
         if size == 0:
             raise UserError(
-                f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} rows; "
-                f"no group of {GROUP_ROWS:,} rows in a shard fills a block of "
+                f"{self.path.stem} has {self.tokens:,} tokens in {len(self.ends):,} "
+                f"rows; no group of {GROUP_ROWS:,} rows in a shard fills a block of "
                 f"{self.block_size:,}: lower --block-size, or use --protocol full"
             )
         entry = {

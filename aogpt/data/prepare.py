@@ -62,10 +62,10 @@ text: your own files, given with --source.
 books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
 records: your own prompts and answers, each in a block (docs/data.md).
 hub REPOSITORY: any text on the Hugging Face hub.
-openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or local copies.
+openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or copies.
 text8: 100 million characters of Wikipedia, in the published splits.
-{EVALUATION}: evaluation sets of the published zero-shot perplexities, detokenised; downloaded, or
-local copies in --source.
+{EVALUATION}: evaluation sets of published zero-shot perplexities, detokenised; these
+are downloaded, or local copies in --source.
 python -m studies.prepare makes puzzles, chorales and texts of known entropy."""
 
 
@@ -90,21 +90,23 @@ class Prepare:
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
     """Files, folders, or patterns such as "texts/**/*.txt".
-    .jsonl, .json (a list), .csv, .tsv (with names in the first line), .parquet: a document a row;
+    .jsonl, .json (a list), .csv, .tsv (first line: names), .parquet: a document a row;
     text: also .txt and .md files, one document each;
-    wikitext: also .txt .tokens .raw files, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
+    wikitext: also .txt .tokens .raw, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
     All can end in .gz, .xz or .zst, too."""
     val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
     """text, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """text, records: files of the test split."""
     tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
-    """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8 bytes. FILE:
-    your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the folder."""
+    """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8
+    bytes. FILE: your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into
+    the folder."""
     end_token: _option(str | None, "TOKEN", "what the files beside it say") = None
     """tokenizer.json: the token that ends a document, such as "</s>"."""
     alphabet: _option(str | None, "LETTERS", "none") = None
-    """Instead of --tokenizer: each of these characters is a token, as ACDEFGHIKLMNPQRSTVWY."""
+    """Instead of --tokenizer: each of these characters is a token, as
+    ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = (
         None
     )
@@ -112,7 +114,8 @@ class Prepare:
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
     """records: field that holds the prompt in a row."""
     skip_bad_rows: bool = False
-    """Leave out rows that hold no text: damaged ones, or a number or nothing in --field."""
+    """Leave out rows that hold no text: damaged ones, or a number or nothing in
+    --field."""
     split_at: _option(str | None, "TEXT", "none") = None
     """text: separator of the documents in a file, such as "<|endoftext|>"."""
     skip_long: bool = False
@@ -123,7 +126,7 @@ class Prepare:
     protocol: _option(
         Literal["sedd", "full"] | None, "sedd|full", "full; evaluation: sedd"
     ) = None
-    """sedd: 8 shards, groups of 1,000 rows divided into blocks, rests dropped; as published.
+    """sedd: 8 shards; groups of 1,000 rows make blocks, rests dropped; as published.
     full: documents end to end, nothing dropped."""
     block_size: _option(BlockSize | None, "N", f"{DEFAULT_BLOCK_SIZE}") = None
     """sedd: tokens of a block, which must be the model's.
@@ -131,12 +134,13 @@ class Prepare:
     val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = (
         None
     )
-    """Share of the documents for validation: a random one of every 1/SHARE in a row; of a single
-    document, its end."""
+    """Share of the documents for validation: a random one of every 1/SHARE in a row; of
+    a single document, its end."""
     limit: _option(Count | None, "N", "all") = None
     """Use the first N documents only (validation share included), for a trial."""
     overwrite: bool = False
-    """Replace the dataset in the output folder; it stays until the new one is complete."""
+    """Replace the dataset in the output folder; it stays until the new one is
+    complete."""
 
     @property
     def of_dataset(self) -> dict[str, Any]:
@@ -202,7 +206,8 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
         show(
-            f"{target} holds this dataset already: nothing to do (--overwrite makes it again)"
+            f"{target} holds this dataset already: nothing to do (--overwrite makes it "
+            "again)"
         )
         show(next_command(shown, load_meta(target), dataset, args.tokenizer))
         return target
@@ -424,13 +429,13 @@ class Writer:
                 f"records are longer than a block of {args.block_size} tokens",
             )
             raise UserError(
-                f"{long_records} ({places}; the longest has {max(self.long)[0]} tokens): "
-                "give a larger --block-size, or --skip-long"
+                f"{long_records} ({places}; the longest has {max(self.long)[0]} "
+                "tokens): give a larger --block-size, or --skip-long"
             )
         if args.split_at and not next(iter(corpora.values())).reading.separators:
             raise UserError(
-                f"--split-at {args.split_at!r} occurs nowhere in the files; a line end is "
-                "typed as --split-at $'\\n'"
+                f"--split-at {args.split_at!r} occurs nowhere in the files; a line end "
+                "is typed as --split-at $'\\n'"
             )
         if not self.files:
             raise UserError(f"no document of {args.name} is left: give more text")
@@ -535,9 +540,9 @@ class Writer:
             )
         if self.losses and self.losses.changed:
             notes.append(
-                f"{self.losses.changed:,} of {self.losses.documents:,} documents do not "
-                f"come back from their tokens unchanged ({self.losses.first}): "
-                "the tokenizer loses text; bits per byte are of the bytes of the text"
+                f"{self.losses.changed:,} of {self.losses.documents:,} documents do "
+                f"not come back from their tokens unchanged ({self.losses.first}): the "
+                "tokenizer loses text; bits per byte are of the bytes of the text"
             )
         return notes
 
@@ -586,13 +591,15 @@ def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> 
         tokens = counted(entry["tokens"], "tokens")
         documents = counted(entry["documents"], "documents")
         show(
-            f"{split}: {tokens} of {documents}, {entry['dropped_tokens']:,} tokens dropped"
+            f"{split}: {tokens} of {documents}, {entry['dropped_tokens']:,} tokens "
+            "dropped"
         )
     blocks = ""
     if meta["block_size"]:
         blocks = f", blocks of {meta['block_size']} tokens"
     show(
-        f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}{blocks}"
+        f"in {folder}; tokenizer {meta['tokenizer']}, protocol "
+        f"{meta['protocol']}{blocks}"
     )
     if tokenizer.name == HUB:
         begin = "without a token that begins it"

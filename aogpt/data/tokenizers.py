@@ -1,7 +1,7 @@
 """Tokenizers: text <-> ids, under three names, of an alphabet, or of a file.
 
 gpt2     GPT-2's byte-pair encoding, 50257 ids (tiktoken's `r50k_base`)
-english  a byte-pair encoding of 2048 ids, learned from English stories, for small models
+english  a byte-pair encoding of 2048 ids, learned from stories, for small models
 bytes    the UTF-8 bytes, 256 ids and one for end-of-text: needs no file
 alphabet:ACDE... the characters of a string, in its order, and end-of-text
 
@@ -294,7 +294,8 @@ class HubTokenizer(Tokenizer):
         self.begins_with_space = np.array([b.startswith(b" ") for b in self.bytes])
         # A letter that every vocabulary has, or else a token's own text.
         probe = "a"
-        if self.inner.token_to_id("a") is None and self.inner.token_to_id("▁a") is None:
+        has_letter = "a" in ids or "▁a" in ids
+        if not has_letter:
             token = self.bytes[min(ids.values())]
             probe = token.decode(errors="replace").strip()
         text = self.to_bytes(self.encode(probe))
@@ -634,7 +635,7 @@ def _get_known(name: str) -> Tokenizer:
     # Of requests, an OSError, a wrong hash: one remedy for all.
     except Exception as error:
         raise UserError(
-            "GPT-2's vocabulary cannot be downloaded; use --tokenizer english or bytes, "
-            "or set TIKTOKEN_CACHE_DIR to a folder that holds it as "
+            "GPT-2's vocabulary cannot be downloaded; use --tokenizer english or "
+            "bytes, or set TIKTOKEN_CACHE_DIR to a folder that holds it as "
             f"0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 ({type(error).__name__})"
         ) from error

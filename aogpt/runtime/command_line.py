@@ -31,11 +31,14 @@ class ModelOptions:
     weights: Literal["ema", "raw"] = "ema"
     """ema: the averaged weights, if there are any; raw: those of the last step."""
     checkpoint: str = "last"
-    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of a step."""
+    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of
+    a step."""
     block_size: Count | None = None
-    """Longest sequence in tokens, if not that of training; only without position tables."""
+    """Longest sequence in tokens, if not that of training; only without position
+    tables."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of PyTorch."""
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of
+    PyTorch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""
 
@@ -49,7 +52,8 @@ class RunOptions(ModelOptions):
     """Options of scripts of one model."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face repo id."""
+    """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face
+    repo id."""
 
 
 def visible(text: Any, one_line: bool = False) -> str:

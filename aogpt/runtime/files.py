@@ -136,7 +136,10 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
         except Timeout:
-            error = f"another job trains in {folder}: wait until it ends, or choose another --name"
+            error = (
+                f"another job trains in {folder}: wait until it ends, or choose "
+                "another --name"
+            )
         except OSError as failure:
             error = str(failure)
     if error := procs.gather(error)[0]:

@@ -38,7 +38,8 @@ class ReportOptions(OutputOptions):
     """Options of scripts that report results in a table."""
 
     json: Path | None = None
-    """Write all results, settings and versions to this file, and the table beside it (.md)."""
+    """Write all results, settings and versions to this file, and the table beside it
+    (.md)."""
 
 
 class Outputs:

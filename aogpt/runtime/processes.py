@@ -104,7 +104,8 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
             world_size=world_size,
         )
         yield procs
-        dist.barrier()  # leave together: others can abort when the first connection breaks
+        # All leave together: others can abort when the first connection breaks.
+        dist.barrier()
         ended_well = True
     except RuntimeError as error:
         if reason := lost_process(error, timeout):
@@ -168,8 +169,8 @@ def job_store(rank: int, meeting: "Meeting") -> dist.Store:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(
-                f"WORLD_SIZE is {meeting.world_size}, but the environment has no {name}: "
-                f"{LEFT_OVER}"
+                f"WORLD_SIZE is {meeting.world_size}, but the environment has no "
+                f"{name}: {LEFT_OVER}"
             )
     host = os.environ["MASTER_ADDR"]
     port = job_variable("MASTER_PORT", default=0, most=2**16 - 1)
@@ -188,8 +189,8 @@ def job_store(rank: int, meeting: "Meeting") -> dist.Store:
         )
     except dist.DistNetworkError as error:  # another program has the port
         raise ConnectionError(
-            f"no processes can meet at {host}:{port} ({' '.join(str(error).split())[:120]})"
-            f": {LEFT_OVER}"
+            f"no processes can meet at {host}:{port} "
+            f"({' '.join(str(error).split())[:120]}): {LEFT_OVER}"
         ) from None
 
 
@@ -239,14 +240,14 @@ def lost_process(error: BaseException, timeout: float | None = None) -> str | No
     text = " ".join(str(error).split()) if isinstance(error, RuntimeError) else ""
     if re.search(CUT_OFF, text):
         problem = (
-            "the connection to another process was cut: it was killed, or ended with an "
-            "error"
+            "the connection to another process was cut: it was killed, or ended with "
+            "an error"
         )
     elif re.search(TOO_LATE, text):
         within = f" within {timeout:g} seconds (train.timeout)" if timeout else ""
         problem = (
-            f"another process did not answer{within}: it hangs, or its machine cannot be "
-            "reached"
+            f"another process did not answer{within}: it hangs, or its machine cannot "
+            "be reached"
         )
     else:
         return None

@@ -129,7 +129,8 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise FileError(
-            f"{path} has more than {most >> 20} MB: it is not a settings file; name another"
+            f"{path} has more than {most >> 20} MB: it is not a settings file; name "
+            "another"
         )
     return data
 

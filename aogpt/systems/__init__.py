@@ -32,8 +32,8 @@ def set_block_size(model: Transformer, block_size: int) -> None:
     tables = position_tables(model)
     if tables and block_size != model.config.block_size:
         raise UserError(
-            f"this model takes no other block size than {model.config.block_size}, such as "
-            f"{block_size}: it has tables of positions ({', '.join(tables)})"
+            f"this model takes no other block size than {model.config.block_size}, "
+            f"such as {block_size}: it has tables of positions ({', '.join(tables)})"
         )
     model.config = dataclasses.replace(model.config, block_size=block_size)
     model.make_angles(model.head.weight.device)
@@ -84,26 +84,27 @@ def check_config(c: ModelConfig) -> None:
         )
     if c.is_encoder and c.target != "none":
         raise UserError(
-            f"model.target is {c.target!r}, but an encoder (model.attention = 'full') has "
-            "no target position; set model.target to 'none'"
+            f"model.target is {c.target!r}, but an encoder (model.attention = 'full') "
+            "has no target position; set model.target to 'none'"
         )
     if c.is_encoder and (c.mask_token is None or not 0 < c.mask_token < c.vocab_size):
         raise UserError(
-            f"model.mask_token is {c.mask_token}; an encoder (model.attention = 'full') "
-            "needs the first id after the tokenizer's, below model.vocab_size "
+            f"model.mask_token is {c.mask_token}; an encoder (model.attention = "
+            "'full') needs the first id after the tokenizer's, below model.vocab_size "
             f"({c.vocab_size}): 50257 for gpt2, 257 for bytes"
         )
     for name, value in (("mask_token", c.mask_token), ("noise", c.noise or None)):
         if not c.is_encoder and value is not None:
             raise UserError(
-                f"model.{name} = {value!r} is for encoders; set model.attention to 'full'"
+                f"model.{name} = {value!r} is for encoders; set model.attention to "
+                "'full'"
             )
     if c.rope_scaling is not None:
         factor, low, high, length = c.rope_scaling
         if not (factor >= 1 and 0 < low < high and length > 0):
             raise UserError(
-                f"model.rope_scaling is {c.rope_scaling}; give factor >= 1, low, a higher "
-                "high, length"
+                f"model.rope_scaling is {c.rope_scaling}; give factor >= 1, low, a "
+                "higher high, length"
             )
     if not c.is_encoder and c.target == "rotary" and not c.rotates:
         raise UserError(
@@ -112,11 +113,11 @@ def check_config(c: ModelConfig) -> None:
     has_start = system_of(c).has_start
     if not c.is_encoder and c.start == "hidden" and not has_start:
         raise UserError(
-            f"model.start = 'hidden' hides [None], which model.target = {c.target!r} does "
-            "without; leave model.start out"
+            f"model.start = 'hidden' hides [None], which model.target = {c.target!r} "
+            "does without; leave model.start out"
         )
     if not c.is_encoder and c.query_at == "before_target" and not has_start:
         raise UserError(
-            f"model.query_at is 'before_target', but with model.target = {c.target!r} a "
-            "query stands at its target; leave model.query_at out"
+            f"model.query_at is 'before_target', but with model.target = {c.target!r} "
+            "a query stands at its target; leave model.query_at out"
         )

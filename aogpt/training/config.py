@@ -249,7 +249,8 @@ def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
     names = {f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)}
     refuse(
         len(names) < 1 + len(o.more_ema_decays),
-        "optim.ema_decay and optim.more_ema_decays must differ in their first six digits",
+        "optim.ema_decay and optim.more_ema_decays must differ in their first six "
+        "digits",
     )
     if t.lora_rank:
         refuse(not t.init_from, "train.lora_rank needs a base: set train.init_from")
@@ -323,9 +324,9 @@ def load_toml(path: str | Path) -> Config:
     is_pretrained = (Path(path) / "config.json").is_file()
     if is_pretrained and (Path(path) / "tokenizer.json").is_file():
         raise UserError(
-            f"{path} is a pretrained model, not a config file; to start from it: python "
-            f"train.py configs/smollm2.toml --train.init-from {shlex.quote(str(path))} "
-            "--data.folder DATA"
+            f"{path} is a pretrained model, not a config file; to start from it: "
+            "python train.py configs/smollm2.toml --train.init-from "
+            f"{shlex.quote(str(path))} --data.folder DATA"
         )
     values = validation.read_toml(Path(path))
     train = values.get("train")

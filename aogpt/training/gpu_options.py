@@ -63,7 +63,8 @@ def check_fused_norm(model: Transformer, device: torch.device) -> None:
     """Raise UserError where the fused norm cannot run, or not for this model."""
     if not can_run_triton(device):
         raise UserError(
-            "train.fused_norm needs an NVIDIA GPU and Triton: pass --train.no-fused-norm"
+            "train.fused_norm needs an NVIDIA GPU and Triton: pass "
+            "--train.no-fused-norm"
         )
     c = model.config
     if c.target != "adaln" or c.norm != "rmsnorm" or c.is_encoder:
@@ -82,13 +83,13 @@ def activate_flash3(device: torch.device) -> None:
     )()
     if device.type != "cuda" or "FA3" not in implementations:
         raise UserError(
-            "train.flash3 needs an NVIDIA GPU and a PyTorch that knows FlashAttention 3: "
-            "pass --train.no-flash3"
+            "train.flash3 needs an NVIDIA GPU and a PyTorch that knows FlashAttention "
+            "3: pass --train.no-flash3"
         )
     try:
         attention.activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"train.flash3: FlashAttention 3 cannot be loaded ({error}); install its wheel "
-            "or pass --train.no-flash3"
+            f"train.flash3: FlashAttention 3 cannot be loaded ({error}); install its "
+            "wheel or pass --train.no-flash3"
         ) from None

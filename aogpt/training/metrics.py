@@ -7,10 +7,11 @@ train.log_interval steps, also has loss (the objective, averaged over the steps 
 the last row; for SEDD this is not val_loss_random), lr, with Muon muon_lr, and mfu
 (null unless the GPU's peak is known). A validation row, every eval.interval steps:
 
-    val_loss_KIND        nats per token of the averaged weights; KIND: l2r, random (any order),
-                         fixed or own (the run's orders, in its groups)
-    val_loss_KIND_raw    of the last weights; val_loss_KIND_ema0.99 of another average
-    val_error_KIND       standard error of val_loss_KIND over random orders, if eval.draws > 1
+    val_loss_KIND      nats per token of the averaged weights; KIND: l2r, random (any
+                       order), fixed or own (the run's orders, in its groups)
+    val_loss_KIND_raw  of the last weights; val_loss_KIND_ema0.99 of another average
+    val_error_KIND     standard error of val_loss_KIND over random orders, if
+                       eval.draws > 1
 
 Plots and studies read every key that begins with val_loss as such a loss."""
 
@@ -111,14 +112,14 @@ def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[st
         of_step = in_units(operations / t.steps / CPU_SPEED, TIME, digits=2)
         notes.append(
             f"note: about {of_step} a step and {seconds} in all on a CPU of "
-            f"{CPU_SPEED:.0e} operations a second; smaller: configs/quickstart.toml, or "
-            "--model.n-layer, --model.n-embd, --train.batch-size, --train.steps"
+            f"{CPU_SPEED:.0e} operations a second; smaller: configs/quickstart.toml, "
+            "or --model.n-layer, --model.n-embd, --train.batch-size, --train.steps"
         )
     epochs = t.steps * t.batch_size / num_blocks
     if epochs > MANY_EPOCHS:
         notes.append(
-            f"note: each text is read {epochs:,.0f} times, and validation may get worse; "
-            "lower --train.steps, or take a smaller model or more text"
+            f"note: each text is read {epochs:,.0f} times, and validation may get "
+            "worse; lower --train.steps, or take a smaller model or more text"
         )
     return notes
 
@@ -199,8 +200,8 @@ class Log:
                 self._training_row(step)
 
     def first_micro_steps(self, done: int, count: int) -> None:
-        """Print now and then how far the first step is, which can take minutes. done: of
-        its `count` micro-batches."""
+        """Print now and then how far the first step is, which can take minutes. done:
+        of its `count` micro-batches."""
         now = time.perf_counter()
         if now - self.last_line > FIRST_STEP_SECONDS:
             self.last_line = now

@@ -22,7 +22,7 @@ class Muon(torch.optim.Optimizer):
     wd:
 
         M <- mu M + (1 - mu) G
-        U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)   Nesterov's form
+        U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)   (Nesterov)
         W <- (1 - lr wd) W - lr U
 
     The factor lets one rate serve several widths. M, the only state, is sharded like W.

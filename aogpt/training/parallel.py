@@ -131,7 +131,7 @@ class RecomputedBlock(nn.Module):
                 preserve_rng_state=self.has_dropout,
             )
         if self.has_dropout:
-            # Attention is recomputed: if saved, it would not consume its random numbers.
+            # Attention is recomputed: saved, it would not consume its random numbers.
             contexts = with_products_saved
         else:
             contexts = with_attention_saved

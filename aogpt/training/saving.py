@@ -254,8 +254,8 @@ def not_finite_message(config: Config, progress: Progress, name: str) -> str:
             "if no loss after that checkpoint is finite, remove it and all later ones"
         )
     return (
-        f"{name} is not finite at step {progress.step}; {good}. Lower --optim.lr, or set "
-        f"--optim.grad-clip, and start again; {remedy}"
+        f"{name} is not finite at step {progress.step}; {good}. Lower --optim.lr, or "
+        f"set --optim.grad-clip, and start again; {remedy}"
     )
 
 

@@ -66,7 +66,9 @@ TOLD = {
     "data.max_tokens": SHUFFLED,
     "data.mix": SHUFFLED,
     "train.init_from": "without effect, as the run has weights of its own",
-    "train.batch_size": "the data goes on after the {sequences:,} sequences read so far",
+    "train.batch_size": (
+        "the data goes on after the {sequences:,} sequences read so far"
+    ),
 }
 
 
@@ -201,8 +203,9 @@ def adapter_of(
     added = weights.keys() - dict(base.named_parameters()).keys()
     if added:
         raise UserError(
-            f"train.lora_rank trains adapters alone, but the model adds {sorted(added)[0]}: "
-            "set model.target = 'rotary' and model.query_at = 'before_target', or 'none'"
+            "train.lora_rank trains adapters alone, but the model adds "
+            f"{sorted(added)[0]}: set model.target = 'rotary' and model.query_at = "
+            "'before_target', or 'none'"
         )
     rank = config.train.lora_rank
     return {
@@ -222,8 +225,8 @@ def history_in(folder: Path) -> str | None:
     for name in ("config.toml", "metrics.jsonl", "best"):
         if (folder / name).exists():
             return (
-                f"{folder} holds the {name} of another run, but no checkpoint: mount its "
-                f"disk, choose another --name, or move {folder} away to start anew"
+                f"{folder} holds the {name} of another run, but no checkpoint: mount "
+                f"its disk, choose another --name, or move {folder} away to start anew"
             )
     return None
 
@@ -246,9 +249,9 @@ def check_same_run(
         part = entry_of(key, REFUSED)
         if part is not None and key not in TOLD:
             raise UserError(
-                f"{config.run_folder} was trained with {key} = {before!r}, but now it is "
-                f"{after!r}: the {part} of a run cannot change; set it back, or start "
-                "another with --name"
+                f"{config.run_folder} was trained with {key} = {before!r}, but now it "
+                f"is {after!r}: the {part} of a run cannot change; set it back, or "
+                "start another with --name"
             )
     for key, (before, after) in changes.items():
         effect = entry_of(key, TOLD)
@@ -263,7 +266,8 @@ def check_same_run(
         before = learning_rate(max(0, step - 1), old)
         after = learning_rate(step, config)
         print0(
-            f"the learning rate goes from {before:.3g} to {after:.3g} at step {step + 1}"
+            f"the learning rate goes from {before:.3g} to {after:.3g} at step "
+            f"{step + 1}"
         )
     best = values["best"]
     measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
@@ -365,8 +369,8 @@ def restore(state: State, path: Path, values: dict) -> None:
     unknown = sorted(values["tensors"].keys() - tensors.keys())
     if unknown:
         raise CheckpointError(
-            f"{path} holds {unknown[0]}, which this run does not have; start another with "
-            "--name"
+            f"{path} holds {unknown[0]}, which this run does not have; start another "
+            "with --name"
         )
     store.read_tensors(path, cast(store.State, values), tensors)
     name = not_finite(tensors)
