@@ -4,7 +4,8 @@ et al. 2024), GPT-2 as `transformers` stores it, and the masked-diffusion encode
 their tensors."""
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -36,31 +37,36 @@ def read(
     contents: a state dict, or of AO-GPT and sigma-GPT a dict with the state dict in
     "model", its settings in "model_args" and averages in "ema_model". settings:
     config.json beside a state dict."""
+    state = contents
     average = None
-    if isinstance(state := contents.get("model"), dict):
+    if isinstance(contents.get("model"), dict):
+        state = contents["model"]
         settings = contents.get("model_args")
         average = contents.get("ema_model")
-    else:
-        state = contents
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
     # without the prefixes of torch.compile and DistributedDataParallel
     state = renamed(state, lambda name: re.sub(r"^((_orig_mod|module)\.)+", "", name))
-    system = layout(state)
-    settings = settings if isinstance(settings, dict) else {}
-    if isinstance(shape := settings.get("model"), dict):  # of RADD and SEDD
-        settings = settings | shape
+    system = layout_of(state)
+    values = {}
+    if isinstance(settings, dict):
+        values.update(settings)
+    if isinstance(values.get("model"), dict):  # of RADD and SEDD
+        values.update(values["model"])
+    uses_average = weights == "ema" and average is not None
     try:
         for name, supported in SETTINGS.items():
-            if (value := settings.get(name, supported[0])) not in supported:
+            value = values.get(name, supported[0])
+            if value not in supported:
                 raise UserError(
                     f"{name} is {value!r}, but our model has {supported[0]!r}"
                 )
-        config, state, names = LAYOUTS[system](state, settings)
-        if used_average := weights == "ema" and average is not None:
+        config, state, names = LAYOUTS[system].read(state, values)
+        if uses_average:
             state = _averaged(state, average, names)
-        if unknown := sorted(state.keys() - names.keys()):
+        unknown = sorted(state.keys() - names.keys())
+        if unknown:
             raise UserError(f"the model has no place for {listed(unknown)}")
     except UserError as error:
         raise UserError(f"its tensors are named as in {system}, but {error}") from None
@@ -74,42 +80,21 @@ def read(
     vocab_size = min(50257, config.mask_token or config.vocab_size)
     origin = {
         "step": step,
-        "weights": "ema" if used_average else "raw",
+        "weights": "ema" if uses_average else "raw",
         "tokenizer": "gpt2",
         "vocab_size": vocab_size,
-        "scored_from": int(system == "GPT-2"),
+        "scored_from": int(config.start == "hidden"),
         "system": system,
     }
     return config, tensors, origin
-
-
-def layout(state: dict[str, Tensor]) -> str:
-    """Return the layout of a state dict: a key of LAYOUTS."""
-    if "vocab_embed.embedding" in state:
-        return (
-            "SEDD" if any(name.startswith("sigma_map.") for name in state) else "RADD"
-        )
-    if any(".adaLN" in name for name in state):
-        return "AO-GPT"
-    if any(
-        name.startswith(("transformer.wtpe.", "transformer.wnonee.")) for name in state
-    ):
-        return "sigma-GPT"
-    if any(
-        re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", name)
-        for name in state
-    ):
-        return "GPT-2"
-    raise UserError(f"it holds {listed(sorted(state))}: none of the known layouts")
 
 
 def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Tensor]:
     """Return the averaged weights by name: a list in the order of the module's
     parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
-    if not isinstance(values, list) or not all(
-        isinstance(value, Tensor) for value in values
-    ):
+    is_list = isinstance(values, list)
+    if not is_list or not all(isinstance(value, Tensor) for value in values):
         raise UserError("its ema_model lacks shadow_params, a list of tensors")
     ordered = [name for name in names if name in state]
     if len(values) != len(ordered):
@@ -122,66 +107,77 @@ def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Te
 def listed(names: list[str], limit: int = 4) -> str:
     """Return the first few names, and how many there are."""
     shown = ", ".join(names[:limit]) or "nothing"
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown
+    if len(names) > limit:
+        shown += f", ... ({len(names)} in all)"
+    return shown
 
 
 # Modules there -> ours, in the order of parameters(), which is that of the averaged
 # weights; within a module the weight comes before the bias.
-GPT_BLOCK = (
-    "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
-    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj "
-    "adaLN.1:adaln"
-)
-DIFFUSION_BLOCK = (
-    "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc "
-    "mlp.2:mlp.proj adaLN_modulation:adaln"
-)
+GPT_BLOCK = {
+    "ln_1": "norm1",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "attn.q_norm": "attn.q_norm",
+    "attn.k_norm": "attn.k_norm",
+    "ln_2": "norm2",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+    "adaLN.1": "adaln",
+}
+DIFFUSION_BLOCK = {
+    "norm1": "norm1",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "norm2": "norm2",
+    "mlp.0": "mlp.fc",
+    "mlp.2": "mlp.proj",
+    "adaLN_modulation": "adaln",
+}
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
     """Return the names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the
     last norm."""
-    tables = {f"transformer.{table}": table for table in ("wte", "wpe", "wtpe")}
-    last = {
-        f"{final}ln_f": "norm_f",
-        f"{final}adaLN_final.1": "adaln_f",
-        "lm_head": "head",
-    }
-    blocks = _blocks("transformer.h", GPT_BLOCK, n_layer)
-    return (
-        _with_kinds(tables)
-        | {"transformer.wnonee.weight": "start"}
-        | _with_kinds(blocks | last)
-    )
+    names = {}
+    for table in ("wte", "wpe", "wtpe"):
+        names.update(_parameters(f"transformer.{table}", table))
+    names["transformer.wnonee.weight"] = "start"
+    names.update(_blocks("transformer.h", GPT_BLOCK, n_layer))
+    names.update(_parameters(f"{final}ln_f", "norm_f"))
+    names.update(_parameters(f"{final}adaLN_final.1", "adaln_f"))
+    names.update(_parameters("lm_head", "head"))
+    return names
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
     """Return the names in RADD and SEDD -> ours."""
-    modules = {
-        "sigma_map.mlp.0": "noise.fc",
-        "sigma_map.mlp.2": "noise.proj",
-        **_blocks("blocks", DIFFUSION_BLOCK, n_layer),
-        "output_layer.norm_final": "norm_f",
-        "output_layer.linear": "head",
-        "output_layer.adaLN_modulation": "adaln_f",
-    }
-    return {**_with_kinds(modules), "vocab_embed.embedding": "wte.weight"}
+    names = {}
+    names.update(_parameters("sigma_map.mlp.0", "noise.fc"))
+    names.update(_parameters("sigma_map.mlp.2", "noise.proj"))
+    names.update(_blocks("blocks", DIFFUSION_BLOCK, n_layer))
+    names.update(_parameters("output_layer.norm_final", "norm_f"))
+    names.update(_parameters("output_layer.linear", "head"))
+    names.update(_parameters("output_layer.adaLN_modulation", "adaln_f"))
+    names["vocab_embed.embedding"] = "wte.weight"
+    return names
 
 
-def _blocks(prefix: str, names: str, n_layer: int) -> dict[str, str]:
-    pairs = [pair.split(":") for pair in names.split()]
+def _blocks(prefix: str, modules: dict[str, str], n_layer: int) -> dict[str, str]:
+    """Return the names of all blocks -> ours. modules: of a block."""
+    names = {}
+    for layer in range(n_layer):
+        for theirs, ours in modules.items():
+            module = f"{prefix}.{layer}.{theirs}"
+            names.update(_parameters(module, f"blocks.{layer}.{ours}"))
+    return names
+
+
+def _parameters(theirs: str, ours: str) -> dict[str, str]:
+    """Return the names of a module's weight and bias -> ours."""
     return {
-        f"{prefix}.{i}.{m}": f"blocks.{i}.{our}"
-        for i in range(n_layer)
-        for m, our in pairs
-    }
-
-
-def _with_kinds(modules: dict[str, str]) -> dict[str, str]:
-    return {
-        f"{m}.{k}": f"{our}.{k}"
-        for m, our in modules.items()
-        for k in ("weight", "bias")
+        f"{theirs}.weight": f"{ours}.weight",
+        f"{theirs}.bias": f"{ours}.bias",
     }
 
 
@@ -205,9 +201,9 @@ def _sigma_gpt(state: dict, settings: dict):
 
 def _gpt2(state: dict, settings: dict):
     """Linear layers are stored transposed (Conv1D), causal masks as buffers."""
-    settings = settings | {"block_size": _size(settings, "n_positions")}
     config = _gpt_config(
         settings,
+        length="n_positions",
         target="none",
         start="hidden",
         norm="layernorm",
@@ -229,8 +225,24 @@ def _gpt2(state: dict, settings: dict):
     return config, _without_tied_head(translated), gpt_names(config.n_layer)
 
 
-def _diffusion(state: dict, settings: dict):
-    """Rotary positions; the mask is the last row of the token table."""
+def _radd(state: dict, settings: dict):
+    config = _diffusion_config(settings)
+    return config, _without_frequencies(state), diffusion_names(config.n_layer)
+
+
+def _sedd(state: dict, settings: dict):
+    config = _diffusion_config(
+        settings,
+        noise=True,
+        norm_bias=False,
+        cond_dim=_width(state, "sigma_map.mlp.2.weight"),
+    )
+    return config, _without_frequencies(state), diffusion_names(config.n_layer)
+
+
+def _diffusion_config(settings: dict, **model) -> ModelConfig:
+    """Return the configuration of an encoder, with rotary positions; the mask is the
+    last row of the token table. model: more keys of ModelConfig."""
     tokens = _size(settings, "tokens")
     config = ModelConfig(
         vocab_size=tokens + 1,
@@ -246,35 +258,53 @@ def _diffusion(state: dict, settings: dict):
         qk_norm=False,
         gelu="tanh",
         attn_bias=False,
+        **model,
     )
-    if layout(state) == "SEDD":
-        config = replace(
-            config,
-            noise=True,
-            norm_bias=False,
-            cond_dim=_width(state, "sigma_map.mlp.2.weight"),
-        )
     check_config(config)
-    state = {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
-    return config, state, diffusion_names(config.n_layer)
+    return config
 
 
-# (state, settings) -> (ModelConfig, state, names)
+def _without_frequencies(state: dict) -> dict[str, Tensor]:
+    """Return the tensors without those of the rotary positions, which have no
+    parameters."""
+    return {name: t for name, t in state.items() if name != "rotary_emb.inv_freq"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a system stores its weights. To read another one: a line in LAYOUTS."""
+
+    # One of its names begins with a match; of the layouts below, the first counts.
+    mark: str
+    read: Callable[[dict, dict], tuple[ModelConfig, dict, dict[str, str]]]
+    """(state, settings) -> configuration, tensors by their names, names -> ours."""
+
+
 LAYOUTS = {
-    "AO-GPT": _ao_gpt,
-    "sigma-GPT": _sigma_gpt,
-    "GPT-2": _gpt2,
-    "RADD": _diffusion,
-    "SEDD": _diffusion,
+    "SEDD": Layout(r"sigma_map\.", _sedd),
+    "RADD": Layout(r"vocab_embed\.embedding$", _radd),
+    "AO-GPT": Layout(r".*\.adaLN", _ao_gpt),
+    "sigma-GPT": Layout(r"transformer\.(wtpe|wnonee)\.", _sigma_gpt),
+    "GPT-2": Layout(r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight$", _gpt2),
 }
 
 
-def _gpt_config(settings: dict, **model) -> ModelConfig:
-    """model: the keys of ModelConfig that are no sizes, as the layout has them."""
+def layout_of(state: dict[str, Tensor]) -> str:
+    """Return the layout of a state dict: a key of LAYOUTS. Raises UserError."""
+    for system, layout in LAYOUTS.items():
+        if any(re.match(layout.mark, name) for name in state):
+            return system
+    raise UserError(f"it holds {listed(sorted(state))}: none of the known layouts")
+
+
+def _gpt_config(settings: dict, length: str = "block_size", **model) -> ModelConfig:
+    """Return the configuration of a GPT. length: the name of its block size in the
+    settings. model: the keys of ModelConfig that are no sizes, as the layout has
+    them."""
     bias = settings.get("bias", True)
     config = ModelConfig(
         vocab_size=_size(settings, "vocab_size"),
-        block_size=_size(settings, "block_size"),
+        block_size=_size(settings, length),
         n_layer=_size(settings, "n_layer"),
         n_head=_size(settings, "n_head"),
         n_embd=_size(settings, "n_embd"),
@@ -287,6 +317,7 @@ def _gpt_config(settings: dict, **model) -> ModelConfig:
 
 
 def _size(settings: dict, name: str) -> int:
+    """Return a size from the settings. Raises UserError without a whole number."""
     if name not in settings:
         raise UserError(
             f"its settings (model_args, or config.json beside it): it lacks {name}"
@@ -296,7 +327,8 @@ def _size(settings: dict, name: str) -> int:
 
 
 def _without_tied_head(state: dict) -> dict[str, Tensor]:
-    """Without lm_head.weight, which is the token table again."""
+    """Return the tensors without lm_head.weight, which is the token table again. Raises
+    UserError if it is not."""
     head = state.get("lm_head.weight")
     table = state.get("transformer.wte.weight")
     if head is not None and table is not None and not torch.equal(head, table):
@@ -307,6 +339,7 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
 
 
 def _width(state: dict, name: str) -> int:
+    """Return the columns of a matrix. Raises UserError for what is none."""
     if name not in state or state[name].dim() != 2:
         raise UserError(f"it lacks {name}, a matrix")
     return state[name].shape[1]
