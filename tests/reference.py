@@ -37,7 +37,7 @@ from aogpt.systems import build_model, log_linear_noise
 # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 LEVEL = 1e-4
 
-# ---- the decoder, from its formulas ----------------------------------------------------------
+# ---- the decoder, from its formulas --------------------------------------------------
 
 
 def log_probs(config, params, tokens, order, group=1):
@@ -54,8 +54,13 @@ def encoder_outputs(config, params, tokens, masked, sigma=None):
     """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in
     place of the masked tokens. sigma: (B,) noise levels, for SEDD."""
     sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
-    rows = zip(tokens.tolist(), masked.tolist(), sigmas, strict=True)
-    return torch.stack([_Formulas(config, params).encoded(*row) for row in rows])
+    outputs = []
+    for row, hidden, noise in zip(
+        tokens.tolist(), masked.tolist(), sigmas, strict=True
+    ):
+        formulas = _Formulas(config, params)
+        outputs.append(formulas.encoded(row, hidden, noise))
+    return torch.stack(outputs)
 
 
 class _Formulas:
@@ -77,11 +82,10 @@ class _Formulas:
         # where queries stand
         targets = [p + (config.query_at == "target") for p in order]
         for i, target in enumerate(order):
-            x = (
-                params["start"]
-                if i == 0
-                else params["wte.weight"][tokens[order[i - 1]]]
-            )
+            if i == 0:
+                x = params["start"]
+            else:
+                x = params["wte.weight"][tokens[order[i - 1]]]
             if config.position != "rotary":
                 x = x + params["wpe.weight"][own[i]]
             if config.target == "input":
@@ -89,10 +93,12 @@ class _Formulas:
             stream.append(x)
         # the first input that later steps see
         first = 1 if config.start == "hidden" else 0
-        # The last input of the group that the token of input i is in, the start before
-        # them all.
-        ends = [min(-(-i // group) * group, len(order) - 1) for i in range(len(order))]
-        seen = [range(min(i, first), end + 1) for i, end in enumerate(ends)]
+        seen = []
+        for i in range(len(order)):
+            # The last input of the group that the token of input i is in, the start
+            # before them all.
+            end = min(math.ceil(i / group) * group, len(order) - 1)
+            seen.append(range(min(i, first), end + 1))
         conditions = [None] * len(order)
         if config.target == "two_stream":
             stream = self.query_stream(stream, seen, own, order, targets, group, first)
@@ -102,14 +108,9 @@ class _Formulas:
             for layer in range(config.n_layer):
                 name = f"blocks.{layer}."
                 if config.target in ("shared", "per_block"):
-                    table = (
-                        "wtpe.weight"
-                        if config.target == "shared"
-                        else name + "wtpe.weight"
-                    )
-                    stream = [
-                        x + params[table][t] for x, t in zip(stream, order, strict=True)
-                    ]
+                    prefix = "" if config.target == "shared" else name
+                    table = params[prefix + "wtpe.weight"]
+                    stream = [x + table[t] for x, t in zip(stream, order, strict=True)]
                 # A plain GPT is not conditioned on its target, by rotation either.
                 turned = own if config.target == "none" else targets
                 stream = self.block(name, stream, conditions, seen, own, turned)
@@ -137,13 +138,9 @@ class _Formulas:
             answers = self.attention(
                 name + "attn.", keys, seen_by_query, own, targets, asking
             )
-            content, queries = (
-                [
-                    self.residual(name, x, a, (0, 0, 1, 0, 0, 1))
-                    for x, a in zip(*pair, strict=True)
-                ]
-                for pair in ((content, contents), (queries, answers))
-            )
+            unmodulated = [(0, 0, 1, 0, 0, 1)] * len(targets)
+            content = self.residuals(name, content, contents, unmodulated)
+            queries = self.residuals(name, queries, answers, unmodulated)
         return queries
 
     def decoded_by_mask_queries(self, tokens, order, group):
@@ -175,13 +172,12 @@ class _Formulas:
         stream = []
         for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
             x = params["wte.weight"][config.mask_token if hidden else token]
-            stream.append(
-                x if config.position == "rotary" else x + params["wpe.weight"][position]
-            )
+            if config.position != "rotary":
+                x = x + params["wpe.weight"][position]
+            stream.append(x)
         positions = range(len(tokens))
-        conditions = [None if sigma is None else self.noise_condition(sigma)] * len(
-            tokens
-        )
+        condition = None if sigma is None else self.noise_condition(sigma)
+        conditions = [condition] * len(tokens)
         for layer in range(config.n_layer):
             seen = [positions] * len(tokens)
             name = f"blocks.{layer}."
@@ -209,23 +205,25 @@ class _Formulas:
         return result
 
     def block(self, name, stream, conditions, seen, key_positions, query_positions):
-        modulations = [
-            (0, 0, 1, 0, 0, 1)  # shift1, scale1, gate1, shift2, scale2, gate2
-            if condition is None
-            else self.linear(name + "adaln.", _silu(condition)).split(
-                self.config.n_embd
-            )
-            for condition in conditions
-        ]
-        normed = [
-            self.norm(name + "norm1.", x) * (1 + scale1) + shift1
-            for x, (shift1, scale1, *_) in zip(stream, modulations, strict=True)
-        ]
+        modulations = []
+        normed = []
+        for x, condition in zip(stream, conditions, strict=True):
+            # shift1, scale1, gate1, shift2, scale2, gate2
+            modulation = (0, 0, 1, 0, 0, 1)
+            if condition is not None:
+                modulation = self.linear(name + "adaln.", _silu(condition))
+                modulation = modulation.split(self.config.n_embd)
+            modulations.append(modulation)
+            shift1, scale1, *_ = modulation
+            normed.append(self.norm(name + "norm1.", x) * (1 + scale1) + shift1)
         attended = self.attention(
             name + "attn.", normed, seen, key_positions, query_positions
         )
+        return self.residuals(name, stream, attended, modulations)
+
+    def residuals(self, name, stream, attended, modulations):
         rows = zip(stream, attended, modulations, strict=True)
-        return [self.residual(name, *row) for row in rows]
+        return [self.residual(name, x, a, modulation) for x, a, modulation in rows]
 
     def residual(self, name, x, attended, modulation):
         _, _, gate1, shift2, scale2, gate2 = modulation
@@ -249,19 +247,15 @@ class _Formulas:
         group = c.n_head // (c.n_kv_head or c.n_head)
         sizes = [c.n_head * size] + [c.n_head // group * size] * 2
         qkv = [self.linear(name + "qkv.", x).split(sizes) for x in stream]
-        asking = (
-            [self.linear(name + "qkv.", x).split(sizes) for x in queries]
-            if queries
-            else qkv
-        )
+        asking = qkv
+        if queries:
+            asking = [self.linear(name + "qkv.", x).split(sizes) for x in queries]
         own_values = [value for *_, value in qkv]
         if c.value_residual:
             a, b = self.params[name + "mix"]
             self.first_values = self.first_values or own_values
-            own_values = [
-                a * v + b * u
-                for v, u in zip(own_values, self.first_values, strict=True)
-            ]
+            pairs = zip(own_values, self.first_values, strict=True)
+            own_values = [a * value + b * first for value, first in pairs]
         outputs = []
         for i in range(len(stream)):
             by_head = []
@@ -297,11 +291,8 @@ class _Formulas:
         return self.rms_norm(name, x) if self.config.qk_norm else x
 
     def rms_norm(self, name, x):
-        return (
-            x
-            / (x.pow(2).mean() + self.config.norm_eps).sqrt()
-            * self.params[name + "weight"]
-        )
+        mean_square = x.pow(2).mean() + self.config.norm_eps
+        return x / mean_square.sqrt() * self.params[name + "weight"]
 
 
 def _rotated(config, x, position):
@@ -321,12 +312,11 @@ def _rotated(config, x, position):
                 smooth = (turns - low) / (high - low)
                 rates[i] = (1 - smooth) * rate / factor + smooth * rate
     angles = [position * rate for rate in rates]
-    first = [
-        x[i] * math.cos(a) - x[i + half] * math.sin(a) for i, a in enumerate(angles)
-    ]
-    second = [
-        x[i + half] * math.cos(a) + x[i] * math.sin(a) for i, a in enumerate(angles)
-    ]
+    first = []
+    second = []
+    for i, angle in enumerate(angles):
+        first.append(x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
+        second.append(x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
     return torch.stack(first + second)
 
 
@@ -336,11 +326,12 @@ def _silu(x):
 
 def _gelu(config, x):
     if config.gelu == "tanh":
-        return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 0.5 * x * (1 + inner.tanh())
     return 0.5 * x * (1 + (x / math.sqrt(2)).erf())
 
 
-# ---- random models and orders --------------------------------------------------------------------
+# ---- random models and orders --------------------------------------------------------
 
 
 def randomise(model, seed, scale=1.0):
@@ -377,7 +368,7 @@ def order_through(context, target, length):
     return [*context, target, *rest]
 
 
-# ---- enumeration of tiny problems ----------------------------------------------------------------
+# ---- enumeration of tiny problems ----------------------------------------------------
 
 
 def all_sequences(vocab_size, length):
@@ -389,13 +380,12 @@ def all_sequences(vocab_size, length):
 def listed_contexts(length):
     """Every (context, target): positions in every order, and a position that is not
     among them."""
-    sizes = range(length)
-    contexts = [
-        c for size in sizes for c in itertools.permutations(range(length), size)
-    ]
-    return [
-        (c, target) for c in contexts for target in range(length) if target not in c
-    ]
+    listed = []
+    for size in range(length):
+        for context in itertools.permutations(range(length), size):
+            rest = [p for p in range(length) if p not in context]
+            listed += [(context, target) for target in rest]
+    return listed
 
 
 def conditionals(model, vocab_size, length):
@@ -404,25 +394,22 @@ def conditionals(model, vocab_size, length):
     (`given_groups`)."""
     sequences = all_sequences(vocab_size, length)
     keys = listed_contexts(length)
-    orders = torch.tensor(
-        [order_through(context, target, length) for context, target in keys]
-    )
+    orders = [order_through(context, target, length) for context, target in keys]
     rows = token_log_probs(
         model,
         sequences.repeat(len(keys), 1),
-        orders.repeat_interleave(len(sequences), dim=0),
-    ).unflatten(0, (len(keys), len(sequences)))
-    result = {
-        key: row[:, len(key[0])].double().exp()
-        for key, row in zip(keys, rows, strict=True)
-    }
+        torch.tensor(orders).repeat_interleave(len(sequences), dim=0),
+    )
+    rows = rows.unflatten(0, (len(keys), len(sequences)))
+    result = {}
+    for (context, target), row in zip(keys, rows, strict=True):
+        result[context, target] = row[:, len(context)].double().exp()
     if not in_groups(model):
         return result
     for context, target in keys:
+        order = torch.tensor(order_through(context, target, length))
+        order = order.expand_as(sequences)
         for sizes in ordered_sums(len(context)):
-            order = torch.tensor(order_through(context, target, length)).expand_as(
-                sequences
-            )
             starts = group_starts(sizes, length).expand_as(sequences)
             with torch.no_grad():
                 log_probs = -model(sequences, order, starts)[:, len(context)]
@@ -444,16 +431,20 @@ def ordered_sums(total):
 def group_starts(sizes, length):
     """LongTensor (length,): the first step of every step's group, groups of these
     sizes, then of one."""
-    sizes = [*sizes, *[1] * (length - sum(sizes))]
-    return torch.tensor(
-        [sum(sizes[:g]) for g, size in enumerate(sizes) for _ in range(size)]
-    )
+    starts = []
+    for size in sizes:
+        starts += [len(starts)] * size
+    starts += range(len(starts), length)
+    return torch.tensor(starts)
 
 
 def given_groups(conditional, context, sizes, target):
     """p(x_target | x_context in groups of these sizes, perhaps 0), (V ** T,)."""
-    grouped = tuple(context), tuple(size for size in sizes if size), target
-    return conditional[grouped if grouped in conditional else (tuple(context), target)]
+    context = tuple(context)
+    grouped = (context, tuple(size for size in sizes if size), target)
+    if grouped in conditional:
+        return conditional[grouped]
+    return conditional[context, target]
 
 
 def encoder_conditionals(model, vocab_size, length):
@@ -463,30 +454,27 @@ def encoder_conditionals(model, vocab_size, length):
     result = {}
     for masked in mask_sets(length):
         context = [p for p in range(length) if p not in masked]
-        rows = torch.tensor([p in masked for p in range(length)]).expand(
-            len(sequences), length
-        )
+        rows = torch.tensor([p in masked for p in range(length)]).expand_as(sequences)
         probabilities = masked_log_probs(model, sequences, rows).double().exp()
         for listed in itertools.permutations(context):
-            result |= {(listed, target): probabilities[:, target] for target in masked}
+            for target in masked:
+                result[listed, target] = probabilities[:, target]
     return result
 
 
 def mask_sets(length):
     """Every non-empty set of masked positions, as a tuple."""
-    return [
-        m
-        for size in range(1, length + 1)
-        for m in itertools.combinations(range(length), size)
-    ]
+    sets = []
+    for size in range(1, length + 1):
+        sets += itertools.combinations(range(length), size)
+    return sets
 
 
 def mdm_weight(masked, length):
     """int_0^1 (1/t) t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!, exactly."""
     m = len(masked)
-    return Fraction(
-        math.factorial(m - 1) * math.factorial(length - m), math.factorial(length)
-    )
+    product = math.factorial(m - 1) * math.factorial(length - m)
+    return Fraction(product, math.factorial(length))
 
 
 def compositions(total, parts):
@@ -507,14 +495,10 @@ def exact_plans(free, given, steps, schedule="linear"):
     shares = [a - b for a, b in itertools.pairwise(masked)]
     for perm in itertools.permutations(free):
         for counts in compositions(len(free), steps):
-            probability = math.prod(
-                share**n for share, n in zip(shares, counts, strict=True)
-            )
-            yield (
-                probability / math.prod(map(math.factorial, counts)),
-                (*given, *perm),
-                counts,
-            )
+            probability = 1
+            for share, n in zip(shares, counts, strict=True):
+                probability = probability * share**n / math.factorial(n)
+            yield probability, (*given, *perm), counts
 
 
 def even_sizes(n, steps, schedule="linear"):
@@ -522,22 +506,22 @@ def even_sizes(n, steps, schedule="linear"):
     unmasked, n (1 - t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2))
     rounded."""
     steps = min(n, steps)
-    if schedule == "linear":
-        return tuple(
-            -(-n * (i + 1) // steps) - -(-n * i // steps) for i in range(steps)
-        )
-    unmasked = [
-        round(n * (1 - math.sin(math.pi / 2 * (steps - i) / steps)))
-        for i in range(steps + 1)
-    ]
+    unmasked = []
+    for i in range(steps + 1):
+        if schedule == "linear":
+            unmasked.append(-(-n * i // steps))
+        else:
+            masked = math.sin(math.pi / 2 * (steps - i) / steps)
+            unmasked.append(round(n * (1 - masked)))
     return tuple(b - a for a, b in itertools.pairwise(unmasked))
 
 
 def fixed_plans(free, given, counts):
     """Every (probability, order, group sizes) of a uniformly random order in groups of
     given sizes."""
+    probability = Fraction(1, math.factorial(len(free)))
     for perm in itertools.permutations(free):
-        yield Fraction(1, math.factorial(len(free))), (*given, *perm), counts
+        yield probability, (*given, *perm), counts
 
 
 def plan_distribution(conditional, plans, n_given=0):
@@ -549,11 +533,10 @@ def plan_distribution(conditional, plans, n_given=0):
         product = torch.ones_like(next(iter(conditional.values())))
         known = n_given
         for g, count in enumerate(counts):
+            groups = (*[1] * n_given, *counts[:g])
+            context = order[:known]
             for target in order[known : known + count]:
-                groups = *[1] * n_given, *counts[:g]
-                product = product * given_groups(
-                    conditional, order[:known], groups, target
-                )
+                product = product * given_groups(conditional, context, groups, target)
             known += count
         assert known == len(order)
         total = total + float(probability) * product
@@ -608,7 +591,7 @@ def _certainty(conditional, target, vocab_size, length, by):
     return certain.expand_as(probs).flatten()
 
 
-def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
+def paced_distribution(conditional, vocab_size, length, options, given=()):
     """Distribution over all sequences, (V ** T,), of decoding where the model chooses
     the positions of a step (`paced_choice`). Equals are ranked in uniformly random
     order."""
@@ -617,23 +600,26 @@ def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
         free = [p for p in range(length) if p not in context]
         if not free:
             return 1.0
-        said = {p: given_groups(conditional, context, sizes, p) for p in free}
-        scores, certain = (
-            {p: _certainty(said[p], p, vocab_size, length, of)[x].item() for p in free}
-            for of in (by, "entropy")
-        )
-        ranks = [
-            {p: scores[p] for p in ranked} for ranked in itertools.permutations(free)
-        ]
-        choices = Counter(
-            tuple(paced_choice(rank, certain, by, **settings)) for rank in ranks
-        )
+        probs = {p: given_groups(conditional, context, sizes, p) for p in free}
+
+        def scores_by(score):
+            scores = {}
+            for p in free:
+                of_sequences = _certainty(probs[p], p, vocab_size, length, score)
+                scores[p] = of_sequences[x].item()
+            return scores
+
+        scores = scores_by(options.unmask_by)
+        certain = scores_by("entropy")
+        choices = Counter()
+        for ranked in itertools.permutations(free):
+            chosen = paced_choice({p: scores[p] for p in ranked}, certain, options)
+            choices[tuple(chosen)] += 1
         total = 0.0
         for chosen, times in choices.items():
+            share = times / choices.total()
             rest = probability(x, (*context, *chosen), (*sizes, len(chosen)))
-            total += (
-                times / len(ranks) * rest * math.prod(said[p][x].item() for p in chosen)
-            )
+            total += share * rest * math.prod(probs[p][x].item() for p in chosen)
         return total
 
     sequences = range(vocab_size**length)
@@ -641,30 +627,33 @@ def paced_distribution(conditional, vocab_size, length, by, settings, given=()):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def paced_choice(
-    scores, certain, by, group=None, threshold=None, entropy_bound=None, block=None
-):
+def paced_choice(scores, certain, options):
     """The positions of the next step, best first, of those left {position: score},
     equals (to seven digits: the same number, rounded differently) in their order;
-    certain: minus the entropy of each."""
+    certain: minus the entropy of each; options: what bounds a step."""
+    block = options.block
     if block is not None:
         first = min(scores) // block
         scores = {p: score for p, score in scores.items() if p // block == first}
     ranked = sorted(scores, key=lambda p: round(scores[p], 7), reverse=True)
     count = len(ranked)
-    if threshold is not None:
-        least = -threshold if by == "entropy" else threshold
+    least = options.threshold
+    if least is not None:
+        if options.unmask_by == "entropy":
+            least = -least
         count = sum(score >= least for score in scores.values())
-    if entropy_bound is not None:
+    if options.entropy_bound is not None:
         entropies = [-certain[p] for p in ranked]
-        sums = [
-            sum(entropies[:k]) - max(entropies[:k]) for k in range(1, len(ranked) + 1)
-        ]
-        count = min(count, sum(total <= entropy_bound for total in sums))
-    return ranked[: min(max(count, 1), group or len(ranked))]
+        within = 0
+        for k in range(1, len(ranked) + 1):
+            total = sum(entropies[:k]) - max(entropies[:k])
+            within += total <= options.entropy_bound
+        count = min(count, within)
+    most = options.group_size or len(ranked)
+    return ranked[: min(max(count, 1), most)]
 
 
-# ---- the choice of a token, by definition --------------------------------------------------------
+# ---- the choice of a token, by definition --------------------------------------------
 
 
 def truncated(probs, choice):
@@ -701,25 +690,22 @@ def with_choice(conditional, choice, vocab_size, length):
     result = {}
     known = {}
     for (context, target), p in conditional.items():
-        rows = (
-            p.view((vocab_size,) * length).movedim(target, -1).reshape(-1, vocab_size)
-        )
+        by_position = p.view((vocab_size,) * length)
+        rows = by_position.movedim(target, -1).reshape(-1, vocab_size)
+        chosen = []
         for row in rows:
             key = tuple(row.tolist())
             if key not in known:
-                known[key] = truncated(
-                    tempered(row.log().tolist(), choice.temperature), choice
-                )
-        rows = torch.tensor(
-            [known[tuple(row)] for row in rows.tolist()], dtype=torch.float64
-        )
-        result[context, target] = (
-            rows.view((vocab_size,) * length).movedim(-1, target).flatten()
-        )
+                probs = tempered(row.log().tolist(), choice.temperature)
+                known[key] = truncated(probs, choice)
+            chosen.append(known[key])
+        chosen = torch.tensor(chosen, dtype=torch.float64)
+        by_position = chosen.view((vocab_size,) * length)
+        result[context, target] = by_position.movedim(-1, target).flatten()
     return result
 
 
-# ---- chi-square ----------------------------------------------------------------------------------
+# ---- chi-square ----------------------------------------------------------------------
 
 
 def chi_square_p(observed, expected):
@@ -756,7 +742,7 @@ def accept(counts, distribution):
     return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
 
 
-# ---- models, plans and samples -------------------------------------------------------------------
+# ---- models, plans and samples -------------------------------------------------------
 
 TOKENS = 11
 TINY = {
@@ -765,13 +751,7 @@ TINY = {
     "n_layer": 2,
     "n_head": 3,
     "n_embd": 12,
-}
-TINY |= {"cond_dim": 5}
-GPT2_BLOCKS = {
-    "norm": "layernorm",
-    "qk_norm": False,
-    "tied_head": True,
-    "head_bias": False,
+    "cond_dim": 5,
 }
 # Every setting that a decoder of the Llama family has: Llama 3, Qwen2 and Qwen3 in one.
 LLAMA = {
@@ -780,17 +760,31 @@ LLAMA = {
     "head_width": 6,
     "mlp": "swiglu",
     "mlp_width": 20,
-}
-LLAMA |= {"norm_eps": 1e-6, "rope_base": 500.0, "rope_scaling": (4.0, 0.1, 1.0, 8)}
-LLAMA |= {
+    "norm_eps": 1e-6,
+    "rope_base": 500.0,
+    "rope_scaling": (4.0, 0.1, 1.0, 8),
     "attn_proj_bias": False,
     "mlp_bias": False,
     "tied_head": True,
     "head_bias": False,
 }
 DECODERS = {
-    "GPT-2": {"target": "none", "gelu": "tanh", "start": "hidden"} | GPT2_BLOCKS,
-    "sigma-GPT": {"target": "input"} | GPT2_BLOCKS,
+    "GPT-2": {
+        "target": "none",
+        "gelu": "tanh",
+        "start": "hidden",
+        "norm": "layernorm",
+        "qk_norm": False,
+        "tied_head": True,
+        "head_bias": False,
+    },
+    "sigma-GPT": {
+        "target": "input",
+        "norm": "layernorm",
+        "qk_norm": False,
+        "tied_head": True,
+        "head_bias": False,
+    },
     "AO-GPT": {},
     "shared": {"target": "shared"},
     "per_block": {"target": "per_block"},
@@ -800,18 +794,20 @@ DECODERS = {
     "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
     "mask_query": {"target": "mask_query"},
 }
-ENCODER = {"attention": "full", "target": "none", "mask_token": TOKENS}
-ROTARY_BLOCKS = {
+RADD = {
+    "attention": "full",
+    "target": "none",
+    "mask_token": TOKENS,
     "position": "rotary",
     "norm": "layernorm",
     "qk_norm": False,
     "gelu": "tanh",
+    "attn_bias": False,
 }
-ROTARY_BLOCKS |= {"attn_bias": False}
 ENCODERS = {
-    "RADD": ENCODER | ROTARY_BLOCKS,
-    "SEDD": ENCODER | ROTARY_BLOCKS | {"norm_bias": False, "noise": True},
-    "encoder AO-GPT": ENCODER,
+    "RADD": RADD,
+    "SEDD": RADD | {"norm_bias": False, "noise": True},
+    "encoder AO-GPT": {"attention": "full", "target": "none", "mask_token": TOKENS},
 }
 SYSTEMS = DECODERS | ENCODERS
 # Systems that the tests of all systems do without.
@@ -841,24 +837,43 @@ OTHERS = ROTATED | {
 }
 
 
+def tiny_model(system, tokens=None, **settings):
+    """The config of a small model of a system. tokens: how many, beside [MASK] of an
+    encoder."""
+    values = dict(TINY)
+    values.update(SYSTEMS[system] if system in SYSTEMS else OTHERS[system])
+    values.update(settings)
+    if tokens is not None:
+        values["vocab_size"] = tokens
+        if system in ENCODERS:
+            values["vocab_size"] = tokens + 1
+            values["mask_token"] = tokens
+    return ModelConfig(**values)
+
+
 def make_system(
     system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings
 ):
-    """A small random model of a system. tokens: how many, beside [MASK] of an
-    encoder."""
-    settings = TINY | (SYSTEMS | OTHERS)[system] | settings
-    if tokens is not None and system in ENCODERS:
-        settings |= {"vocab_size": tokens + 1, "mask_token": tokens}
-    elif tokens is not None:
-        settings |= {"vocab_size": tokens}
-    return randomise(build_model(ModelConfig(**settings)).to(dtype), seed, scale)
+    """A small random model of a system; see `tiny_model`."""
+    config = tiny_model(system, tokens, **settings)
+    return randomise(build_model(config).to(dtype), seed, scale)
 
 
-def enumerable_system(system, seed, length=4, tokens=3, **settings):
+def enumerable_system(
+    system, seed, length=4, tokens=3, n_head=2, n_embd=8, cond_dim=4, **settings
+):
     """A float64 model of 4 positions and 3 tokens, 81 sequences, and its
     conditionals."""
-    sizes = {"block_size": length, "n_head": 2, "n_embd": 8, "cond_dim": 4}
-    model = make_system(system, seed, tokens=tokens, **sizes | settings)
+    model = make_system(
+        system,
+        seed,
+        tokens=tokens,
+        block_size=length,
+        n_head=n_head,
+        n_embd=n_embd,
+        cond_dim=cond_dim,
+        **settings,
+    )
     enumerate_them = encoder_conditionals if system in ENCODERS else conditionals
     return model, enumerate_them(model, tokens, length)
 
@@ -898,30 +913,38 @@ PACED = modes("""
 """)
 
 
-def limits_of(options):
-    """What bounds a step of an adaptive mode."""
-    return {
-        "group": options.group_size,
-        "threshold": options.threshold,
-        "entropy_bound": options.entropy_bound,
-        "block": options.block,
-    }
-
-
 def make_plan(mode, batch_size, length, given=None, seed=0):
     """A plan of a mode, words of the command line."""
     o = options_of(mode)
-    rows = (batch_size, length)
+    generator = seeded(seed)
     if o.mode == "l2r":
-        return l2r_plan(*rows, given, o.group_size)
+        return l2r_plan(batch_size, length, given, o.group_size)
     if o.mode == "random":
-        return random_plan(*rows, seeded(seed), given, o.group_size)
+        return random_plan(batch_size, length, generator, given, o.group_size)
     if o.mode == "adaptive":
-        return adaptive_plan(*rows, o.unmask_by, seeded(seed), given, **limits_of(o))
+        return adaptive_plan(
+            batch_size,
+            length,
+            o.unmask_by,
+            generator,
+            given,
+            group=o.group_size,
+            threshold=o.threshold,
+            entropy_bound=o.entropy_bound,
+            block=o.block,
+        )
     if o.mode == "speculative":
-        generator = seeded(seed) if o.order is None else None
-        return speculative_plan(*rows, o.draft, generator, given)
-    return mdm_plan(*rows, o.steps, seeded(seed), given, o.mode == "even", o.schedule)
+        in_random_order = generator if o.order is None else None
+        return speculative_plan(batch_size, length, o.draft, in_random_order, given)
+    return mdm_plan(
+        batch_size,
+        length,
+        o.steps,
+        generator,
+        given,
+        even=o.mode == "even",
+        schedule=o.schedule,
+    )
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
@@ -934,9 +957,7 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     size = 1 if o.mode == "speculative" else o.group_size or 1
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
     if o.mode == "adaptive" and o.unmask_by != "random":
-        expected = paced_distribution(
-            conditional, vocab_size, length, o.unmask_by, limits_of(o), context
-        )
+        expected = paced_distribution(conditional, vocab_size, length, o, context)
     else:
         if "l2r" in (o.mode, o.order):
             plans = [(1, (*context, *free), groups)]
@@ -970,21 +991,24 @@ def sequence_counts(tokens, vocab_size):
 
 
 def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
-    got = generate(
+    samples = generate(
         model, plan, tokens, generator=seeded(seed), choice=choice, **settings
-    ).tokens
-    return sequence_counts(got, model.config.mask_token or model.config.vocab_size)
+    )
+    vocab_size = model.config.mask_token or model.config.vocab_size
+    return sequence_counts(samples.tokens, vocab_size)
 
 
 def uncached_log_probs(model, tokens, plan):
     """Each unmasked position under the order (known before its group, it, the rest), in
     one uncached pass each; of two_stream, in the groups of the steps."""
     result = torch.zeros(tokens.shape)
-    rows = zip(
-        plan.order.tolist(), plan.step.tolist(), plan.length.tolist(), strict=True
-    )
-    for b, (order, step, length) in enumerate(rows):
-        for i in (i for i in range(length) if step[i] >= 0):
+    for b in range(len(tokens)):
+        order = plan.order[b].tolist()
+        step = plan.step[b].tolist()
+        length = int(plan.length[b])
+        for i in range(length):
+            if step[i] < 0:
+                continue
             start = i if plan.draft else step.index(step[i])
             single = torch.tensor([order_through(order[:start], order[i], length)])
             text = tokens[b : b + 1, :length]
@@ -1009,17 +1033,22 @@ def logits_given(model, tokens, context, target, sizes=()):
             sigma = log_linear_noise(masked.double().mean(dim=1))
         return model.logits(model.with_masks(tokens[None], masked), sigma)[0, target]
     order = torch.tensor([order_through(context, target, length)])
-    inputs = (tokens[None], order)
     if in_groups(model):
-        inputs = (*inputs, group_starts(sizes, length)[None])
-    return model.head_logits(model.hidden(*inputs))[0, len(context)]
+        starts = group_starts(sizes, length)[None]
+        hidden = model.hidden(tokens[None], order, starts)
+    else:
+        hidden = model.hidden(tokens[None], order)
+    return model.head_logits(hidden)[0, len(context)]
 
 
 def sizes_of(steps):
     """How many positions each step unmasked, of a list of steps in order; given ones,
     step -1, are groups of one."""
-    groups = [(step, len(list(equal))) for step, equal in itertools.groupby(steps)]
-    return [n for step, size in groups for n in ([1] * size if step < 0 else [size])]
+    sizes = []
+    for step, equal in itertools.groupby(steps):
+        count = len(list(equal))
+        sizes += [1] * count if step < 0 else [count]
+    return sizes
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
@@ -1031,13 +1060,13 @@ def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
     members = max(sizes)
     order = orders_at(orders, seed, draw, rows, T)
     original = token_log_probs(model, tokens, order).double()
-    log_probs = original.expand(members, *original.shape).clone()
+    log_probs = torch.stack([original] * members)
     for step in range(2, T):  # the first two steps have a single context
         for member in range(1, members):
             stream = RandomStream(draw, 2 + step, member)
             permuted = permute_context(order, step, seed, stream, rows)
-            log_probs[member, :, step] = token_log_probs(model, tokens, permuted)[
-                :, step
-            ].double()
+            scores = token_log_probs(model, tokens, permuted).double()
+            log_probs[member, :, step] = scores[:, step]
     nll = -ensemble_log_probs(log_probs, sizes)
-    return torch.empty_like(nll).scatter_(2, order.expand_as(nll), nll).permute(1, 2, 0)
+    by_position = torch.empty_like(nll).scatter_(2, order.expand_as(nll), nll)
+    return by_position.permute(1, 2, 0)

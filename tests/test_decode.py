@@ -629,9 +629,7 @@ def adaptive_reference(model, tokens, context, mode):
         margin = {p: first - second for p, (first, second) in best.items()}
         confidence = {p: first for p, (first, _) in best.items()}
         score = {"entropy": entropy, "margin": margin, "confidence": confidence}[by]
-        chosen = reference.paced_choice(
-            score, entropy, by, **reference.limits_of(options)
-        )
+        chosen = reference.paced_choice(score, entropy, options)
         for p in chosen:
             steps[p] = step
             log_probs[p] = said[p][tokens[p]]
