@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, change, read_lines, some_slow, tiny_config
+from helpers import ALONE, change, metrics, some_slow, tiny_config
 from reference import (
     LLAMA,
     TINY,
@@ -15,6 +15,7 @@ from reference import (
     make_system,
     random_orders,
     random_tokens,
+    tiny_model,
 )
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,7 +102,7 @@ def test_its_parameters_and_its_length():
 )
 def test_settings_without_effect_are_refused(settings, words):
     with pytest.raises(ValueError, match=rf"{words}.*leave {words} out"):
-        build_model(ModelConfig(**TINY | {"target": "mask_query"} | settings))
+        build_model(tiny_model("mask_query", **settings))
 
 
 @pytest.mark.parametrize("position", ["learned", "rotary", "both"])
@@ -109,7 +110,7 @@ def test_settings_without_effect_are_refused(settings, words):
 def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
     """From left to right, contents are the inputs of a GPT without [None]."""
     source = make_system("AO-GPT", 1, target="none", position=position, start="hidden")
-    config = ModelConfig(**TINY | {"target": "mask_query", "position": position})
+    config = tiny_model("mask_query", position=position)
     model = build_model(config).double().eval()
     warm_start(model, source)
     tokens = random_tokens(TOKENS, 2, LENGTH, 0)
@@ -131,21 +132,23 @@ def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
     )
 
 
-FAST = {
-    "model__position": "rotary",
-    "model__value_residual": True,
-    "model__dropout": 0.0,
-    "optim__kind": "muon",
+RUNS = {
+    "dropout": {},
+    "fast": {
+        "model__position": "rotary",
+        "model__value_residual": True,
+        "model__dropout": 0.0,
+        "optim__kind": "muon",
+    },
+    "block": {
+        "train__activation_checkpointing": "block",
+        "train__dtype": "bfloat16",
+    },
+    "selective": {
+        "train__activation_checkpointing": "selective",
+        "model__dropout": 0.0,
+    },
 }
-CHECKPOINTED = {
-    "train__activation_checkpointing": "block",
-    "train__dtype": "bfloat16",
-}
-SELECTIVE = {
-    "train__activation_checkpointing": "selective",
-    "model__dropout": 0.0,
-}
-RUNS = {"dropout": {}, "fast": FAST, "block": CHECKPOINTED, "selective": SELECTIVE}
 
 
 @pytest.mark.parametrize(
@@ -157,18 +160,14 @@ RUNS = {"dropout": {}, "fast": FAST, "block": CHECKPOINTED, "selective": SELECTI
     ),
 )
 def test_a_run_trains_resumes_and_is_evaluated(printed, data, tmp_path, kind):
-    settings = {"model__target": "mask_query"} | RUNS[kind]
-    config = tiny_config(data, tmp_path, steps=8, **settings)
+    config = tiny_config(data, tmp_path, steps=8, model__target="mask_query")
+    config = change(config, **RUNS[kind])
     train.train(config, ALONE)
     train.train(change(config, train__steps=40), ALONE)
-    losses = [
-        row["loss"]
-        for row in read_lines(config.run_folder / "metrics.jsonl")
-        if "loss" in row
-    ]
+    losses = list(metrics(config, "loss").values())
     assert len(losses) == 40 and losses[-1] < losses[0] - 0.5
     report = tmp_path / "report.json"
-    words = ("--datasets", data, "--max-sequences", 8, "--json", report)
+    words = ["--datasets", data, "--max-sequences", 8, "--json", report]
     printed(eval_ppl, config.run_folder, *words)
     for result in json.loads(report.read_text())["results"]:
         assert 0 < result["nll"] < math.log(257)

@@ -75,8 +75,15 @@ def test_values_and_gradients_are_those_of_float64(
 
 
 def small_model():
-    sizes = {"block_size": 12, "n_head": 2, "n_embd": 24, "cond_dim": 6}
-    return make_system("AO-GPT", 0, torch.float64, 0.7, 17, **sizes)
+    return make_system(
+        "AO-GPT",
+        scale=0.7,
+        tokens=17,
+        block_size=12,
+        n_head=2,
+        n_embd=24,
+        cond_dim=6,
+    )
 
 
 @pytest.fixture

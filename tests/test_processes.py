@@ -39,6 +39,11 @@ def start(**environment):
     )
 
 
+def start_of_two(rank, port):
+    """One of the two processes of a job on this machine."""
+    return start(WORLD_SIZE="2", RANK=rank, MASTER_ADDR="localhost", MASTER_PORT=port)
+
+
 @pytest.mark.parametrize(
     "environment, message",
     [
@@ -70,9 +75,7 @@ def test_a_lonely_process_says_for_whom_it_waits_and_ends_at_ctrl_c(rank):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    process = start(
-        WORLD_SIZE="2", RANK=rank, MASTER_ADDR="localhost", MASTER_PORT=port
-    )
+    process = start_of_two(rank, port)
     note = process.stderr.readline()
     assert "waiting for the other processes of a job of 2" in note
     assert f"localhost:{port}" in note and "unset RANK" in note
@@ -87,8 +90,7 @@ def test_processes_that_start_without_torchrun_find_one_another():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    jobs = [start(RANK=rank, **place) for rank in ("1", "0")]
+    jobs = [start_of_two(rank, port) for rank in ("1", "0")]
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, err

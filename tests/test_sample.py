@@ -4,7 +4,6 @@ processes; bad arguments."""
 
 import dataclasses
 import itertools
-import json
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from helpers import (
     torchrun,
     wait_for,
     write_jsonl,
+    write_rows,
 )
 
 import aogpt
@@ -71,13 +71,10 @@ def prompts(tmp_path):
     """Write a file of prompts: rows of a .jsonl file, or the text of a .txt file."""
 
     def write(content):
-        path = tmp_path / (
-            "prompts.txt" if isinstance(content, str) else "prompts.jsonl"
-        )
-        lines = (
-            content if isinstance(content, str) else "\n".join(map(json.dumps, content))
-        )
-        path.write_text(lines)
+        if not isinstance(content, str):
+            return write_rows(tmp_path / "prompts.jsonl", content)
+        path = tmp_path / "prompts.txt"
+        path.write_text(content)
         return path
 
     return write
@@ -85,10 +82,9 @@ def prompts(tmp_path):
 
 def check_given(line, *expected):
     """A sample of these: text that is given, and numbers of tokens that are not."""
-    parts = [
-        part.encode() if isinstance(part, str) else [None] * part for part in expected
-    ]
-    given = list(itertools.chain(*parts))
+    given = []
+    for part in expected:
+        given += part.encode() if isinstance(part, str) else [None] * part
     assert line["length"] == len(given)
     rows = zip(line["tokens"], line["step"], line["log_probs"], given, strict=True)
     for token, step, log_prob, wanted in rows:
@@ -102,15 +98,22 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     script, run, tmp_path
 ):
     path = tmp_path / "samples.jsonl"
-    given = {"num_samples": 3, "steps": 5, "seed": 4}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    status, out, err = script(sample, run, *arguments, "--jsonl", path)
+    words = "--num-samples 3 --steps 5 --seed 4".split()
+    status, out, err = script(sample, run, *words, "--jsonl", path)
     assert status == 0
     lines = read_lines(path)
     assert len(lines) == 3 and not out
-    _, out, _ = script(sample, run, *arguments)
+    _, out, _ = script(sample, run, *words)
     assert out.count("=== sample") == 3
-    defaults = {"mode": "mdm", "top_p": 1.0, "schedule": "linear", "noise": "float64"}
+    expected = {
+        "num_samples": 3,
+        "steps": 5,
+        "seed": 4,
+        "mode": "mdm",
+        "top_p": 1.0,
+        "schedule": "linear",
+        "noise": "float64",
+    }
     for line in lines:
         assert visible(line["text"]) in out
         assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
@@ -120,7 +123,7 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
         assert 1 <= line["model_calls"] <= 5 and line["token_forwards"] >= 3 * LENGTH
         settings = line["settings"]
         assert line["seconds"] > 0 and settings["dtype"] == "float32"
-        assert (given | defaults).items() <= settings.items()
+        assert expected.items() <= settings.items()
         assert f"{store.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
         assert settings["versions"]["torch"] == torch.__version__
     assert "3 samples of 16 tokens" in err and "model calls" in err
@@ -134,8 +137,10 @@ EVERY_MODE = MODES | {
     "threshold": ["--mode", "margin", "--threshold", 0.05],
     "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
     "refined": ["--mode", "l2r", "--refine", 2, "--refine-share", 0.3],
-    "refined at random, in groups": [*"--mode random --group-size 3 --refine 2".split()]
-    + [*"--refine-by random --no-repeat-ngram 2 --repetition-penalty 1.5".split()],
+    "refined at random, in groups": (
+        "--mode random --group-size 3 --refine 2 --refine-by random "
+        "--no-repeat-ngram 2 --repetition-penalty 1.5"
+    ).split(),
 }
 
 
@@ -145,22 +150,19 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
     rows = np.tile(np.arange(LENGTH), (3, 1))
     np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
     settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
-    chosen = [
-        f"{key}={settings[key]}"
-        for key in ORDER_KINDS[kind].settings
-        if key in settings
-    ]
-    text = ":".join([kind, ",".join(chosen)][: 1 + bool(chosen)])
-    options = "--order", text, "--seed", 5, "--num-samples", 3
-    orders = orders_at(
-        parse_order(text, "--order"), 5, 0, range(3), LENGTH, PLANS
-    ).tolist()
-    assert column(draw(*options), "order") == orders
-    filled = draw(*options, "--infill", "[MASK:2]the[MASK:11]")
-    expected = [
-        [2, 3, 4] + [p for p in order if p not in (2, 3, 4)] for order in orders
-    ]
-    assert column(filled, "order") == expected
+    text = kind
+    for key in ORDER_KINDS[kind].settings:
+        if key in settings:
+            text += ":" if text == kind else ","
+            text += f"{key}={settings[key]}"
+    order = parse_order(text, "--order")
+    orders = orders_at(order, 5, 0, range(3), LENGTH, PLANS).tolist()
+    words = ["--order", text, "--seed", 5, "--num-samples", 3]
+    assert column(draw(*words), "order") == orders
+    filled = draw(*words, "--infill", "[MASK:2]the[MASK:11]")
+    for line, order in zip(filled, orders, strict=True):
+        rest = [position for position in order if position not in (2, 3, 4)]
+        assert line["order"] == [2, 3, 4, *rest]
 
 
 class OneOf(Processes):
@@ -196,33 +198,32 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
     """Whatever the number of samples, other prompts, batches and processes."""
 
     def samples(rows, count, size, seed=3):
-        sizes = ["--num-samples", count, "--batch-size", size, "--seed", seed]
-        lines = draw(*EVERY_MODE[mode], *sizes, "--prompts", prompts(rows))
-        keys = [(line["prompt_index"], i % count) for i, line in enumerate(lines)]
-        values = zip(column(lines, "tokens"), column(lines, "step"), strict=True)
-        return dict(zip(keys, values, strict=True))
+        words = [*EVERY_MODE[mode], "--prompts", prompts(rows)]
+        words += ["--num-samples", count, "--batch-size", size, "--seed", seed]
+        drawn = {}
+        for i, line in enumerate(draw(*words)):
+            drawn[line["prompt_index"], i % count] = (line["tokens"], line["step"])
+        return drawn
 
     rows = [{"prompt": "the ", "length": 9}, *ROWS[1:]]
     whole = samples([*rows, {"prompt": "m"}], 5, 16)
     assert len({str(value) for value in whole.values()}) == len(whole) == 20
     for count, size, some in ((1, 1, rows), (2, 16, rows[:2]), (5, 3, rows)):
-        found = samples(some, count, size)
-        assert found == {key: whole[key] for key in found} and len(
-            found
-        ) == count * len(some)
+        part = samples(some, count, size)
+        assert part == {key: whole[key] for key in part}
+        assert len(part) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
 
-    words = map(str, EVERY_MODE[mode])
-    options = modes.with_mode_defaults(tyro.cli(modes.DecodingOptions, args=[*words]))
+    words = list(map(str, EVERY_MODE[mode]))
+    options = modes.with_mode_defaults(tyro.cli(modes.DecodingOptions, args=words))
     contexts = [[116, 104, 101, 32, *[None] * 5], [None] * 7]
     planned = modes.plan_samples(options, contexts, 3, 3)
     model = checkpoint.load_model(run)
-    halves = [OneOf(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    parts = [
-        modes.generate_distributed(model, planned, options, 257, half)
-        for half in halves
-    ]
-    got = [tokens for part in parts for tokens, *_ in part.rows()]
+    got = []
+    for rank in (0, 1):
+        half = OneOf(rank, 2, torch.device("cpu"))
+        part = modes.generate_distributed(model, planned, options, 257, half)
+        got += [tokens for tokens, *_ in part.rows()]
     assert got[:3] == [whole[0, n][0] for n in range(3)]
 
 
@@ -238,38 +239,36 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     for key in ("tokens", "step", "text", "prompt_index"):
         assert column(two, key) == column(one, key)
     # other batches round differently, and the file holds six digits
-    for ours, theirs in zip(
-        column(two, "log_probs"), column(one, "log_probs"), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for ours, theirs in zip(two, one, strict=True):
+        np.testing.assert_allclose(ours["log_probs"], theirs["log_probs"], atol=1e-5)
     assert not done.stdout
     shown = data_of((tmp_path / "two.html").read_text())["samples"]
-    assert ["".join(page_sample["pieces"]) for page_sample in shown] == column(
-        two, "text"
-    )
+    texts = ["".join(one["pieces"]) for one in shown]
+    assert texts == column(two, "text")
 
 
 def test_the_modes_unmask_positions_as_they_say(draw):
-    def counts(*mode, n=3):
-        lines = draw("--mode", *mode, "--num-samples", n)
-        found = [np.bincount(line["step"]).tolist() for line in lines]
+    def counts(mode, n=3):
+        """How many positions each step of each sample unmasks."""
+        lines = draw("--mode", *mode.split(), "--num-samples", n)
         calls = max(len(set(line["step"])) for line in lines)
         # few rows share a batch
         assert n > 3 or column(lines, "model_calls") == [calls] * n
-        return found
+        return [np.bincount(line["step"]).tolist() for line in lines]
 
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
     assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
     assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3] and l2r["model_calls"] == 4
-    (found,) = counts("even", "--steps", 4, "--schedule", "cosine", n=1)
-    assert found == sorted(found) and found[-1] > 4  # few at first, many at the end
-    for mode in (["random"], ["adaptive", "--unmask-by", "entropy"]):
-        assert counts(*mode, "--group-size", 6) == [[6, 6, 4]] * 3
+    (sizes,) = counts("even --steps 4 --schedule cosine", n=1)
+    assert sizes == sorted(sizes) and sizes[-1] > 4  # few at first, many at the end
+    assert counts("random --group-size 6") == [[6, 6, 4]] * 3
+    entropy = "adaptive --unmask-by entropy --group-size 6"
+    assert counts(entropy) == [[6, 6, 4]] * 3
     samples = draw("--mode", "random", "--group-size", 6, "--num-samples", 3)
     assert len(set(map(tuple, column(samples, "step")))) == 3
     # exact masked diffusion draws the number of tokens of a step
-    assert len(set(map(tuple, counts("mdm", "--steps", 4, n=20)))) > 5
+    assert len(set(map(tuple, counts("mdm --steps 4", n=20)))) > 5
 
 
 def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(
@@ -279,23 +278,22 @@ def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_on
     (plain_l2r,) = draw("--mode", "l2r", *common)
     (speculative,) = draw("--mode", "speculative", "--order", "l2r", *common)
     assert speculative["tokens"] == plain_l2r["tokens"]
-    assert (
-        speculative["settings"]["draft"] == 8
-        and speculative["settings"]["order"] == "l2r"
-    )
+    assert speculative["settings"]["draft"] == 8
+    assert speculative["settings"]["order"] == "l2r"
     assert speculative["step"][6:] == sorted(speculative["step"][6:])
     (random_order,) = draw("--mode", "speculative", *common)
     assert random_order["step"][6:] != sorted(random_order["step"][6:])
-    order = ["--order", "slots:block=4"]
-    (plain_slots,) = draw("--mode", "order", *order, *common)
-    (slots,) = draw("--mode", "speculative", *order, *common)
+    common += ["--order", "slots:block=4"]
+    (plain_slots,) = draw("--mode", "order", *common)
+    (slots,) = draw("--mode", "speculative", *common)
     assert slots["tokens"] == plain_slots["tokens"]
     assert slots["model_calls"] < plain_slots["model_calls"]
 
 
 def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run):
     arguments = ["--mode", "l2r", "--num-samples", 1, "--temperature", 0]
-    (line,), (other,) = draw(*arguments), draw(*arguments, "--seed", 9)
+    (line,) = draw(*arguments)
+    (other,) = draw(*arguments, "--seed", 9)
     assert line["tokens"] == other["tokens"]
     model = checkpoint.load_model(run)
     tokens = torch.tensor([line["tokens"]])
@@ -316,9 +314,8 @@ def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
     for noise in ("float32", "bfloat16"):
         noisy = draw("--mode", "l2r", "--noise", noise)
-        assert (
-            noisy[0]["settings"]["noise"] == noise and column(noisy, "tokens") != exact
-        )
+        assert noisy[0]["settings"]["noise"] == noise
+        assert column(noisy, "tokens") != exact
 
     def decoder(*arguments, compile, **settings):
         compiled.append(compile)
@@ -345,11 +342,8 @@ EVERY_TEXT = "every text in every mode"
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
-        assert (
-            line["text"].startswith(prompt)
-            and line["prompt"] == prompt
-            and "infill" not in line
-        )
+        assert line["text"].startswith(prompt)
+        assert line["prompt"] == prompt and "infill" not in line
 
 
 INFILLS = {
@@ -382,9 +376,8 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
     same = draw("--prompts", prompts("\ufeffany\n"))
     assert column(same, "tokens") == column(alone, "tokens")
     path = prompts("the\r\n\n  \nany \n\u2028é\x0c\n")
-    samples = draw(
-        "--prompts", path, "--num-samples", 2, "--batch-size", 4, "--length", 12
-    )
+    words = "--num-samples 2 --batch-size 4 --length 12".split()
+    samples = draw("--prompts", path, *words)
     texts = ["the", "any ", "\u2028é\x0c"]
     assert column(samples, "prompt_index") == [0, 0, 1, 1, 2, 2]
     for line in samples:
@@ -396,15 +389,14 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
 def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
     script, draw, run, prompts
 ):
-    samples = draw("--prompts", prompts(ROWS), "--num-samples", 2)
+    words = ["--prompts", prompts(ROWS), "--num-samples", 2]
+    samples = draw(*words)
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
     for number, line in enumerate(samples):
         check_given(line, *PARTS[number // 2])
         kinds = {key: line[key] for key in ("prompt", "infill") if key in line}
         assert kinds.items() <= ROWS[number // 2].items()
-    status, out, err = script(
-        sample, run, "--prompts", prompts(ROWS), "--num-samples", 2
-    )
+    status, out, err = script(sample, run, *words)
     assert status == 0 and "6 samples of 7 to 16 tokens" in err
     assert all(line["text"] in out for line in samples)
     assert "=== sample 3 of prompt 2 ===" in out
@@ -413,9 +405,9 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
 def test_a_sample_may_end_where_its_text_does(draw):
     """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an
     end-of-text."""
-    options = "--mode", "random", "--num-samples", 64, "--temperature", 4.0
-    whole = draw(*options)
-    ended = draw(*options, "--until-end")
+    words = "--mode random --num-samples 64 --temperature 4.0".split()
+    whole = draw(*words)
+    ended = draw(*words, "--until-end")
     ends = 0
     for a, b in zip(whole, ended, strict=True):
         end = a["tokens"].index(256) if 256 in a["tokens"] else len(a["tokens"])
@@ -427,11 +419,10 @@ def test_a_sample_may_end_where_its_text_does(draw):
 
 
 def test_an_encoder_takes_every_mode_but_speculation(draw, mistake, encoder, prompts):
-    for mode, options in MODES.items():
+    for mode in MODES:
         if "speculative" not in mode:
-            samples = draw(
-                *options, "--prompts", prompts(ROWS), "--num-samples", 1, path=encoder
-            )
+            words = [*MODES[mode], "--prompts", prompts(ROWS), "--num-samples", 1]
+            samples = draw(*words, path=encoder)
             for line, expected in zip(samples, PARTS, strict=True):
                 check_given(line, *expected)
     said = mistake(sample, encoder, "--mode", "speculative")
@@ -443,10 +434,8 @@ def test_a_model_without_target_positions_continues_left_to_right(draw, plain, p
         [{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}]
     )
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
-    given = [0, 3, 3]
-    free = [16, 13, 4]
-    expected = [[-1] * g + list(range(n)) for g, n in zip(given, free, strict=True)]
-    assert column(samples, "step") == expected
+    steps = [[*range(16)], [-1] * 3 + [*range(13)], [-1] * 3 + [*range(4)]]
+    assert column(samples, "step") == steps
 
 
 def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, draw):
@@ -576,10 +565,8 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     path = write_jsonl(tmp_path / "a.jsonl", texts, field="infill")
     assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
     _, _, err = script(sample, run, "--prompts", path)
-    assert (
-        "skipped 1 of 3 prompts" in err
-        and f"{path} line 2: text and masks exceed" in err
-    )
+    assert "skipped 1 of 3 prompts" in err
+    assert f"{path} line 2: text and masks exceed" in err
 
 
 NO_TARGET = "needs a model that is conditioned on the target position"
@@ -592,10 +579,8 @@ NO_TARGET = "needs a model that is conditioned on the target position"
             "--mode | adaptive",
             f"--mode adaptive (by confidence) {NO_TARGET} | a plain GPT: leave out --mode",
         ),
-        *(
-            (f"--mode | {mode}", f"--mode {mode} {NO_TARGET}")
-            for mode in ("mdm", "speculative")
-        ),
+        ("--mode | mdm", f"--mode mdm {NO_TARGET}"),
+        ("--mode | speculative", f"--mode speculative {NO_TARGET}"),
         ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
         ("--infill | a[MASK:2]b | --ban | x", "without --ban"),
         ("--infill | a[MASK:2]b | --no-repeat-ngram | 2", "leave them out"),
@@ -662,9 +647,9 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     monkeypatch.setattr(
         sample, "load", lambda *a: dataclasses.replace(load(*a), scored_from=1)
     )
-    for arguments, place in (([], "--prompt"), (["--infill", "[MASK:1]a"], "--infill")):
-        message = refused(*arguments)
-        assert f"{place}: this model has no start token, as its tokenizer" in message
+    message = "this model has no start token, as its tokenizer"
+    assert f"--prompt: {message}" in refused()
+    assert f"--infill: {message}" in refused("--infill", "[MASK:1]a")
     check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
 
 
@@ -672,25 +657,24 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
     """The order in which positions became known is part of it: a step after the other,
     1e-5: six digits of float32."""
     model = checkpoint.load_model(run)
-    for line in draw(
-        "--mode", "random", "--group-size", 4, "--infill", "[MASK:5]the [MASK:6]"
-    ):
+    infill = "[MASK:5]the [MASK:6]"
+    for line in draw("--mode", "random", "--group-size", 4, "--infill", infill):
         tokens = torch.tensor([line["tokens"]])
         order = line["order"]
-        steps = torch.tensor([line["step"][position] for position in order])
-        assert sorted(order) == list(range(15)) and (steps.diff() >= 0).all()
-        for step in steps.unique().tolist():
-            known = int((steps < step).sum())
+        steps = [line["step"][position] for position in order]
+        assert sorted(order) == list(range(15)) and steps == sorted(steps)
+        assert len(set(steps)) == 4  # three of 4 positions after what is given
+        for i, (position, step) in enumerate(zip(order, steps, strict=True)):
+            if step < 0:
+                continue
+            known = torch.tensor([steps.index(step)])
             with torch.no_grad():
-                inputs = tokens, torch.tensor([order]), torch.tensor([known])
-                logits = model.head_logits(scoring.parallel_hidden(model, *inputs))[
-                    0, :, :257
-                ]
-            for i in (steps == step).nonzero().flatten().tolist() if step >= 0 else ():
-                log_p = logits[i].log_softmax(-1)[line["tokens"][order[i]]]
-                assert float(log_p) == pytest.approx(
-                    line["log_probs"][order[i]], abs=1e-5
+                hidden = scoring.parallel_hidden(
+                    model, tokens, torch.tensor([order]), known
                 )
+                log_probs = model.head_logits(hidden)[0, i, :257].log_softmax(-1)
+            log_prob = float(log_probs[line["tokens"][position]])
+            assert log_prob == pytest.approx(line["log_probs"][position], abs=1e-5)
 
 
 def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
@@ -701,17 +685,16 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
     many = prompts("ok\n" + "x" * 40 + "\nany\n")
     lines = draw("--prompts", many, "--num-samples", 1)
     assert column(lines, "prompt_index") == [0, 2]
-    whole = draw("--prompts", prompts("ok\nno\nany\n"), "--num-samples", 1)
-    assert column(lines, "tokens") == [whole[0]["tokens"], whole[2]["tokens"]]
+    first, _, last = draw("--prompts", prompts("ok\nno\nany\n"), "--num-samples", 1)
+    assert column(lines, "tokens") == [first["tokens"], last["tokens"]]
     many = prompts("ok\n" + "x" * 40 + "\nany\n")
     _, _, err = script(sample, run, "--prompts", many)
     assert "skipped 1 of 3 prompts" in err and "prompts.txt line 2" in err
-    cut = draw(
-        "--prompts", many, "--truncate", "left", "--new-tokens", 5, "--num-samples", 1
-    )
+    words = "--truncate left --new-tokens 5 --num-samples 1".split()
+    cut = draw("--prompts", many, *words)
     check_given(cut[1], "x" * 11, 5)
-    (whole,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "any ")
-    words = ("--mode", "l2r", "--num-samples", 1, "--prompt", "any ")
+    words = ["--mode", "l2r", "--num-samples", 1, "--prompt", "any "]
+    (whole,) = draw(*words)
     (ended,) = draw(*words, "--stop", whole["text"][9])
     assert ended["text"] == whole["text"][: whole["text"].index(whole["text"][9], 4)]
     assert ended["tokens"] == whole["tokens"][: ended["length"]]
@@ -719,17 +702,20 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
 
 def test_no_sample_holds_a_banned_word(draw):
     """The bytes model writes words of its few; one token a step sees all before it."""
-    settings = ["--mode", "l2r", "--num-samples", 8, "--temperature", 0.5]
-    plain = column(draw(*settings), "text")
+
+    def texts(mode, *ban):
+        words = ["--mode", mode, "--num-samples", 8, "--temperature", 0.5]
+        return column(draw(*words, *ban), "text")
+
+    plain = texts("l2r")
     assert any("e" in text for text in plain)
-    free = column(draw(*settings, "--ban", "e"), "text")
+    free = texts("l2r", "--ban", "e")
     assert not any("e" in text for text in free)
     assert any("o" in text for text in free)
     pairs = {text[i : i + 2] for text in plain for i in range(len(text) - 1)}
     pair = next(p for p in sorted(pairs) if p.isascii() and p.isalpha())
     for mode in ("l2r", "random"):
-        settings = ["--mode", mode, "--num-samples", 8, "--temperature", 0.5]
-        free = column(draw(*settings, "--ban", pair), "text")
+        free = texts(mode, "--ban", pair)
         assert not any(pair in text for text in free)
 
 
@@ -779,10 +765,7 @@ def test_all_arrangements_of_required_words_are_equally_likely():
     [
         (["--require", " "], "--require is empty"),
         (["--require", "x" * LENGTH], f"take {LENGTH + 1} tokens, but {LENGTH} are to"),
-        (
-            ["--require", "a", "--infill", "b[MASK:4] c"],
-            "write the words into the text",
-        ),
+        (["--require", "a", "--infill", "b[MASK:4] c"], "write the words into"),
         (["--require", "a", "--until-end"], "leave out --stop and --until-end"),
         (["--require", "a", "--stop", "b"], "leave out --stop and --until-end"),
     ],
@@ -882,9 +865,8 @@ def test_samples_in_parts_are_those_at_once_and_are_written_as_they_come(
     assert seen[:3] == [0, 2, 4] and len(seen) == 3 * max(1, len(prompts) // 2 * 3)
     assert parts[-1]["token_forwards"] == whole[-1]["token_forwards"]
     status, out, _ = script(sample, *words)
-    assert [line for line in out.splitlines() if line.startswith("===")][-1].startswith(
-        f"=== sample {len(whole)}"
-    )
+    heads = [line for line in out.splitlines() if line.startswith("===")]
+    assert heads[-1].startswith(f"=== sample {len(whole)}")
 
 
 def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path):
@@ -904,5 +886,5 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
 
 
 def test_rankings_of_too_many_fillings_are_refused(mistake, run):
-    words = ("--infill", "the[MASK:2] step", "--candidates", 10**9)
+    words = ["--infill", "the[MASK:2] step", "--candidates", 10**9]
     assert "fillings to rank, more than" in mistake(sample, run, *words)

@@ -19,13 +19,6 @@ MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command.
 MOST_OF_SAMPLE = {"functions": 110, "files": 15}
 MOST_OF_SCORE = {"functions": 100, "files": 14}
-SMALL = {
-    "vocab_size": 320,
-    "block_size": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_embd": 32,
-}
 
 
 class Functions:
@@ -77,7 +70,9 @@ def small(name, data, out, **changes):
     return replace(
         config,
         out=str(out),
-        model=replace(config.model, **SMALL),
+        model=replace(
+            config.model, vocab_size=320, block_size=64, n_layer=2, n_head=4, n_embd=32
+        ),
         data=replace(config.data, folder=str(data)),
         optim=replace(config.optim, warmup_steps=1),
         train=replace(

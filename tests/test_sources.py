@@ -62,8 +62,8 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, capsys, name):
     place = "line" if name == "a.jsonl" else "row"
     with pytest.raises(UserError, match=f"{name} {place} {first}: .*--skip-bad-rows"):
         prepared("text", tmp_path / "o", path, split="test")
-    options = {"split": "test", "skip_bad_rows": True}
-    assert documents(prepared("text", tmp_path / "o", path, **options)) == ["ok"]
+    out = prepared("text", tmp_path / "o", path, split="test", skip_bad_rows=True)
+    assert documents(out) == ["ok"]
     said = capsys.readouterr().out
     count = {"a.jsonl": 5, "b.csv": 1, "c.json": 2}[name]
     assert f"note: {count} bad row" in said
@@ -78,11 +78,8 @@ def test_nulls_in_a_table_are_bad_rows(tmp_path, capsys):
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), path)
     with pytest.raises(UserError, match="a.parquet row 2: .*holds NoneType"):
         prepared("text", tmp_path / "o", path, split="test")
-    options = {"split": "test", "skip_bad_rows": True}
-    assert documents(prepared("text", tmp_path / "o", path, **options)) == [
-        "one",
-        "two",
-    ]
+    out = prepared("text", tmp_path / "o", path, split="test", skip_bad_rows=True)
+    assert documents(out) == ["one", "two"]
     assert "1 bad row is skipped" in capsys.readouterr().out
 
 
@@ -121,7 +118,8 @@ def test_text_in_utf16_without_its_mark_is_told(tmp_path, text, encoding):
 def test_one_document_is_divided_near_the_place_of_its_share(tmp_path, text, end):
     (tmp_path / "a.txt").write_text(text)
     out = prepared("text", tmp_path / "o", tmp_path / "a.txt", val_fraction=0.05)
-    [train], [val] = documents(out, "train"), documents(out, "val")
+    [train] = documents(out, "train")
+    [val] = documents(out, "val")
     assert train + val == text
     assert len(val) == pytest.approx(0.05 * len(text), rel=0.11)
     if end == "x":
@@ -194,13 +192,16 @@ def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
         prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at=r"\n\n")
     with pytest.raises(UserError, match="--split-at is empty"):
         prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at="")
-    options = {"split_at": "\n\n", "split": "test"}
-    out = prepared("text", tmp_path / "o", tmp_path / "a.txt", **options)
+    out = prepared(
+        "text", tmp_path / "o", tmp_path / "a.txt", split_at="\n\n", split="test"
+    )
     assert documents(out) == ["one", "two", "three"]
     # A validation file may hold a single document.
-    (tmp_path / "b.txt").write_text("four")
-    options = {"split_at": "\n\n", "val": (tmp_path / "b.txt",)}
-    out = prepared("text", tmp_path / "p", tmp_path / "a.txt", **options)
+    val = tmp_path / "b.txt"
+    val.write_text("four")
+    out = prepared(
+        "text", tmp_path / "p", tmp_path / "a.txt", split_at="\n\n", val=(val,)
+    )
     assert documents(out, "val") == ["four"]
 
 

@@ -30,19 +30,21 @@ class Terminal:
         self.file, other = pty.openpty()
         ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
         self.written = ""
-        env = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("NO_COLOR", "COLUMNS", "LINES")
-        }
-        env |= {
+        env = os.environ | {
             "TERM": "xterm-256color",
             "OMP_NUM_THREADS": "1",
             "PYTHONIOENCODING": "utf-8",
         }
-        command = [sys.executable, "sample.py", *map(str, arguments)]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), other)
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, **streams)
+        for name in ("NO_COLOR", "COLUMNS", "LINES"):
+            env.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "sample.py", *map(str, arguments)],
+            cwd=ROOT,
+            env=env,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+        )
         self.other = other
 
     def until(self, words: str) -> str:
@@ -61,7 +63,7 @@ def test_lines_are_filled_on_a_terminal(run, script):
     infill = "any[MASK:3] model"
     expected = []
     for seed in (3, 4):
-        words = ("--mode", "l2r", "--seed", seed, "--infill", infill)
+        words = ["--mode", "l2r", "--seed", seed, "--infill", infill]
         status, out, _ = script(sample, run, *words, "--num-samples", 1)
         assert status == 0
         expected.append(out.split("\n", 1)[1].strip("\n"))
