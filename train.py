@@ -28,7 +28,7 @@ import sys
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -100,9 +100,10 @@ def train(config: Config, procs: Processes) -> int:
     files = data.files()
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
-        files |= val_data.files()
-    # To see at a resume whether they changed.
-    data.meta = cast(Meta, {**data.meta, "files": files})
+        files.update(val_data.files())
+    meta: dict[str, Any] = dict(data.meta)
+    meta["files"] = files  # to see at a resume whether they changed
+    data.meta = cast(Meta, meta)
     check_fits(config, data, procs)
     stop = StopRequest(procs)
     folder = config.run_folder

@@ -107,7 +107,8 @@ class Score(Command):
                 f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} "
                 f"tokens, {number(bits, 4)} bits a byte"
             )
-        return values | asdict(scored), lines
+        values.update(asdict(scored))
+        return values, lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,8 @@ class Rank(Command):
         )
         if has_both_sides:
             legend += "; given both sides: of the tokens that alternatives do not share"
-        lines = [*markdown_table(head, cells), "", legend]
+        lines = markdown_table(head, cells)
+        lines += ["", legend]
         return {"alternatives": [asdict(row) for row in alternatives]}, lines
 
 
@@ -156,17 +158,16 @@ class Blanks(Command):
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
         blanks = model.blanks(text, self.top)
-        head = ["mask", *(f"{rank}." for rank in range(1, len(blanks[0]) + 1))]
+        ranks = range(1, len(blanks[0]) + 1)
+        head = ["mask"] + [f"{rank}." for rank in ranks]
         cells = []
         for place, likely in enumerate(blanks, 1):
             texts = [f"{token.text!r} {token.probability:.1%}" for token in likely]
             cells.append([str(place), *texts])
         values = [[token._asdict() for token in likely] for likely in blanks]
-        return {"blanks": values}, [
-            text,
-            "",
-            *markdown_table(head, cells, left=len(head)),
-        ]
+        lines = [text, ""]
+        lines += markdown_table(head, cells, left=len(head))
+        return {"blanks": values}, lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,9 @@ class Fill(Drawing):
                 "; weight: share of p(text in the gap | both sides), whatever its "
                 f"length; effective sample size {best.effective_sample_size:.1f}"
             )
-        return {"fillings": rows}, [*filling_table(fillings), "", last]
+        lines = filling_table(fillings)
+        lines += ["", last]
+        return {"fillings": rows}, lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +310,9 @@ def token_table(model: aogpt.TextModel, scored: aogpt.Scored) -> list[str]:
             probability = f"{math.exp(log_prob):.2%}"
         text = repr(token_text(model.tokenizer, token))
         cells.append([text, number(log_prob), probability])
-    return [*markdown_table(["token", "log p", "p"], cells), ""]
+    lines = markdown_table(["token", "log p", "p"], cells)
+    lines.append("")
+    return lines
 
 
 def filling_table(fillings: list[aogpt.Filling]) -> list[str]:
@@ -383,11 +388,16 @@ def run(command: str) -> None:
             show(note, file=sys.stderr)
         with aogpt.in_list(place, len(a.texts)):
             values, lines = a.answer(model, text)
-        rows.append({"text": text} | values)
-        show(*lines, "", sep="\n")
+        row = {"text": text}
+        row.update(values)
+        rows.append(row)
+        lines.append("")
+        show("\n".join(lines))
     with outputs:
         origin = provenance(a, dtype, device, checkpoint=model.loaded.description)
-        outputs.write_json(a.json, {"results": rows} | origin)
+        report = {"results": rows}
+        report.update(origin)
+        outputs.write_json(a.json, report)
 
 
 def main() -> None:

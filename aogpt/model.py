@@ -398,10 +398,11 @@ def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
     return angles.to(device)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Return the rotary embedding (Su et al., arXiv 2104.09864) of x (..., H, D/H) by
-    angles whose cosines and sines are (..., 1, D/H / 2): coordinate i turns with i +
-    D/H / 2."""
+    angles, given as cosines and sines, (..., 1, D/H / 2) each: coordinate i turns with
+    i + D/H / 2."""
+    cos, sin = angles
     a, b = x.chunk(2, dim=-1)  # (..., H, D/H / 2)
     turned_a = a * cos - b * sin
     turned_b = b * cos + a * sin
@@ -460,9 +461,9 @@ class Attention(nn.Module):
             first = v if first_values is None else first_values
             v = self.mix[0] * v + self.mix[1] * first
         if p.query_angles is not None:
-            q = rotate(q, *p.query_angles)
+            q = rotate(q, p.query_angles)
         if p.key_angles is not None:
-            k = rotate(k, *p.key_angles)
+            k = rotate(k, p.key_angles)
         return q, k, v, values
 
     def matrices(self) -> Matrices:
@@ -581,11 +582,13 @@ class HeadLoss(nn.Module):
             losses = self.losses(head, x, wanted)
             return losses.unflatten(0, shape)
         parts = []
-        for chunk in zip(x.split(size), wanted.split(size), strict=True):
+        chunks = zip(x.split(size), wanted.split(size), strict=True)
+        for x_chunk, wanted_chunk in chunks:
             losses = checkpoint(
                 self.losses,
                 head,
-                *chunk,
+                x_chunk,
+                wanted_chunk,
                 use_reentrant=False,
                 preserve_rng_state=False,  # nothing here is random
             )

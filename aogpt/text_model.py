@@ -749,7 +749,8 @@ class TextModel:
                 'resampling has no probability of a filling given both sides: "joint" '
                 "ranks in the same way"
             )
-        options = {"temperature": resampling.TEMPERATURE, **options}
+        options = dict(options)
+        options.setdefault("temperature", resampling.TEMPERATURE)
         decoding = self._decoding(options)
         modes.check_start(bool(gapped.known[0]), self.loaded.scored_from)
         with _python_names():

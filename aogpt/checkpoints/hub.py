@@ -49,21 +49,21 @@ def write_hub_files(
 ) -> None:
     """Everything but the weights. export: the config.json of an export. rows: of
     metrics.jsonl."""
-    ids = write_tokenizer(folder, loaded.get_tokenizer())
+    mask_id, start_id = write_tokenizer(folder, loaded.get_tokenizer())
     settings = {
         "model_type": "aogpt",
         "architectures": ["AOGPTModel"],
         "auto_map": AUTO_MAP,
-        **ids,
-        "dtype": dtype,
-        "aogpt": export,
+        "mask_token_id": mask_id,
     }
+    if start_id is not None:
+        settings["start_token_id"] = start_id
+    settings["dtype"] = dtype
+    settings["aogpt"] = export
     write_json(folder / "config.json", settings)
     write_code(folder)
-    write_text(
-        folder / "README.md",
-        model_card(loaded, rows, writes_start="start_token_id" in ids),
-    )
+    card = model_card(loaded, rows, writes_start=start_id is not None)
+    write_text(folder / "README.md", card)
 
 
 def write_code(folder: Path) -> None:
@@ -79,10 +79,11 @@ def write_code(folder: Path) -> None:
         write_text(folder / name, header + text)
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> tuple[int, int | None]:
     """Write tokenizer.json and its settings for `transformers.AutoTokenizer`, and a
-    vocabulary of the user's as it was. The ids of [MASK], the first one after the
-    vocabulary, and of the begin-of-text that a pretrained model's tokenizer writes."""
+    vocabulary of the user's as it was. Returns the id of [MASK], the first one after
+    the vocabulary, and that of the begin-of-text that a pretrained model's tokenizer
+    writes, None without one."""
     try:
         import tokenizers
         import transformers  # noqa: F401
@@ -95,22 +96,22 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
             "leave it out"
         )
     tokenizer.keep(folder)
-    # stays as it is; transformers adds [MASK], as the next line here
+    start = None
     if tokenizer.name == HUB:
+        # Its file stays as it is; transformers adds [MASK], as the next lines here.
         library = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         library.add_special_tokens([MASK])
         if library.token_to_id(MASK) != tokenizer.vocab_size:
             raise UserError(
                 "--hub cannot add [MASK]: the ids of its tokenizer.json have holes"
             )
-        starts = tokenizer.starts
+        if tokenizer.starts:
+            start = tokenizer.starts[0]
     else:
         library = library_tokenizer(tokenizer)
-        starts = []
         write_text(folder / HUB, library.to_str(pretty=True))
     write_tokenizer_settings(folder, tokenizer, MASK)
-    ids = {"mask_token_id": library.token_to_id(MASK)}
-    return ids | ({"start_token_id": starts[0]} if starts else {})
+    return library.token_to_id(MASK), start
 
 
 def write_tokenizer_settings(

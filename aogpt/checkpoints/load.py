@@ -144,8 +144,15 @@ def load(
     return Loaded(
         model=model.to(device).eval(),
         path=str(file),
+        step=origin["step"],
+        weights=origin["weights"],
+        tokenizer=origin["tokenizer"],
+        vocab_size=count,
+        scored_from=origin.get("scored_from", 0),
+        system=origin.get("system"),
+        tokens=origin.get("tokens"),
+        tokenizer_sha256=origin.get("tokenizer_sha256"),
         description=f"{file} (step {origin['step']}, {origin['weights']} weights)",
-        **origin,
     )
 
 

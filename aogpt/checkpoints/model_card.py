@@ -32,11 +32,9 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
     has no run. rows: of the run's metrics.jsonl. writes_start: the tokenizer writes a
     begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
-    state = (
-        read_json(state_file, dict[str, Any], store.ADVICE)
-        if state_file.is_file()
-        else None
-    )
+    state = None
+    if state_file.is_file():
+        state = read_json(state_file, dict[str, Any], store.ADVICE)
     parts = [TEXTS["front"].strip(), _summary(loaded), _usage(loaded, writes_start)]
     if state is not None:
         parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
@@ -101,7 +99,7 @@ def _usage(loaded: Loaded, writes_start: bool) -> str:
         ours = "--prompt 'The cat'"
     if writes_start:
         arguments = f", add_special_tokens=False{arguments}"
-    text = "".join(map(TEXTS.__getitem__, parts))
+    text = "".join(TEXTS[part] for part in parts)
     return text.replace("{how}", arguments).replace("{ours}", ours).strip()
 
 
@@ -122,18 +120,22 @@ def _data(data: dict) -> str:
 def _recipe(state: dict) -> str:
     config = state["config"]
     tokens = number(state, "tokens")
-    shown = {key: config[key] for key in ("seed", "schedule") if config.get(key)}
-    shown |= {table: dict(config[table]) for table in TABLES}
+    shown = {}
+    for key in ("seed", "schedule", *TABLES):
+        if config.get(key):
+            shown[key] = config[key]
+    model = config["model"]
+    # TOML has no None.
+    shown["model"] = {key: value for key, value in model.items() if value is not None}
+    train = config["train"]
     shown["train"] = {
-        key: config["train"][key] for key in ("steps", "batch_size", "init_from")
-    }
-    shown["model"] = {
-        key: value for key, value in shown["model"].items() if value is not None
+        "steps": train["steps"],
+        "batch_size": train["batch_size"],
+        "init_from": train["init_from"],
     }
     amount = f"{tokens:,.0f} tokens, with " if tokens else ""
-    heading = (
-        f"On {amount}PyTorch {plain(state.get('torch', 'of an unknown version'))}:"
-    )
+    version = plain(state.get("torch", "of an unknown version"))
+    heading = f"On {amount}PyTorch {version}:"
     return f"## Training\n\n{heading}\n\n```toml\n{tomli_w.dumps(shown)}```"
 
 
@@ -176,18 +178,19 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
 def _limits(loaded: Loaded) -> str:
     c = loaded.model.config
     limits = [
-        "A base model: it continues texts like those of its training, not instructions."
+        "A base model: it continues texts like those of its training, not "
+        "instructions.",
+        "Do not rely on it for facts. It was not made safe for users.",
+        f"At most {c.block_size:,} tokens.",
     ]
-    limits += ["Do not rely on it for facts. It was not made safe for users."]
-    limits += [f"At most {c.block_size:,} tokens."]
     if c.l2r_only:
-        limits += [
+        limits.append(
             "It knows no order but left to right, and fills in [MASK] only at the end."
-        ]
+        )
     else:
-        limits += ["The number of [MASK] fixes the length of what is filled in."]
+        limits.append("The number of [MASK] fixes the length of what is filled in.")
     if c.is_encoder:
-        limits += [
+        limits.append(
             "It has no cache: each generated token takes a pass over the whole text."
-        ]
+        )
     return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)

@@ -94,13 +94,12 @@ def step_of(path: Path) -> int | None:
 
 def find(run_folder: Path, up_to: int | None = None) -> list[Path]:
     """Return the checkpoints of a run, oldest first; up_to: the last step."""
-    paths = {
-        step_of(p): p
-        for p in (Path(run_folder) / "checkpoints").glob("step_*")
-        if p.is_dir()
-    }
-    paths.pop(None, None)
-    return [paths[step] for step in sorted(paths) if up_to is None or step <= up_to]
+    paths = {}
+    for path in (Path(run_folder) / "checkpoints").glob("step_*"):
+        step = step_of(path)
+        if step is not None and path.is_dir() and (up_to is None or step <= up_to):
+            paths[step] = path
+    return [paths[step] for step in sorted(paths)]
 
 
 def best_of(run_folder: Path) -> Path | None:
@@ -121,14 +120,20 @@ def candidates(run_folder: Path, checkpoint: str) -> list[Path]:
     """Return the checkpoint that "best" or a step means; for "last" all, as some may be
     damaged."""
     paths = find(run_folder)
-    best = None if checkpoint == "last" else best_of(run_folder)
-    choices = {"best": best} | {str(step_of(path)): path for path in paths}
-    if checkpoint != "last" and not choices.get(checkpoint):
-        there = ", ".join(name for name, path in choices.items() if path)
+    if checkpoint == "last":
+        return paths
+    choices = {}
+    best = best_of(run_folder)
+    if best is not None:
+        choices["best"] = best
+    for path in paths:
+        choices[str(step_of(path))] = path
+    if checkpoint not in choices:
+        names = ", ".join(["last", *choices])
         raise CheckpointError(
-            f"{run_folder} has no checkpoint {checkpoint!r}; it has last, {there}"
+            f"{run_folder} has no checkpoint {checkpoint!r}; it has {names}"
         )
-    return paths if checkpoint == "last" else [choices[checkpoint]]
+    return [choices[checkpoint]]
 
 
 def parts(folder: Path) -> list[Path]:
@@ -186,13 +191,12 @@ def finish(
 ) -> None:
     """Turn a folder of written tensors into the newest checkpoint of a run."""
     path = path_of(run_folder, values["step"])
-    contents = values | {"format": FORMAT, "torch": str(torch.__version__)}
-    contents["tensors"] = {
-        name: [str(t.dtype)[6:], *t.shape] for name, t in tensors.items()
-    }
-    contents["parts"] = {
-        file.name: sha256_file(file) for file in parts(temporary_of(path))
-    }
+    contents = dict(values)
+    contents["format"] = FORMAT
+    contents["torch"] = str(torch.__version__)
+    contents["tensors"] = {name: dtype_and_shape(t) for name, t in tensors.items()}
+    files = parts(temporary_of(path))
+    contents["parts"] = {file.name: sha256_file(file) for file in files}
     contents["sha256"] = digest(contents)
     write_text(temporary_of(path) / STATE, json.dumps(contents, indent=1) + "\n")
     # damaged, or of a run that resumed from an older one
@@ -241,8 +245,14 @@ def remove_partial(run_folder: Path) -> None:
             path.unlink()
 
 
+def dtype_and_shape(tensor: Tensor) -> list:
+    """Return what state.json records of a tensor, such as ["float32", 8, 4]."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, *tensor.shape]
+
+
 def digest(contents: dict) -> str:
-    """sha256 of a JSON object without its key "sha256"."""
+    """Return the sha256 of a JSON object without its key "sha256"."""
     rest = {key: value for key, value in contents.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -250,7 +260,10 @@ def digest(contents: dict) -> str:
 def is_finite(tensor: Tensor) -> Tensor | bool:
     """Return whether all numbers of a tensor are finite, without another tensor of its
     size."""
-    return torch.stack(tensor.aminmax()).isfinite().all() if tensor.numel() else True
+    if tensor.numel() == 0:
+        return True
+    extremes = torch.stack(tensor.aminmax())
+    return extremes.isfinite().all()
 
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
@@ -267,21 +280,22 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
         contents = read_json(file, dict[str, Any], ADVICE)
         if contents.get("sha256") != digest(contents):
             raise CheckpointError(f"{file} is damaged (checksum); {ADVICE}")
-        if (version := contents.get("format")) != FORMAT:
+        version = contents.get("format")
+        if version != FORMAT:
             raise CheckpointError(
                 f"{path} is of format {version}; this version reads {FORMAT}"
             )
         contents = from_values(contents, State, str(file), ADVICE)
         sums = contents["parts"]
-        if odd := sorted({part.name for part in parts(path)} ^ sums.keys()):
+        odd = sorted({part.name for part in parts(path)} ^ sums.keys())
+        if odd:
             raise CheckpointError(
                 f"{path} is damaged: {odd[0]} is missing or not part of it"
             )
-        # Files written under fsdp are not named by kind and may hold shards of every
-        # tensor.
-        names = [name for name in sorted(sums) if name.startswith(prefix)] or sorted(
-            sums
-        )
+        names = [name for name in sorted(sums) if name.startswith(prefix)]
+        if not names:
+            # Under fsdp: not named by kind, they may hold shards of every tensor.
+            names = sorted(sums)
         for name in names[share]:
             if sha256_file(path / name) != sums[name]:
                 raise CheckpointError(f"{path} is damaged (checksum of {name})")
@@ -301,12 +315,10 @@ def read_newest(
     owns the run, which all must call and get the same one; without, looks again if a
     running job has replaced a checkpoint. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
-    main, gather = (
-        (procs.main, procs.gather) if procs else (True, lambda value: [value])
-    )
+    job = procs or Processes(rank=0, world_size=1, device=torch.device("cpu"))
     for attempt in range(1 if procs else TRIES):
         paths = candidates(run_folder, checkpoint)
-        if any(their_paths != paths for their_paths in gather(paths)):
+        if any(their_paths != paths for their_paths in job.gather(paths)):
             raise UserError(
                 f"the processes see different checkpoints in {run_folder}; put --out "
                 "on a shared disk"
@@ -317,12 +329,12 @@ def read_newest(
                 problem = None
             except CheckpointError as error:
                 problem = str(error)
-            problems = [text for text in gather(problem) if text]  # of any process
+            problems = [text for text in job.gather(problem) if text]  # of any process
             if not problems:
                 return path, contents
             if not procs and attempt < TRIES - 1 and not path.is_dir():
                 break
-            if main and checkpoint == "last":
+            if job.main and checkpoint == "last":
                 warning = f"warning: {problems[0]}; trying the one before it"
                 show(visible(warning, one_line=True), file=sys.stderr)
         else:
@@ -330,7 +342,9 @@ def read_newest(
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
     if paths:
-        advice = "; move the folder away to start anew" if procs else f": {problems[0]}"
+        advice = f": {problems[0]}"
+        if procs:
+            advice = "; move the folder away to start anew"
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {run_folder} can be read{advice}"
         )
@@ -345,7 +359,7 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
 
     for name, tensor in targets.items():
         stored = values["tensors"].get(name)
-        expected = [str(tensor.dtype)[6:], *tensor.shape]
+        expected = dtype_and_shape(tensor)
         if stored is None:
             raise CheckpointError(f"{path} lacks {name}")
         if stored != expected:
@@ -365,14 +379,12 @@ def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     with reading(path):
-        metadata = (
-            dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-        )
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(prefix)
-    }
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        metadata = reader.read_metadata().state_dict_metadata
+    tensors = {}
+    for name, entry in metadata.items():
+        if name.startswith(prefix):
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 

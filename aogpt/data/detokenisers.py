@@ -18,7 +18,12 @@ WIKITEXT = [
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (" @.@ ", "."),
-    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
     *PAIRS,
     ("= = = =", "===="),
     ("= = =", "==="),
@@ -48,12 +53,13 @@ LM1B = [
     (re.compile(r" '(\w+)"), r"'\1"),
     (re.compile(r" (\w+) \. "), r" \1. "),
     (re.compile(r" (\w+) \.$"), r" \1."),
-    *(
-        rule
-        for m in "?!"
-        for rule in ((f" {m} ", f"{m} "), (re.compile(rf" \{m}$"), m))
-    ),
-    *((f" {mark} ", f"{mark} ") for mark in ",:;"),
+    (" ? ", "? "),
+    (re.compile(r" \?$"), "?"),
+    (" ! ", "! "),
+    (re.compile(r" \!$"), "!"),
+    (" , ", ", "),
+    (" : ", ": "),
+    (" ; ", "; "),
     (" / ", "/"),
     (re.compile(r'" ([^"]+) "'), r'"\1"'),
     (re.compile(r"' ([^']+) '"), r"'\1'"),
@@ -79,7 +85,7 @@ RULES = {
 
 
 def detokenise(name: str, text: str) -> str:
-    """`text` after the rules of this name, in order."""
+    """Return `text` after the rules of this name, in order."""
     for pattern, replacement in RULES[name]:
         if isinstance(pattern, str):
             text = text.replace(pattern, replacement)

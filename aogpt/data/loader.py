@@ -429,7 +429,7 @@ class Mixture(TokenDataset):
     def files(self) -> dict[str, dict]:
         recorded = {}
         for part in self.parts:
-            recorded |= part.files()
+            recorded.update(part.files())
         return recorded
 
     def check_unchanged(self) -> None:
@@ -519,7 +519,9 @@ def open_training_data(
         raise UserError(
             "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
         )
-    names = [str(folder), *(text.rpartition("=")[0] for text in mix)]
+    names = [str(folder)]
+    for text in mix:
+        names.append(text.rpartition("=")[0])
     return Mixture(parts, [rest, *shares], names)
 
 

@@ -46,9 +46,10 @@ from .sources import LEFT_OUT, Corpus, Reading, found_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
-FILES = {"meta.json", *tokenizers.FILES, tokenizers.HUB_SETTINGS}
+FILES = {"meta.json", tokenizers.OWN, tokenizers.HUB, tokenizers.HUB_SETTINGS}
 for _split in SPLITS:
-    FILES |= {f"{_split}.bin", f"{_split}.roles.bin"}
+    FILES.add(f"{_split}.bin")
+    FILES.add(f"{_split}.roles.bin")
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ENOUGH = 100_000  # tokens of text to train on: below that a note
 FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
@@ -157,8 +158,12 @@ def main() -> None:
 
 def parse(options: type[Prepare], program: str, description: str) -> Prepare:
     """Return the command line as a Prepare, or a subclass of it."""
-    names = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
-    config = (*names, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    config = (
+        tyro.conf.PositionalRequiredArgs,
+        tyro.conf.PositionalMetavarFromFieldName,
+        tyro.conf.DisallowNone,
+        tyro.conf.FlagCreatePairsOff,
+    )
     return tyro.cli(options, prog=program, description=description, config=config)
 
 
@@ -217,7 +222,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         tokenizer.keep(folder)
         written = Writer(folder, args, tokenizer, dataset)
         written.write(corpora)
-        meta |= written.close(corpora)
+        meta.update(written.close(corpora))
         write_json(folder / "meta.json", meta)
         # Raises for what came there meanwhile.
         is_finished(target, meta, args.overwrite)
@@ -352,6 +357,8 @@ def metadata(
 ) -> dict:
     """Return the contents of meta.json, without splits and notes."""
     settings = {  # on which the result depends
+        "dataset": args.name,
+        "tokenizer": tokenizer.name,
         "split": args.split,
         "protocol": args.protocol,
         "block_size": args.block_size,
@@ -362,11 +369,14 @@ def metadata(
         "split_at": args.split_at,
         "skip_long": args.skip_long,
         "skip_bad_rows": args.skip_bad_rows,
-        **args.of_dataset,
     }
+    settings.update(args.of_dataset)
     sources = []
     for split, corpus in corpora.items():
-        sources += [{"split": split, **part} for part in corpus.description]
+        for part in corpus.description:
+            source = {"split": split}
+            source.update(part)
+            sources.append(source)
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -380,7 +390,7 @@ def metadata(
         "split": args.split,
         "detokeniser": dataset.detokeniser,
         "source": sources,
-        "settings": {"dataset": args.name, "tokenizer": tokenizer.name, **settings},
+        "settings": settings,
     }
 
 
@@ -563,13 +573,14 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     old_meta = load_meta(target)
     for split in old_meta["splits"]:
         read_tokens(target, split, verify=True)
-    before = {**old_meta.get("settings", {}), "source": old_meta.get("source")}
-    now = {**meta["settings"], "source": meta["source"]}
-    changed = [
-        key
-        for key in now
-        if before.get(key) != now[key] and (key in before or now[key])
-    ]
+    before = old_meta.get("settings", {})
+    changed = []
+    for key, value in meta["settings"].items():
+        # An older folder lacks keys that were not there: what they stand for is off.
+        if before.get(key) != value and (key in before or value):
+            changed.append(key)
+    if old_meta.get("source") != meta["source"]:
+        changed.append("source")
     other = other_tokenizer(old_meta, meta)
     if not other:  # the name of a vocabulary does not matter
         changed = [key for key in changed if key != "tokenizer"]

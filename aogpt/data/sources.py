@@ -149,8 +149,13 @@ def local_files(
     files = {}
     for path in paths:
         files[path] = find_reader(str(path), readers)
-        facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        description.append({"file": path.name, **facts})
+        description.append(
+            {
+                "file": path.name,
+                "bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }
+        )
     different = {file["sha256"] for file in description}
     reading.counts[COPIES] += len(description) - len(different)
     if len(files) > MOST_LISTED:
@@ -499,4 +504,5 @@ ROW_FILES: dict[str, Reader] = {
     ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
 }
-TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole, **ROW_FILES}
+TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole}
+TEXT_FILES.update(ROW_FILES)

@@ -574,7 +574,8 @@ def get_tokenizer(
 
 def _find_file(name: str, folder: Path) -> Path:
     """Return the file of this name in a folder, or in one of up to two above it."""
-    for place in (folder, *folder.absolute().parents[:2]):
+    above = folder.absolute().parents[:2]
+    for place in [folder, *above]:
         if (place / name).is_file():
             return place / name
     return folder / name
@@ -605,7 +606,8 @@ def _read_file(path: Path) -> BytePairTokenizer:
         if len(ranks) != number:
             raise UserError(f"{path} line {number}: this token is in it twice")
     size = len(ranks)
-    if sorted(ranks.values()) != [*range(size)] or not 256 <= size < 2**16:
+    is_complete = sorted(ranks.values()) == list(range(size))
+    if not is_complete or not 256 <= size < 2**16:
         raise UserError(
             f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536"
         )

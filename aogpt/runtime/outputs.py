@@ -222,8 +222,11 @@ def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
 
 def versions() -> dict[str, str]:
     """Return the versions that a reported number depends on."""
-    packages = {name: metadata.version(name) for name in ("torch", "numpy")}
-    return {"python": platform.python_version()} | packages
+    return {
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "numpy": metadata.version("numpy"),
+    }
 
 
 def commit() -> str:
@@ -259,11 +262,20 @@ def provenance(
 ) -> dict:
     """Return everything that results depend on. arguments: the options. dtype: the one
     that was used."""
-    settings = asdict(arguments) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings = asdict(arguments)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
     settings.pop("overwrite", None)  # nothing depends on it
-    settings |= settings.pop("decoding", {})
-    origin = {"command": command(), "settings": settings, "device": str(device)}
-    return origin | {"processes": processes, "versions": versions()} | more
+    decoding = settings.pop("decoding", {})
+    settings.update(decoding)
+    origin = {
+        "command": command(),
+        "settings": settings,
+        "device": str(device),
+        "processes": processes,
+        "versions": versions(),
+    }
+    origin.update(more)
+    return origin
 
 
 def escaped(line: str) -> str:
@@ -277,19 +289,24 @@ def escaped(line: str) -> str:
 def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     """Return the lines of a Markdown table, padded: `left` columns left-aligned, then
     right-aligned."""
-    rows = [
-        [escaped(cell).replace("|", r"\|") for cell in cells] for cells in (head, *rows)
-    ]
-    widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
-    rows.insert(
-        1, ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    )
-    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
-    padded = (
-        [p(c, w) for p, c, w in zip(aligned, cells, widths, strict=True)]
-        for cells in rows
-    )
-    return [f"| {' | '.join(cells)} |" for cells in padded]
+    table = []
+    for cells in [head, *rows]:
+        table.append([escaped(cell).replace("|", r"\|") for cell in cells])
+    widths = []
+    for column in zip(*table, strict=True):
+        widths.append(max(3, max(len(cell) for cell in column)))
+    rule = []
+    for number, width in enumerate(widths):
+        rule.append("-" * width if number < left else "-" * (width - 1) + ":")
+    table.insert(1, rule)
+    lines = []
+    for cells in table:
+        padded = []
+        for number, cell in enumerate(cells):
+            width = widths[number]
+            padded.append(cell.ljust(width) if number < left else cell.rjust(width))
+        lines.append(f"| {' | '.join(padded)} |")
+    return lines
 
 
 # Okabe and Ito's colors, which the color-blind can tell apart.

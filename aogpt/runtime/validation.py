@@ -229,15 +229,16 @@ def _bounds(hint: Any) -> str:
 def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
     """Return every dotted key of nested tables, and its type."""
     keys = {}
-    if (
-        isinstance(table, type)
-        and dataclasses.is_dataclass(table)
-        or is_typeddict(table)
-    ):
+    is_class = isinstance(table, type) and dataclasses.is_dataclass(table)
+    if is_class or is_typeddict(table):
         for field, hint in _hints(table).items():
-            keys |= keys_of(hint, f"{prefix}{field}.") or {prefix + field: hint}
+            inner = keys_of(hint, f"{prefix}{field}.")
+            if inner:
+                keys.update(inner)
+            else:
+                keys[prefix + field] = hint
     for argument in get_args(table):  # as of tuple[X, ...] | None
-        keys |= keys_of(argument, prefix)
+        keys.update(keys_of(argument, prefix))
     return keys
 
 

@@ -93,7 +93,7 @@ class TwoStreamBlock(nn.Module):
         q = F.linear(normed, weight, bias)
         q = attn.q_norm(q.unflatten(-1, (-1, attn.head_dim)))
         if p.target_angles is not None:
-            q = rotate(q, *p.target_angles)
+            q = rotate(q, p.target_angles)
         return q
 
 

@@ -226,7 +226,10 @@ class Log:
         if self.bar.disable:
             steps = self.config.train.steps
             self._print(f"step {step}/{steps}  {text}{self.time_left(step)}")
-        self._write({"step": step, "loss": loss, **rates, "mfu": mfu})
+        row: dict[str, float | None] = {"step": step, "loss": loss}
+        row.update(rates)
+        row["mfu"] = mfu
+        self._write(row)
         self.restart_clock()
 
     def _flops_per_second(self, seconds: float) -> float:
@@ -320,11 +323,10 @@ class Log:
         except OSError as error:  # a full disk must not end the run
             self.warn(f"a row of {self.path} is lost: {error}")
         if self.wandb:
-            numbers = {
-                key: value
-                for key, value in row.items()
-                if isinstance(value, int | float)
-            }
+            numbers = {}
+            for key, value in row.items():
+                if isinstance(value, int | float):
+                    numbers[key] = value
             self.wandb.log(numbers)
 
 

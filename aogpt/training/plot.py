@@ -16,22 +16,13 @@ from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
 from .metrics import ORDERS, read_metrics
 
-
-def validation_panels() -> dict[str, tuple[str, str]]:
-    """Return the panels of the validation losses, one for each kind of orders."""
-    panels = {}
-    for kind, orders in ORDERS.items():
-        title = f"validation, {orders} (averaged weights; dashed: of the last step)"
-        panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
-    return panels
-
-
 # Title: keys of metrics.jsonl, drawn solid and dashed.
-PANELS: dict[str, tuple[str, ...]] = {
-    "training loss (the run's objective), smoothed": ("loss",),
-    **validation_panels(),
-    "gradient norm, smoothed": ("grad_norm",),
-}
+PANELS: dict[str, tuple[str, ...]] = {}
+PANELS["training loss (the run's objective), smoothed"] = ("loss",)
+for kind, orders in ORDERS.items():
+    title = f"validation, {orders} (averaged weights; dashed: of the last step)"
+    PANELS[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
+PANELS["gradient norm, smoothed"] = ("grad_norm",)
 STYLES = ("-", "--")
 COLUMNS = 3  # panels side by side
 

@@ -257,7 +257,7 @@ def check_same_run(
         effect = entry_of(key, TOLD)
         note = ""
         if effect is not None:
-            note = "; " + effect.format(**values)
+            note = "; " + effect.format(sequences=values["sequences"])
         if key in ("data.train", "data.val"):
             split = key.removeprefix("data.")
             key = f"the split {split} in {config.data.folder}"
