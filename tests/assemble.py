@@ -103,16 +103,30 @@ def assemble_choice(gpu: int) -> None:
 
 def assemble_attention(gpu: int) -> None:
     for number, width, queries, group, splits in ATTENTION:
-        types = {name: f"*{number}" for name in ("q", "k", "v", "keys", "values")}
-        types |= {name: "*i64" for name in ("rows", "starts", "ends")}
-        strides = ("q_input", "q_head", "k_input", "k_head", "v_input", "v_head")
-        types |= {name: "i32" for name in strides}
-        types |= {
-            name: "i32" for name in ("cache_row", "cache_slot", "cache_head", "N", "B")
+        types = {
+            "q": f"*{number}",
+            "k": f"*{number}",
+            "v": f"*{number}",
+            "keys": f"*{number}",
+            "values": f"*{number}",
+            "rows": "*i64",
+            "starts": "*i64",
+            "ends": "*i64",
+            "q_input": "i32",
+            "q_head": "i32",
+            "k_input": "i32",
+            "k_head": "i32",
+            "v_input": "i32",
+            "v_head": "i32",
+            "cache_row": "i32",
+            "cache_slot": "i32",
+            "cache_head": "i32",
+            "N": "i32",
+            "B": "i32",
+            "out": f"*{number}" if splits == 1 else "*fp32",
+            "log_sums": "*fp32",
+            "scale": "fp32",
         }
-        types["out"] = f"*{number}" if splits == 1 else "*fp32"
-        types["log_sums"] = "*fp32"
-        types["scale"] = "fp32"
         dtype = DTYPES[number]
         tile_k, warps, stages, precision = attention_kernel.pick_tile(
             dtype, width, queries
@@ -130,8 +144,15 @@ def assemble_attention(gpu: int) -> None:
             "PRECISION": precision,
         }
         name = f"attention, {number}, width {width}, {queries} queries, {splits} splits"
-        options = {"num_warps": warps, "num_stages": stages}
-        assemble(name, attention_kernel._attend, types, constants, gpu, **options)
+        assemble(
+            name,
+            attention_kernel._attend,
+            types,
+            constants,
+            gpu,
+            num_warps=warps,
+            num_stages=stages,
+        )
 
 
 def assemble_merge(gpu: int) -> None:
@@ -149,11 +170,25 @@ def assemble_norm(gpu: int) -> None:
         (norm_kernel._backward, "norm, backward"),
     ):
         for width in (768, 1024):
-            types = dict.fromkeys(("targets", "inverse"), "*i64")
-            types |= dict.fromkeys(("x", "weight", "rrms", "grad_x", "sums"), "*fp32")
-            types |= dict.fromkeys(("shift", "scale", "y", "grad"), "*bf16")
-            types |= dict.fromkeys(("shift_stride", "scale_stride", "B", "T"), "i32")
-            types |= {"products": "*fp32", "eps": "fp32"}
+            types = {
+                "targets": "*i64",
+                "inverse": "*i64",
+                "x": "*fp32",
+                "weight": "*fp32",
+                "rrms": "*fp32",
+                "grad_x": "*fp32",
+                "sums": "*fp32",
+                "shift": "*bf16",
+                "scale": "*bf16",
+                "y": "*bf16",
+                "grad": "*bf16",
+                "shift_stride": "i32",
+                "scale_stride": "i32",
+                "B": "i32",
+                "T": "i32",
+                "products": "*fp32",
+                "eps": "fp32",
+            }
             constants = {"D": width, "WIDTH": triton.next_power_of_2(width)}
             warps = norm_kernel.warps_of(width)
             known = {n: kind for n, kind in types.items() if n in kernel.arg_names}
@@ -189,7 +224,7 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     if sys.argv[1] == "table":
         lines = Path(sys.argv[2]).read_text().splitlines()
-        print(*table([json.loads(line) for line in lines]), sep="\n")
+        print("\n".join(table([json.loads(line) for line in lines])))
         sys.exit()
     target = int(sys.argv[1])
     assemble_choice(target)

@@ -177,9 +177,7 @@ def assert_same_state(config, reference):
     expected = read_checkpoint(reference.run_folder / "checkpoints" / newest.name)
     assert_same(ours, expected | {"config": None})
     step = store.step_of(newest)
-    ours, expected = (
-        [line for line in metrics(c) if line["step"] <= step]
-        for c in (config, reference)
-    )
+    ours = [line for line in metrics(config) if line["step"] <= step]
+    expected = [line for line in metrics(reference) if line["step"] <= step]
     assert ours == expected
     return step

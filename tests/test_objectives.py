@@ -28,10 +28,11 @@ def ao_ar_by_enumeration(model, sequences):
     """ao_ar_loss of each sequence over all N! orders, as a sum over positions:
     (rows,)."""
     orders = torch.tensor(list(itertools.permutations(range(N))))
+    losses = []
     with torch.no_grad():
-        losses = [
-            ao_ar_loss(model, x.expand(len(orders), N), orders) for x in sequences
-        ]
+        for sequence in sequences:
+            tokens = sequence.expand(len(orders), N)
+            losses.append(ao_ar_loss(model, tokens, orders))
     return N * torch.stack(losses)
 
 
@@ -45,9 +46,8 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
-        contexts = list(
-            itertools.permutations([p for p in range(N) if p not in masked])
-        )
+        known = [p for p in range(N) if p not in masked]
+        contexts = list(itertools.permutations(known))
         for position in masked:
             nll = sum(-conditional[context, position].log() for context in contexts)
             integral += float(mdm_weight(masked, N)) * nll / len(contexts)
@@ -79,10 +79,8 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
     tokens = random_tokens(V, 5, N, 0)
     order = random_orders(5, N, 1)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
-    assert (
-        loss.shape == ()
-        and abs(loss + token_log_probs(model, tokens, order).mean()) < 1e-14
-    )
+    assert loss.shape == ()
+    assert abs(loss + token_log_probs(model, tokens, order).mean()) < 1e-14
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
@@ -95,9 +93,8 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
     assert nll.dtype == torch.float64 and nll.shape == (5, N)
-    assert torch.equal(
-        nll.gather(1, order), -token_log_probs(model, tokens, order).double()
-    )
+    log_probs = token_log_probs(model, tokens, order).double()
+    assert torch.equal(nll.gather(1, order), -log_probs)
     late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
     assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
 
@@ -106,12 +103,13 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in
     any share of the rows."""
-    whole, other = (evaluation_masks(seed, draw, range(24), 24, 6) for draw in (3, 4))
+    whole = evaluation_masks(seed, 3, range(24), 24, 6)
+    other = evaluation_masks(seed, 4, range(24), 24, 6)
     counts = whole.masked.sum(dim=1)
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]
     assert torch.equal(whole.weight, 6 / counts)
     part = evaluation_masks(seed, 3, range(7, 20), 24, 6)
-    for name in ("masked", "weight"):
-        expected = getattr(whole, name)
-        assert torch.equal(getattr(part, name), expected[7:20])
-        assert not torch.equal(getattr(other, name), expected)
+    assert torch.equal(part.masked, whole.masked[7:20])
+    assert torch.equal(part.weight, whole.weight[7:20])
+    assert not torch.equal(other.masked, whole.masked)
+    assert not torch.equal(other.weight, whole.weight)

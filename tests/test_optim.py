@@ -121,18 +121,14 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
     layers = ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"]
     if model.config.mlp == "swiglu":
         layers.append("mlp.gate")
-    expected = {
-        f"blocks.{i}.{layer}.weight"
-        for i in range(len(model.blocks))
-        for layer in layers
-    }
+    expected = set()
+    for i in range(len(model.blocks)):
+        expected.update(f"blocks.{i}.{layer}.weight" for layer in layers)
     assert muon_weights(model).keys() == expected
-    owned = [
-        p
-        for optimizer in make_optimizers(model, muon_config())
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
+    owned = []
+    for optimizer in make_optimizers(model, muon_config()):
+        for group in optimizer.param_groups:
+            owned += group["params"]
     assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
 
 

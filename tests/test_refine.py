@@ -3,6 +3,7 @@ defined."""
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def uniforms_for(*shape, seed=0):
     return torch.rand(shape, generator=seeded(seed), dtype=torch.float64)
 
 
-# ---- refinement ----------------------------------------------------------------------------------
+# ---- refinement ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,23 +57,20 @@ def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
     model, conditional = enumerated(system, 3)
     uniforms = uniforms_for(SAMPLES, 4, seed=1)
     before = generate(model, make_plan(mode, SAMPLES, 4, seed=2), uniforms=uniforms)
-    last = torch.zeros(SAMPLES, 4, dtype=torch.bool).scatter_(
-        1, before.order[:, -1:], True
-    )
+    last = torch.zeros(SAMPLES, 4, dtype=torch.bool)
+    last.scatter_(1, before.order[:, -1:], True)
     decoder = Decoder(model)
-    after = redraw(decoder, before, last, uniforms, uniforms_for(SAMPLES, 4, seed=3))
-    assert (
-        torch.equal(after.order, before.order) and (after.tokens != before.tokens).any()
-    )
+    fresh = uniforms_for(SAMPLES, 4, seed=3)
+    after = redraw(decoder, before, last, uniforms, fresh)
+    assert torch.equal(after.order, before.order)
+    assert (after.tokens != before.tokens).any()
     assert torch.equal(after.tokens[~last], before.tokens[~last])
     expected = distribution_of(mode, conditional, V, 4)
     assert accept(sequence_counts(after.tokens, V), expected)
     # One that is not the last changes it: this test can tell.
     if (system, mode) == ("AO-GPT", "l2r"):
         first = torch.arange(4).expand(SAMPLES, 4) == 0
-        moved = redraw(
-            decoder, before, first, uniforms, uniforms_for(SAMPLES, 4, seed=3)
-        )
+        moved = redraw(decoder, before, first, uniforms, fresh)
         assert chi_square_p(sequence_counts(moved.tokens, V), SAMPLES * expected) < 1e-6
 
 
@@ -114,18 +112,14 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
     for rounds in (1, 2, 30):
         expected = start @ torch.linalg.matrix_power(matrix, rounds)
         after = refine(Decoder(model), samples, uniforms, rounds, 0.1, "random")
-        states = zip(
-            map(tuple, after.order.tolist()),
-            map(tuple, after.tokens.tolist()),
-            strict=True,
-        )
         if system in ENCODERS:  # the order means nothing to them
-            assert accept(
-                sequence_counts(after.tokens, V), expected.view(-1, V**N).sum(dim=0)
-            )
-        counts = torch.tensor([index[state] for state in states]).bincount(
-            minlength=len(index)
-        )
+            of_tokens = expected.view(-1, V**N).sum(dim=0)
+            assert accept(sequence_counts(after.tokens, V), of_tokens)
+        states = []
+        pairs = zip(after.order.tolist(), after.tokens.tolist(), strict=True)
+        for order, text in pairs:
+            states.append(index[tuple(order), tuple(text)])
+        counts = torch.tensor(states).bincount(minlength=len(index))
         assert accept(counts, expected), rounds
         scoring = N if system in ENCODERS else -(-SAMPLES // ROWS)
         assert (after.nfe == N + rounds + (N if system in ENCODERS else 1)).all()
@@ -169,22 +163,16 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         assert torch.equal(moved.sum(dim=1), count)
         kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
         assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
-        for same in ("tokens", "step"):
-            assert torch.equal(
-                getattr(after, same)[~moved], getattr(samples, same)[~moved]
-            )
-        n = count
+        assert torch.equal(after.tokens[~moved], samples.tokens[~moved])
+        assert torch.equal(after.step[~moved], samples.step[~moved])
         calls = 0 if by == "drawn" else generated.sum(dim=1)
         scoring = generated.any(dim=1)
         if model.config.is_encoder:
             scoring = generated.sum(dim=1)
-        assert torch.equal(after.nfe, samples.nfe + n + calls + scoring)
-        ends = zip(after.order.tolist(), length.tolist(), n.tolist(), strict=True)
-        for b, (order, total, m) in enumerate(ends):
-            assert (
-                sorted(order[total - m : total])
-                == moved[b].nonzero().flatten().tolist()
-            )
+        assert torch.equal(after.nfe, samples.nfe + count + calls + scoring)
+        for b in range(B):
+            last = after.order[b, length[b] - count[b] : length[b]]
+            assert torch.equal(last.sort().values, moved[b].nonzero().flatten())
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -233,13 +221,11 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
     plain = made()
     refined = made(refine=3, refine_share=0.3, refine_by=by)
     full = made(refine=0)
-    assert torch.equal(plain.tokens, full.tokens) and torch.equal(
-        plain.log_probs, full.log_probs
-    )
+    assert torch.equal(plain.tokens, full.tokens)
+    assert torch.equal(plain.log_probs, full.log_probs)
     assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
-    assert (
-        refined.step[:4, [0, 2]] == -1
-    ).all() and refined.model_calls > plain.model_calls
+    assert (refined.step[:4, [0, 2]] == -1).all()
+    assert refined.model_calls > plain.model_calls
     for size in (1, 3):
         alone = made(size, refine=3, refine_share=0.3, refine_by=by)
         for same in ("tokens", "nfe", "order", "step"):
@@ -271,12 +257,12 @@ def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, mes
 def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
     said = mistake(sample, plain, "--refine", 2)
     assert "--refine needs a model that is conditioned on the target" in said
-    words = ("--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2)
+    words = ["--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2]
     out = printed(eval_gen, run, "--judge", run, *words)
     assert "l2r 1, refined 2" in out and " 12.0 |" in out
 
 
-# ---- against repetition --------------------------------------------------------------------------
+# ---- against repetition --------------------------------------------------------------
 
 
 def plain_logits(logits, text, position, choice):
@@ -293,25 +279,23 @@ def plain_logits(logits, text, position, choice):
             after = [*text[:position], v, *text[position + 1 :]]
             windows = [after[s : s + n] for s in starts if s <= position < s + n]
             banned.append(any(window in there for window in windows))
-        if not all(
-            b or x == -float("inf") for b, x in zip(banned, result, strict=True)
-        ):
-            result = [
-                -float("inf") if b else x for b, x in zip(banned, result, strict=True)
-            ]
+        result = without(banned, result)
     if choice.banned:
         banned = []
         for v in range(len(result)):
             after = [*text[:position], v, *text[position + 1 :]]
             words = (list(word) for word in choice.banned)
             banned.append(any(holds_through(after, word, position) for word in words))
-        if any(
-            x > -float("inf") and not b for x, b in zip(result, banned, strict=True)
-        ):
-            for v, is_banned in enumerate(banned):
-                if is_banned:
-                    result[v] = -float("inf")
+        result = without(banned, result)
     return torch.tensor(result, dtype=logits.dtype)
+
+
+def without(banned, logits):
+    """The logits with -inf for what is banned, unless nothing would be left."""
+    result = []
+    for is_banned, logit in zip(banned, logits, strict=True):
+        result.append(-math.inf if is_banned else logit)
+    return result if max(result) > -math.inf else logits
 
 
 def holds_through(text, word, position):
@@ -344,9 +328,8 @@ def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choi
     text = data.draw(st.lists(tokens, min_size=T, max_size=T))
     position = data.draw(st.integers(0, T - 1))
     text[position] = None
-    logits = torch.randn(
-        1, vocab, generator=seeded(data.draw(st.integers(0, 99)))
-    ).double()
+    seed = data.draw(st.integers(0, 99))
+    logits = torch.randn(1, vocab, generator=seeded(seed)).double()
     logits[0, data.draw(st.integers(0, 4)) :][1:] = -torch.inf  # ids that are no tokens
     row = torch.tensor([[-1 if t is None else t for t in text]])
     got = without_repeats(logits, row, torch.tensor([position]), choice)
@@ -372,22 +355,20 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
     got = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=3)
     for b in range(B):
         n = int(length[b])
-        order = plan.order[b].tolist()
-        given = plan.given[b].tolist()
-        text = [
-            int(t) if g else None for t, g in zip(tokens[b, :n], given, strict=False)
-        ]
+        order = plan.order[b, :n].tolist()
         steps = plan.step[b, :n].tolist()
+        text = [None] * n
+        for p in plan.given[b, :n].nonzero().flatten().tolist():
+            text[p] = int(tokens[b, p])
         for step in sorted(set(steps) - {-1}):
-            context = [p for p, s in zip(order, steps, strict=False) if s < step]
+            context = [p for p, s in zip(order, steps, strict=True) if s < step]
             before = list(text)
-            for p in (p for p, s in zip(order, steps, strict=False) if s == step):
-                row = torch.tensor([0 if t is None else t for t in before])
+            row = torch.tensor([0 if t is None else t for t in before])
+            for p in [p for p, s in zip(order, steps, strict=True) if s == step]:
                 logits = logits_given(model, row, context, p)
                 changed = plain_logits(logits, before, p, choice)
-                text[p] = int(
-                    choose_tokens(changed[None], uniforms[b, p, None], choice)
-                )
+                token = choose_tokens(changed[None], uniforms[b, p, None], choice)
+                text[p] = int(token)
                 log_prob = logits.log_softmax(dim=-1)[text[p]]  # the model's own
                 assert abs(float(got.log_probs[b, p]) - float(log_prob)) < 1e-5
         assert got.tokens[b, :n].tolist() == text
@@ -408,21 +389,23 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
     model = make_system(system, 3, block_size=12)
     uniforms = uniforms_for(5, 12, seed=2)
     plan = make_plan(mode, 5, 12, seed=1)
-    inputs = {"uniforms": uniforms, "vocab_size": 11}
-    plain = generate(model, plan, **inputs)
+    generated = functools.partial(
+        generate, model, plan, uniforms=uniforms, vocab_size=11
+    )
+    plain = generated()
     for choice in (
         TokenChoice(repetition_penalty=1.0),
         TokenChoice(no_repeat_ngram=13),
     ):
-        same = generate(model, plan, choice=choice, **inputs)
+        same = generated(choice=choice)
         assert torch.equal(same.tokens, plain.tokens)
         assert torch.equal(same.log_probs, plain.log_probs)
     choice = TokenChoice(0.05, repetition_penalty=1.1, no_repeat_ngram=1)
     # one at a time: no token repeats while others are left
     if mode in ("l2r", "confidence"):
-        rows = generate(model, plan, choice=choice, **inputs).tokens
+        rows = generated(choice=choice).tokens
         assert [len(set(row)) for row in rows.tolist()] == [11] * 5
-        rows = generate(model, plan, choice=TokenChoice(0.05), **inputs).tokens
+        rows = generated(choice=TokenChoice(0.05)).tokens
         assert any(len(set(row)) < 11 for row in rows.tolist())
 
 

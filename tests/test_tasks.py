@@ -35,54 +35,51 @@ def trained(tmp_path_factory):
 
 def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
     config, _, data = trained
-    files = {name: tmp_path / f"out.{name}" for name in ("json", "samples", "html")}
-    options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    options += ["--tasks", data["shuffle"], "--group-size", 4, "--limit", 50]
-    out = printed(puzzle_answers, config.run_folder, "--mode", "random", *options)
-    result = json.loads(files["json"].read_text())["results"][0]
-    assert (result["mode"], result["group_size"], result["temperature"]) == (
-        "random",
-        4,
-        1.0,
-    )
-    rows = read_lines(files["samples"])
+    report = tmp_path / "out.json"
+    samples = tmp_path / "out.samples"
+    page = tmp_path / "out.html"
+    options = ["--tasks", data["shuffle"], "--mode", "random", "--group-size", 4]
+    options += ["--limit", 50, "--json", report, "--samples", samples, "--html", page]
+    out = printed(puzzle_answers, config.run_folder, *options)
+    result = json.loads(report.read_text())["results"][0]
+    assert result["mode"] == "random"
+    assert result["group_size"] == 4
+    assert result["temperature"] == 1.0
+    rows = read_lines(samples)
     assert len(rows) == 50 and result["records"] == 50 and result["nfe"] == 2
     right = [TASKS["shuffle"].is_right(row["answer"], row["text"]) for row in rows]
     assert [row["right"] for row in rows] == right
     share = sum(right) / 50
     assert result["exact_match"] == pytest.approx(share)
-    assert result["standard_error"] == pytest.approx(
-        math.sqrt(share * (1 - share) / 49)
-    )
+    error = math.sqrt(share * (1 - share) / 49)
+    assert result["standard_error"] == pytest.approx(error)
     assert result["limit"] == pytest.approx(TASKS["shuffle"].limit([4, 4]))
     for row in rows:
         assert row["answer"][:9] == row["text"][:9]
-        assert (
-            row["step"][:9] == [-1] * 9 and sorted(row["step"][9:]) == [0] * 4 + [1] * 4
-        )
+        assert row["step"][:9] == [-1] * 9
+        assert sorted(row["step"][9:]) == [0] * 4 + [1] * 4
     assert "shuffle" in out and f"{share:.4f}" in out
-    assert "<script" in files["html"].read_text()
+    assert "<script" in page.read_text()
 
 
 def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
     trained, printed, mistake
 ):
     _, config, data = trained
-    possible = (
-        (n, tasks.decoding_options(decoder, "reversal", config))
-        for n, decoder in DECODERS.items()
-    )
-    ((name, options),) = [(name, options) for name, options in possible if options]
-    assert name == "l2r" and tasks.decode(config, options, 8)["nfe"] == 4
+    possible = {}
+    for name, decoder in DECODERS.items():
+        options = tasks.decoding_options(decoder, "reversal", config)
+        if options:
+            possible[name] = options
+    assert list(possible) == ["l2r"]
+    assert tasks.decode(config, possible["l2r"], 8)["nfe"] == 4
     gpt = config.run_folder
     questions = open_questions(str(data["reversal"]), None, load(gpt), limit=5)
     first = questions.given_first()
-    for row, other in zip(
-        questions.tokens.tolist(), first.tokens.tolist(), strict=True
-    ):
-        assert other == row[4:] + row[:4]
+    expected = [row[4:] + row[:4] for row in questions.tokens.tolist()]
+    assert first.tokens.tolist() == expected
     assert torch.equal(first.roles.given[0], torch.arange(9) < 5)
-    arguments = "--tasks", data["reversal"], "--limit", 10
+    arguments = ["--tasks", data["reversal"], "--limit", 10]
     out = printed(eval_tasks, gpt, *arguments)
     assert "| l2r" in out and "reversal" in out
     said = mistake(eval_tasks, gpt, *arguments, "--mode", "confidence")
@@ -90,11 +87,10 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
 
 
 def test_a_run_decodes_in_every_way_of_a_study(trained):
-    possible = (
-        (n, tasks.decoding_options(decoder, "shuffle", trained[0]))
-        for n, decoder in DECODERS.items()
-    )
-    decoded = {name: tasks.decode(trained[0], options, 8) for name, options in possible}
+    decoded = {}
+    for name, decoder in DECODERS.items():
+        options = tasks.decoding_options(decoder, "shuffle", trained[0])
+        decoded[name] = tasks.decode(trained[0], options, 8)
     assert decoded["random, 4 a step"]["nfe"] == decoded["l2r, 4 a step"]["nfe"] == 2
     assert decoded["even, 4 steps"]["limit"] == TASKS["shuffle"].limit([2, 2, 2, 2])
     assert decoded["random, 4 a step"]["limit"] == TASKS["shuffle"].limit([4, 4])
@@ -114,10 +110,10 @@ def test_names_of_the_harness_are_not_taken_for_data(monkeypatch):
         return name
 
     monkeypatch.setattr(eval_tasks, "find_dataset", find)
-    found = map(
-        eval_tasks.is_prepared, ("lambada", "questions", "sudoku6", "hellaswag")
-    )
-    assert list(found) == [False, True, True, False]
+    assert eval_tasks.is_prepared("questions")
+    assert eval_tasks.is_prepared("sudoku6")
+    assert not eval_tasks.is_prepared("lambada")
+    assert not eval_tasks.is_prepared("hellaswag")
 
 
 def test_what_cannot_be_answered_is_said(trained, mistake, data):
