@@ -44,6 +44,12 @@ INFILLED = {  # (text, model) by report
     "infill_plain_ptb": ("Penn Treebank", "untouched"),
     "infill_adapter_ptb": ("Penn Treebank", "infilling orders"),
 }
+# Where the same adapter also filled in by resampling, by report.
+RESAMPLED = {
+    "infill_adapter": "resampled_adapter",
+    "infill_adapter_wikitext103": "resampled_adapter_wikitext103",
+    "infill_adapter_ptb": "resampled_adapter_ptb",
+}
 READERS = {  # by report
     "lambada_part": "left to right, float32",
     "lambada_hf": "the harness's own model, float32",
@@ -51,6 +57,7 @@ READERS = {  # by report
     "lambada_adapter": "left to right, adapter, bfloat16",
     "lambada_both": "by resampling, given a full stop after the word",
     "lambada_adapter_both": "adapter, given a full stop after the word",
+    "lambada_adapter_resampling": "adapter, by resampling, given a full stop",
 }
 PASSAGES = 5153  # of LAMBADA's test set
 EXPORTS = {
@@ -115,7 +122,8 @@ def head(rows: dict) -> str:
         f"{nll['infill']['b']:.2f}. Any order still costs {cost:.2f} nats a token more "
         f"than left to right. Elsewhere, above 0 is worse: "
         f"{'; '.join(changes_elsewhere(rows))}.\n\n"
-        f"{verdict(rows)}{so_shipped(rows)}\n\n{worth_of_right_side(rows)}"
+        f"{verdict(rows)}{so_shipped(rows)}\n\n{by_resampling(rows)}\n\n"
+        f"{worth_of_right_side(rows)}"
     )
 
 
@@ -204,7 +212,7 @@ def infilling(rows: dict) -> str:
     for report, (text, model) in INFILLED.items():
         if report not in rows:
             continue
-        for row in rows[report]["rows"]:
+        for row in rows[report]["rows"] + resampled(rows, report):
             line = [text, model, f"{trained_on(rows, report):,}"]
             line += [row["given"], row["mode"]]
             for key in ("nll", "rouge_1"):
@@ -230,6 +238,12 @@ def infilling(rows: dict) -> str:
         "the gap; its nats/token are a lower bound on average, so they flatter it. ± by "
         "document.",
     )
+
+
+def resampled(rows: dict, report: str) -> list[dict]:
+    """Return the row of an adapter that fills in by resampling, if there is one."""
+    other = rows.get(RESAMPLED.get(report, ""), {"rows": []})
+    return [row for row in other["rows"] if row["mode"] == "resampling"]
 
 
 def trained_on(rows: dict, report: str) -> int:
@@ -281,6 +295,38 @@ def so_shipped(rows: dict) -> str:
     )
 
 
+def by_resampling(rows: dict) -> str:
+    """Return how the adapter fills in by resampling, beside the untouched model by
+    resampling, paired by sentence."""
+    parts = []
+    for report, other in (
+        ("infill_plain", "infill_adapter"),
+        ("infill_plain_wikitext103", "infill_adapter_wikitext103"),
+        ("infill_plain_ptb", "infill_adapter_ptb"),
+    ):
+        for adapter in resampled(rows, other):
+            plain = infilled(rows, report, "both")
+            documents = plain["documents"]
+            nll = estimated(paired(adapter, plain, "nll"), documents, "+.3f")
+            rouge = estimated(paired(adapter, plain, "rouge_1"), documents, "+.3f")
+            size = statistics.median(adapter["effective_sample_size"])
+            parts.append(
+                f"on {INFILLED[report][0]} {nll} nats a token and {rouge} of ROUGE-1 "
+                f"(median effective sample size {size:.1f})"
+            )
+    filled = rows["lambada_adapter_resampling"]["right"]
+    plain_words = rows["lambada_both"]["right"]
+    return (
+        "**Adapter and resampling together.** With `--mode resampling` the adapted model "
+        "draws from left to right, too, and is weighted by the text after the gap. Beside "
+        "the untouched model by resampling, below 0 is better, it has "
+        f"{'; '.join(parts)}. Both numbers of nats are lower bounds on average. Of "
+        f"LAMBADA's last words given a full stop it gets {sum(filled)} of {len(filled)}, "
+        f"the untouched model {sum(plain_words)}. What it owes to training in other orders "
+        "than left to right was not separated from what it owes to books."
+    )
+
+
 def worth_of_right_side(rows: dict) -> str:
     """Return what the text after a gap is worth to each adapter."""
     parts = []
@@ -325,11 +371,13 @@ def verdict(rows: dict) -> str:
 def sentences(rows: dict) -> str:
     plain = rows["fill_plain"]
     adapter = rows.get("fill_adapter")
+    both = rows.get("fill_adapter_resampling")
     cells = []
     for number, row in enumerate(plain["rows"]):
         cells.append([row["sentence"], row["fillings"][0]])
-        if adapter:
-            cells[-1].append(adapter["rows"][number]["fillings"][0])
+        for other in (both, adapter):
+            if other:
+                cells[-1].append(other["rows"][number]["fillings"][0])
     head = ["sentence", "untouched, by resampling"]
     sizes = [row["effective_sample_size"] for row in plain["rows"]]
     whole = rows["whole"]["rows"]
@@ -338,11 +386,17 @@ def sentences(rows: dict) -> str:
         f"{seconds_of(plain['rows'])} a sentence on one core "
         f"({plain['load_cpu_seconds']:.1f} to load); effective sample size "
         f"{min(sizes):.1f} to {max(sizes):.1f} of 64, median "
-        f"{statistics.median(sizes):.1f}. As a whole process, `aogpt fill FOLDER` takes "
+        f"{median_size(plain['rows']):.1f}. As a whole process, `aogpt fill FOLDER` takes "
         f"{seconds_of(whole)} for the first sentence ({len(whole)} times, one thread)."
     )
+    if both:
+        head.append("adapter, by resampling")
+        text += (
+            f" The adapter by resampling: {seconds_of(both['rows'])}, median effective "
+            f"sample size {median_size(both['rows']):.1f}."
+        )
     if adapter:
-        head.append("adapter")
+        head.append("adapter, left to right in the gap")
         tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
         text += (
             f" Adapter: averaged weights after {tokens:,} tokens of infilling orders (80%) "
@@ -351,6 +405,11 @@ def sentences(rows: dict) -> str:
         )
     title = "Ten fixed sentences, as they come"
     return section(title, table(head, cells, left=len(head)), text)
+
+
+def median_size(rows: list[dict]) -> float:
+    """Return the median effective sample size of fillings."""
+    return statistics.median(row["effective_sample_size"] for row in rows)
 
 
 def seconds_of(rows: list[dict]) -> str:
@@ -447,10 +506,12 @@ def agreement(rows: dict) -> str:
     new = report["greedy"][0]["new_tokens"]
     largest = f"{report['largest_difference']:.1e}"
     losses = {"mean of -log p of these tokens": report["nll"]}
+    furthest = []
     for one in report["sets"]:
         name = one["set"].partition("_")[0]
         title = f"{name}, {one['tokens']:,} tokens in blocks of 1,024"
         losses[title] = one["nll"]
+        furthest.append(one["largest_difference"])
     cells = [[f"log p of {report['tokens']:,} tokens, largest difference", largest, ""]]
     for title, nll in losses.items():
         cells.append([title, f"{nll['ours']:.6f}", f"{nll['theirs']:.6f}"])
@@ -459,7 +520,9 @@ def agreement(rows: dict) -> str:
     return section(
         "Numbers that a stranger can check",
         table(["what", "here", "transformers / harness"], cells),
-        "float32 on a CPU, the first blocks of each test file.",
+        "float32 on a CPU. The first block of the test books; Penn Treebank's test file but "
+        "for its last, shorter block; the first blocks of WikiText-103's. Log p of any token "
+        f"of these two differs by at most {max(furthest):.1e}.",
     )
 
 
@@ -564,7 +627,7 @@ python eval_ppl.py out/infill out/uniform --checkpoint 200 --weights raw \\
 INFILL="--data data/books_smollm2 --split val --num-passages 40 --shortest 6 \\
     --longest 20 --dtype bfloat16 --block-size 128"
 python eval_infill.py FOLDER $INFILL --draws 16
-python eval_infill.py out/infill $INFILL --mode l2r
+python eval_infill.py out/infill $INFILL --mode l2r --draws 16
 python eval_infill.py out/infill $INFILL --mode l2r --checkpoint 200
 python eval_infill.py out/uniform $INFILL --mode l2r --checkpoint 200
 python train.py studies/configs/smollm2_a3.toml --name a3 --train.init-from FOLDER \\
@@ -574,7 +637,7 @@ python eval_ppl.py out/a3_direct out/a3 --weights raw --datasets data/books_smol
 python eval_gen.py out/a3 out/a3_direct --weights raw --judge FOLDER \\
     --mode confidence --group-size 8 --num-samples 16 --settings 0.9,0.95
 python -m studies.pretrained agree FOLDER --data data/books_smollm2 \\
-    --sets data/ptb_smollm2 data/wikitext103_smollm2 --json agree.json
+    --sets data/ptb_smollm2 data/wikitext103_smollm2 --blocks 90 --json agree.json
 LAMBADA="--source lambada_test.jsonl"
 python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_ours.jsonl \\
     --dtype bfloat16
@@ -587,11 +650,15 @@ python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_both.jsonl \
 python -m studies.pretrained lambada out/infill $LAMBADA --passages 60 \\
     --rows lambada_adapter_both.jsonl --reader both_sides --mode l2r \\
     --temperature 0.7 --num-samples 4
+python -m studies.pretrained lambada out/infill $LAMBADA --passages 60 \\
+    --rows lambada_adapter_resampling.jsonl --reader both_sides --mode resampling
 python -m studies.pretrained lambada out/infill $LAMBADA --passages 1320 \\
     --rows lambada_adapter.jsonl --dtype bfloat16
 python convert.py FOLDER hub --hub
 python convert.py FOLDER plain --layout transformers
 python -m studies.pretrained fill FOLDER --json fill_plain.json
+python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode resampling \\
+    --json fill_adapter_resampling.json
 python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode l2r \\
     --temperature 0.7 --num-samples 4 --json fill_adapter.json"""
 
