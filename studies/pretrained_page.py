@@ -520,9 +520,9 @@ def agreement(rows: dict) -> str:
     return section(
         "Numbers that a stranger can check",
         table(["what", "here", "transformers / harness"], cells),
-        "float32 on a CPU. The first block of the test books; Penn Treebank's test file but "
-        "for its last, shorter block; the first blocks of WikiText-103's. Log p of any token "
-        f"of these two differs by at most {max(furthest):.1e}.",
+        "float32 on a CPU. The first block of the test books; Penn Treebank's test file "
+        "without its last, shorter block; the first blocks of WikiText-103's. Log p of any "
+        f"token of these two differs by at most {max(furthest):.1e}.",
     )
 
 
