@@ -7,9 +7,13 @@ import tokenize
 from pathlib import Path
 
 WORDS = {  # a regular expression: what to write
-    r"(told|tells?|telling) (its |the |their |a step its )?targets?": "conditioned on the target",
+    r"(told|tells?|telling) (its |the |their |a step its )?targets?": (
+        "conditioned on the target"
+    ),
     r"(the|is|are) surest|surer|sure enough": "most confident, above the threshold",
-    r"mixed values|line to zero|plateau of single": "value residual, linear decay, plateau",
+    r"mixed values|line to zero|plateau of single": (
+        "value residual, linear decay, plateau"
+    ),
     r"but for|for want of|whoever|of use|so many|as many as": "another sentence",
     r"\+-": "±",
 }

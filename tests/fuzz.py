@@ -125,13 +125,15 @@ READERS = {
 # What has checksums: changed bytes are noticed, or change nothing in the result.
 PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
 OPTIONS = {
-    "sample": "num-samples steps length temperature top-p top-k batch-size seed mode block-size "
-    "dtype weights device prompt infill group-size jsonl html",
-    "perplexity": "orders ensemble group num-orders max-sequences batch-size split json",
+    "sample": "num-samples steps length temperature top-p top-k batch-size seed mode "
+    "block-size dtype weights device prompt infill group-size jsonl html",
+    "perplexity": "orders ensemble group num-orders max-sequences batch-size split "
+    "json",
     "prepare": "limit val-fraction field tokenizer split source val out",
     "judge": "settings steps num-samples batch-size length judge json",
-    "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer model.n-embd "
-    "eval.sequences eval.draws order.kind data.folder train.device checkpoint.keep seed",
+    "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer "
+    "model.n-embd eval.sequences eval.draws order.kind data.folder train.device "
+    "checkpoint.keep seed",
 }
 ODD = [
     0,
@@ -487,7 +489,8 @@ def main():
     print(
         f"{len(cases)} cases in {minutes:.0f} minutes; bad: {dict(verdicts) or 'none'}"
     )
-    print(*(f"{verdict}: {case}" for verdict, case in campaign.failures), sep="\n")
+    for verdict, case in campaign.failures:
+        print(f"{verdict}: {case}")
     return int(bool(campaign.failures))
 
 

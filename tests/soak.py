@@ -138,8 +138,8 @@ def hung(soak, parallel, moment):
     back = time.monotonic() - stopped
     redone = reached - job.starts()[1]
     case = (
-        f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 15 s; noticed after "
-        f"{noticed:.1f} s"
+        f"SIGSTOP to one of 2 processes in a {moment}, train.timeout 15 s; "
+        f"noticed after {noticed:.1f} s"
     )
     soak.write(case, config, job.wait() == 0, [back], redone)
 
@@ -193,8 +193,8 @@ def other_numbers(soak):
         redone += reached - job.starts()[0]
     ended &= job.wait() == 0
     case = (
-        "SIGKILL to torchrun of 2 processes, which end with it; again with 1, then 4, then 2 "
-        "processes"
+        "SIGKILL to torchrun of 2 processes, which end with it; "
+        "again with 1, then 4, then 2 processes"
     )
     soak.write(case, config, ended, backs, redone, exact=False)
 
@@ -218,7 +218,10 @@ def nodes(soak, parallel, number, settings):
         case = "SIGKILL to the worker of one of two nodes"
     else:
         second.end()
-        case = f"one of two nodes is lost for good (SIGKILL to its torchrun and worker), {settings}"
+        case = (
+            "one of two nodes is lost for good (SIGKILL to its torchrun and worker), "
+            + settings
+        )
     wait_for(lambda: (first.starts(), second.starts()) != before, first.process)
     back = time.monotonic() - lost
     again = first.starts() if first.starts() != before[0] else second.starts()
@@ -231,10 +234,11 @@ REPORT = """# Jobs that lose processes, and what becomes of them
     PYTHONPATH=. python tests/soak.py --kills {kills} --seed {seed}     # make soak
 
 {minutes:.0f} minutes on {cores} CPU cores, torch {torch}, gloo: a tiny model,
-{steps} steps, a checkpoint every 4 steps, an evaluation every 5. Two nodes are two torchruns on
-127.0.0.1. Seconds: from the disturbance until the run goes on, all imports included. Steps are
-redone from the last checkpoint. The last column compares with the undisturbed run: of two processes
-where it says bit for bit, else of one; it also means that no process was left behind.
+{steps} steps, a checkpoint every 4 steps, an evaluation every 5. Two nodes are two
+torchruns on 127.0.0.1. Seconds: from the disturbance until the run goes on, all imports
+included. Steps are redone from the last checkpoint. The last column compares with the
+undisturbed run: of two processes where it says bit for bit, else of one; it also means
+that no process was left behind.
 
 {cases}
 """
@@ -252,9 +256,14 @@ def report(soak, minutes):
     cases = markdown_table(
         [*head, "the end is that of the undisturbed run"], soak.rows, left=2
     )
-    facts = {"minutes": minutes, "cores": os.cpu_count(), "torch": versions()["torch"]}
     text = REPORT.format(
-        kills=a.kills, seed=a.seed, steps=STEPS, cases="\n".join(cases), **facts
+        kills=a.kills,
+        seed=a.seed,
+        minutes=minutes,
+        cores=os.cpu_count(),
+        torch=versions()["torch"],
+        steps=STEPS,
+        cases="\n".join(cases),
     )
     a.out.write_text(text)
     print(f"wrote {a.out}")

@@ -40,33 +40,17 @@ def books():
     return aogpt.load(BOOKS)
 
 
-def small(system, **settings):
+def small(system):
     """A random model over bytes, as text in and out."""
-    settings = {"tokens": 257, "block_size": 32, "dtype": torch.float32} | settings
-    model = make_system(system, 3, **settings).eval()
+    model = make_system(system, 3, tokens=257, block_size=32, dtype=torch.float32)
     return aogpt.TextModel(Loaded(model, "x", 0, "raw", "bytes", 257))
 
 
 def test_masks_are_read():
-    text = "a[MASK]b[MASK:3][MASK:02-4] [mask]"
-    assert gaps.read_gaps(text) == [
-        "a",
-        range(1, 2),
-        "b",
-        range(3, 4),
-        "",
-        range(2, 5),
-        " [mask]",
-    ]
-    for wrong in (
-        "[MASK:]",
-        "[MASK:0]",
-        "[MASK:4-2]",
-        "[MASK:1-0]",
-        "[MASK:a]",
-        "no",
-        "[MASK:1",
-    ):
+    parts = gaps.read_gaps("a[MASK]b[MASK:3][MASK:02-4] [mask]")
+    assert parts[::2] == ["a", "b", "", " [mask]"]
+    assert parts[1::2] == [range(1, 2), range(3, 4), range(2, 5)]
+    for wrong in "[MASK:] [MASK:0] [MASK:4-2] [MASK:1-0] [MASK:a] no [MASK:1".split():
         with pytest.raises(ValueError, match=r"mask|MASK"):
             gaps.read_gaps(wrong)
 
@@ -107,15 +91,18 @@ def test_scores_are_products_of_conditionals_and_ragged_rows_score_as_each_alone
         (alone,) = gaps.score_fillings(model, [context], [row])
         for name in ("right", "joint", "filling"):
             assert abs(getattr(alone, name) - getattr(scores, name)) < 1e-6, name
-    place = int("".join(map(str, rows[0])), 3)  # of the sequence among all
-    along = [float(conditional[tuple(range(i)), i][place].log()) for i in range(4)]
+    place = int("0211", 3)  # of the first row among all sequences
+
+    def log_p(context, target):
+        return float(conditional[context, target][place].log())
+
     tolerance = 1e-5 if system == "SEDD" else 1e-9
-    assert abs(together[0].right - along[3]) < tolerance
-    assert abs(together[0].joint - sum(along[1:]) / 3) < tolerance
-    filling = (
-        conditional[(0, 3), 1][place].log() + conditional[(0, 3, 1), 2][place].log()
-    )
-    assert abs(together[0].filling - float(filling) / 2) < tolerance
+    first = together[0]
+    assert abs(first.right - log_p((0, 1, 2), 3)) < tolerance
+    joint = log_p((0,), 1) + log_p((0, 1), 2) + log_p((0, 1, 2), 3)
+    assert abs(first.joint - joint / 3) < tolerance
+    filling = log_p((0, 3), 1) + log_p((0, 3, 1), 2)
+    assert abs(first.filling - filling / 2) < tolerance
     for by in ("right", "joint", "filling"):
         best_first = sorted(range(4), key=lambda i: -getattr(together[i], by))
         assert gaps.ranked(together, by) == best_first
@@ -133,10 +120,9 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
     for masked in ([1], [0, 3, 8]):
         mask = torch.zeros(1, 9, dtype=torch.bool)
         mask[0, masked] = True
-        logits = masked_logits(text.model, tokens, mask)
-        got = logits.double().log_softmax(-1)[
-            range(len(masked)), [ids[i] for i in masked]
-        ]
+        log_probs = masked_logits(text.model, tokens, mask).double().log_softmax(-1)
+        index = tokens[0, masked][:, None]
+        got = log_probs.gather(1, index)[:, 0]
         expected = masked_log_probs(text.model, tokens, mask)[0, masked]
         assert (got - expected).abs().max() < 1e-5
     each = text.score_each("a cat sat").log_probs
@@ -146,7 +132,7 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
 
 
 def filled_log_prob(text, tokens, hidden):
-    """log p of the tokens at the places of a range, from left to right, given all others."""
+    """log p of the tokens in a range of places, from left to right, given all others."""
     given = [None if i in hidden else token for i, token in enumerate(tokens)]
     (scores,) = gaps.score_fillings(text.model, [given], [tokens])
     return scores.filling * len(hidden)
@@ -246,15 +232,20 @@ def test_what_cannot_be_ranked_or_counted_is_refused():
 
 
 def test_fillings_are_distinct_and_ranked_by_the_text_to_the_right(books):
-    options = {"candidates": 3, "mode": "l2r", "temperature": 0.7, "seed": 3}
-    fillings = books.fill("She[MASK:2-6] home.", **options)
+
+    def fill():
+        return books.fill(
+            "She[MASK:2-6] home.", candidates=3, mode="l2r", temperature=0.7, seed=3
+        )
+
+    fillings = fill()
     texts = [filling.text for filling in fillings]
     assert len(set(texts)) == len(texts) == 3
     assert all(text.startswith("She") and text.endswith(" home.") for text in texts)
     rights = [filling.scores.right for filling in fillings]
     assert rights == sorted(rights, reverse=True)
     assert {(f.ranked_by, f.seed) for f in fillings} == {("right", 3)}
-    assert books.fill("She[MASK:2-6] home.", **options) == fillings
+    assert fill() == fillings
 
 
 def test_a_text_is_continued_and_scored(books):
@@ -265,8 +256,8 @@ def test_a_text_is_continued_and_scored(books):
     assert "".join(scored.pieces) == "Once upon a time there was a king."
     assert scored.nats == -math.fsum(scored.log_probs)
     assert 0.5 < scored.bits_per_byte < 2.5
-    first, other = (books.score("Once upon a time", "random", seed=s) for s in (0, 1))
-    assert first != other
+    first = books.score("Once upon a time", "random", seed=0)
+    assert first != books.score("Once upon a time", "random", seed=1)
     assert books.score("A long text. " * 200).nats > 1000  # in blocks
     for wrong in (
         lambda: books.score(""),
@@ -298,11 +289,9 @@ def test_models_are_compared_on_the_same_blocks():
     assert (same.nll, same.p_value) == (0, 1)
     found = one.compare(other, text, "random", seed=1)
     back = other.compare(one, text, "random", seed=1)
-    assert (
-        abs(found.nll + back.nll) < 1e-6
-        and 0 < found.p_value <= 1
-        and found.half_width > 0
-    )
+    assert abs(found.nll + back.nll) < 1e-6
+    assert 0 < found.p_value <= 1
+    assert found.half_width > 0
     two = small("two_stream").score(text).nats - one.score(text).nats
     assert abs(small("two_stream").compare(one, text).nll - two / len(text)) < 1e-5
 
@@ -329,25 +318,21 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         lambda: other.score_each("a"),
         lambda: other.score("a"),
     ):
-        with pytest.raises(
-            ValueError, match="no start token|no text to score|give 2 to 32"
-        ):
+        says = "no start token|no text to score|give 2 to 32"
+        with pytest.raises(ValueError, match=says):
             wrong()
-    whole = one.score(text)
-    for order, found in (
-        ("l2r", other.score(text)),
-        ("random", other.score(text, "random")),
-    ):
-        zeros = [i for i, p in enumerate(found.log_probs) if p is None]
-        assert len(zeros) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
+    for order in ("l2r", "random"):
+        found = other.score(text, order)
+        unscored = [i for i, p in enumerate(found.log_probs) if p is None]
+        assert len(unscored) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
         assert found.scored == 77
         assert math.isclose(found.nats_per_token, found.nats / 77)
         if order == "l2r":
-            assert zeros == [0, 32, 64]
-            kept = [p for i, p in enumerate(whole.log_probs) if i not in zeros]
-            assert math.isclose(
-                found.bits_per_byte, -sum(kept) / 77 / math.log(2), abs_tol=1e-9
-            )
+            assert unscored == [0, 32, 64]
+            log_probs = one.score(text).log_probs
+            nats = -sum(p for i, p in enumerate(log_probs) if i not in unscored)
+            bits = nats / 77 / math.log(2)
+            assert math.isclose(found.bits_per_byte, bits, abs_tol=1e-9)
     assert one.compare(other, text) == other.compare(one, text)  # neither scores them
     assert one.compare(other, text).nll == 0
     tokens = aogpt.TextModel(one.loaded)
@@ -358,38 +343,38 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
 
 def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     """Several gaps and several texts: JSONL, page and terminal."""
-    lines = tmp_path / "lines.jsonl", tmp_path / "page.html", tmp_path / "texts.jsonl"
+    samples = tmp_path / "lines.jsonl"
+    page = tmp_path / "page.html"
+    prompts = tmp_path / "texts.jsonl"
     rows = [
         {"infill": "She[MASK:1-3] and[MASK:2-3] home."},
         {"prompt": "The", "length": 8},
     ]
-    write_rows(lines[2], rows)
-    words = (BOOKS, "--mode", "l2r", "--num-samples", 2)
-    files = ("--prompts", lines[2], "--jsonl", lines[0], "--html", lines[1])
+    write_rows(prompts, rows)
+    words = [BOOKS, "--mode", "l2r", "--num-samples", 2]
+    files = ["--prompts", prompts, "--jsonl", samples, "--html", page]
     run_main(sample, monkeypatch, capsys, *words, *files, "--candidates", 3)
-    found = read_lines(lines[0])
+    found = read_lines(samples)
     assert [row["prompt_index"] for row in found] == [0, 0, 0, 1, 1]
     rights = [row["scores"]["right"] for row in found[:3]]
     assert rights == sorted(rights, reverse=True) and "scores" not in found[3]
-    assert all(
-        " and" in row["text"] and row["text"].endswith(" home.") for row in found[:3]
-    )
-    assert "text to the right" in lines[1].read_text()
+    for row in found[:3]:
+        assert " and" in row["text"] and row["text"].endswith(" home.")
+    assert "text to the right" in page.read_text()
     # of a known length: 8 samples of it alone
     rows.append({"infill": "She[MASK:1] home."})
-    write_rows(lines[2], rows)
-    options = (*words, *files, "--candidates", 8, "--overwrite")
+    write_rows(prompts, rows)
+    options = [*words, *files, "--candidates", 8, "--overwrite"]
     monkeypatch.setattr("sys.argv", ["sample", *map(str, options)])
     sample.main()
     wrote = capsys.readouterr().err.splitlines()[-2:]
-    assert wrote == [f"wrote {lines[0]}", f"wrote {lines[1]}"]
-    more = read_lines(lines[0])
+    assert wrote == [f"wrote {samples}", f"wrote {page}"]
+    more = read_lines(samples)
     assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
-    assert [r["text"] for r in more if r["prompt_index"] == 1] == [
-        r["text"] for r in found[3:]
-    ]
-    words = (*words, "--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1)
-    infill = ("--infill", "She[MASK:2-4] home.")
+    continued = [row["text"] for row in more if row["prompt_index"] == 1]
+    assert continued == [row["text"] for row in found[3:]]
+    words += ["--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1]
+    infill = ["--infill", "She[MASK:2-4] home."]
     told = run_main(sample, monkeypatch, capsys, *words, *infill)
     assert told.count("=== sample") == 1 and "log p a token" in told
     for text, word in (
@@ -401,29 +386,27 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "cut", [("--stop", " home"), ("--stop", " h", "e"), ("--until-end",)]
+    "cut", [["--stop", " home"], ["--stop", " h", "e"], ["--until-end"]]
 )
 def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(
     tmp_path, monkeypatch, capsys, cut
 ):
     path = tmp_path / "a.jsonl"
-    words = (BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2)
+    words = [BOOKS, "--mode", "l2r", "--num-samples", 2, "--seed", 2]
+    words += ["--infill", "She[MASK:2] went[MASK:2] home.", "--candidates", 40]
+    words += ["--jsonl", path, "--overwrite"]
+    until_end = cut == ["--until-end"]
+    if until_end:
+        words += ["--temperature", 3]  # the end is often drawn
     eot = aogpt.load(BOOKS).tokenizer.eot
-    # the end is often drawn
-    penalty = ("--temperature", 3) if cut == ("--until-end",) else ()
-    options = ("--jsonl", path, "--overwrite", "--candidates", 40, *penalty)
-
-    def found(*more):
-        text = ("--infill", "She[MASK:2] went[MASK:2] home.")
-        run_main(sample, monkeypatch, capsys, *words, *text, *options, *more)
-        return read_lines(path)
-
-    whole = found()
-    shorter = found(*cut)
+    run_main(sample, monkeypatch, capsys, *words)
+    whole = read_lines(path)
+    run_main(sample, monkeypatch, capsys, *words, *cut)
+    shorter = read_lines(path)
     assert [row["scores"] for row in shorter] == [row["scores"] for row in whole]
     for row, full in zip(shorter, whole, strict=True):
         assert row["tokens"] == full["tokens"][: row["length"]]
-        if cut == ("--until-end",):
+        if until_end:
             assert (row["length"] < full["length"]) == (eot in full["tokens"])
         else:
             assert row["text"] in full["text"] and row["length"] < full["length"]
@@ -432,10 +415,9 @@ def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(
 
 def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, books):
     assert len(books.fill("She[MASK:2] home.", 3, mode="l2r", temperature=0)) == 1
-    words = (BOOKS, "--candidates", 3, "--temperature", 0, "--mode", "l2r")
-    told = run_main(
-        sample, monkeypatch, capsys, *words, "--infill", "She[MASK:2] home."
-    )
+    words = [BOOKS, "--candidates", 3, "--temperature", 0, "--mode", "l2r"]
+    infill = ["--infill", "She[MASK:2] home."]
+    told = run_main(sample, monkeypatch, capsys, *words, *infill)
     assert told.count("=== sample") == 1
     with pytest.raises(ValueError, match="--candidates chooses among fillings"):
         run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
@@ -556,20 +538,18 @@ def test_a_command_without_a_text_names_one_that_it_takes(
 def test_candidates_of_one_length_are_ranked_given_both_sides(books):
     """By the filling, not by the text after it alone."""
     found = books.fill("The old[MASK] barked.", 8, seed=0, num_samples=32)
-    likely = {
-        token: p for _, p, token in books.blanks("The old[MASK] barked.", 2048)[0]
-    }
-    probabilities = [likely[f.tokens[f.context.index(None)]] for f in found]
+    (blank,) = books.blanks("The old[MASK] barked.", 2048)
+    probability = {token: p for _, p, token in blank}
+    place = found[0].context.index(None)
+    probabilities = [probability[filling.tokens[place]] for filling in found]
     assert probabilities == sorted(probabilities, reverse=True) and len(found) == 8
-    assert {f.ranked_by for f in found} == {"filling"}
+    assert {filling.ranked_by for filling in found} == {"filling"}
     for by in ("right", "joint"):
-        values = [
-            getattr(f.scores, by)
-            for f in books.fill(
-                "The old[MASK] barked.", 8, seed=0, num_samples=32, rank_by=by
-            )
-        ]
-        assert values == sorted(values, reverse=True)
+        again = books.fill(
+            "The old[MASK] barked.", 8, seed=0, num_samples=32, rank_by=by
+        )
+        scores = [getattr(filling.scores, by) for filling in again]
+        assert scores == sorted(scores, reverse=True)
     with pytest.raises(ValueError, match='rank_by is "right"'):
         books.fill("The old[MASK]", rank_by="right")
 
@@ -584,12 +564,10 @@ def test_without_a_seed_every_call_draws_anew_and_says_its_seed(books):
     again = books.fill("She[MASK:4] home.", seed=fills[0].seed)[0]
     assert again == fills[0]
     for seed in (-1, 2**64, 1.5):
-        for call in (
-            books.generate,
-            lambda *_, seed: books.fill("a[MASK]b", seed=seed),
-        ):
-            with pytest.raises(ValueError, match="^seed is "):
-                call("Once", seed=seed)
+        with pytest.raises(ValueError, match="^seed is "):
+            books.generate("Once", seed=seed)
+        with pytest.raises(ValueError, match="^seed is "):
+            books.fill("a[MASK]b", seed=seed)
 
 
 def test_lists_in_lists_out(books):
@@ -685,12 +663,11 @@ def test_models_are_compared_on_independent_texts():
     other = small("two_stream")
     texts = [f"sentence {word} of many" for word in "one two three four five".split()]
     found = one.compare(other, texts)
-    pairs = zip(one.score(texts), other.score(texts), strict=True)
-    gaps_of_texts = [(a.nats - b.nats, a.scored) for a, b in pairs]
-    total = sum(count for _, count in gaps_of_texts)
-    assert math.isclose(
-        found.nll, sum(gap for gap, _ in gaps_of_texts) / total, abs_tol=1e-5
-    )
+    ours = one.score(texts)
+    nats = sum(scored.nats for scored in ours)
+    difference = nats - sum(scored.nats for scored in other.score(texts))
+    total = sum(scored.scored for scored in ours)
+    assert math.isclose(found.nll, difference / total, abs_tol=1e-5)
     assert found.documents == 5 and found.sequences == 5
     joined = one.compare(other, " ".join(texts))
     assert joined.documents == 1
@@ -710,7 +687,7 @@ def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
     assert scored.scored == 1 and scored.bytes == 0 and math.isnan(scored.bits_per_byte)
 
 
-# ---- plain GPTs: sampling-importance-resampling --------------------------------------------------
+# ---- plain GPTs: sampling-importance-resampling --------------------------------------
 
 
 def exact_fillings(model, gapped, tokens):
@@ -723,9 +700,8 @@ def exact_fillings(model, gapped, tokens):
             row = [next(rest) if token is None else token for token in context]
             order = torch.arange(len(row))[None]
             found = token_log_probs(model, torch.tensor([row]), order).double()
-            log_probs[(tuple(row), sizes)] = float(
-                found[0, len(gapped.known[0]) :].sum()
-            )
+            after = found[0, len(gapped.known[0]) :]
+            log_probs[tuple(row), sizes] = float(after.sum())
     total = torch.tensor(list(log_probs.values())).logsumexp(dim=0)
     return log_probs, {k: math.exp(v - float(total)) for k, v in log_probs.items()}
 
@@ -783,10 +759,9 @@ def test_copies_and_lengths_of_one_continuation_count_once_in_the_sample_size():
     for seed in range(5):
         few = fill_by_resampling(model, RESAMPLED[2], seed=seed, draws=3, vocab_size=3)
         assert 1 <= few.effective_sample_size <= 3 + 1e-9
-    assert resampling._sample_size(
-        torch.tensor([0.5, 0.25, 0.25, 0.0]).double(),
-        origin=torch.tensor([0, 1, 1, 3]),
-    ) == pytest.approx(2)
+    weights = torch.tensor([0.5, 0.25, 0.25, 0.0]).double()
+    size = resampling._sample_size(weights, origin=torch.tensor([0, 1, 1, 3]))
+    assert size == pytest.approx(2)
 
 
 @pytest.mark.parametrize("system", [name for name in DECODERS if name != "mask_query"])
@@ -859,17 +834,15 @@ def test_a_plain_gpt_fills_gaps_in_text():
         kept = [t for t in filling.context if t is not None]
         assert bytes(kept) == b"ac df." and 0 < filling.weight <= 1
         assert filling.effective_sample_size >= 1
-        (scores,) = gaps.score_fillings(
-            plain.model, [filling.context], [filling.tokens]
-        )
+        context = [filling.context]
+        (scores,) = gaps.score_fillings(plain.model, context, [filling.tokens])
         assert math.isclose(scores.joint, filling.scores.joint, abs_tol=1e-4)
         assert math.isclose(scores.right, filling.scores.right, abs_tol=1e-4)
     joint = [f.scores.joint for f in plain.fill("a[MASK:2]c", 9, seed=1)]
     assert joint == sorted(joint, reverse=True) and len(joint) == 9
     assert plain.fill("a[MASK:3]", seed=1)[0].weight is None  # it only continues
-    right = [
-        f.scores.right for f in plain.fill("a[MASK:1-3]c", 9, seed=1, rank_by="right")
-    ]
+    by_right = plain.fill("a[MASK:1-3]c", 9, seed=1, rank_by="right")
+    right = [filling.scores.right for filling in by_right]
     assert right == sorted(right, reverse=True)
     other = aogpt.TextModel(dataclasses.replace(plain.loaded, scored_from=1))
     for call, words in (
@@ -888,8 +861,12 @@ def test_the_example_fills_a_text_file_and_ranks_the_rows_of_a_table(tmp_path):
     (tmp_path / "a.txt").write_text("Dear friend,\nShe[MASK:2] home.\n")
     (tmp_path / "a.csv").write_text("id,sentence\n1,The [cat|xqz] sat.\n")
     done = run_script(
-        *("docs/examples/fill_and_rank.py", BOOKS),
-        *("--gaps", tmp_path / "a.txt", "--spellings", tmp_path / "a.csv"),
+        "docs/examples/fill_and_rank.py",
+        BOOKS,
+        "--gaps",
+        tmp_path / "a.txt",
+        "--spellings",
+        tmp_path / "a.csv",
         PYTHONPATH=".",
     )
     greeting, filled, head, row = done.stdout.splitlines()

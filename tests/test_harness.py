@@ -11,7 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_user_error, read_lines, run_script, some_slow, torchrun
+from helpers import (
+    assert_user_error,
+    read_lines,
+    run_script,
+    some_slow,
+    torchrun,
+    write_rows,
+)
 from reference import DECODERS, SYSTEMS, make_system, mask_sets
 
 import eval_tasks
@@ -28,7 +35,8 @@ EOT = BYTES.eot
 BLOCK = 24
 TEXTS = ["", "a", "the  ", "order é model", "all that was said before it, and more"]
 ENDS = ["x", " step by", "twelve bytes"]
-EXACT = 1e-9  # float64 sums of tens of terms near 10; another batch shape rounds them differently
+# float64 sums of tens of terms near 10; another batch shape rounds them differently
+EXACT = 1e-9
 
 
 @pytest.fixture
@@ -42,8 +50,7 @@ def adapter(monkeypatch):
         model = system
         if isinstance(system, str):
             model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
-        facts = {"tokenizer": "bytes", "vocab_size": BYTES.vocab_size}
-        loaded = Loaded(model, "test.pt", 0, "raw", **facts)
+        loaded = Loaded(model, "test.pt", 0, "raw", "bytes", BYTES.vocab_size)
         return harness.HarnessModel(loaded, device="cpu", **options)
 
     return make
@@ -54,9 +61,8 @@ def request(*arguments):
 
 
 def requests_of(texts, ends):
-    return [
-        request(context, end) for context, end in itertools.product(texts, ends) if end
-    ]
+    pairs = itertools.product(texts, ends)
+    return [request(context, end) for context, end in pairs if end]
 
 
 def tokens_of(context, end):
@@ -80,22 +86,20 @@ def any_order(model, known, new):
     tokens = torch.tensor([known + new])
     rest = range(c, c + n)
     if model.config.attention == "causal":
-        orders = torch.tensor(
-            [[*range(c), *order] for order in itertools.permutations(rest)]
-        )
+        orders = [[*range(c), *order] for order in itertools.permutations(rest)]
+        orders = torch.tensor(orders)
         log_probs = token_log_probs(model, tokens.expand(len(orders), -1), orders)
         return float(log_probs[:, c:].sum(dim=1).mean())
     given = {}  # log p(x_target | all but the masked positions)
     for subset in mask_sets(n):
         masked = torch.tensor([[p - c in subset for p in range(c + n)]])
         values = masked_log_probs(model, tokens, masked)[0]
-        given |= {
-            (frozenset(subset), target): float(values[c + target]) for target in subset
-        }
-    orders = itertools.permutations(range(n))
-    return statistics.fmean(
-        sum(given[frozenset(order[i:]), order[i]] for i in range(n)) for order in orders
-    )
+        for target in subset:
+            given[frozenset(subset), target] = float(values[c + target])
+    sums = []
+    for order in itertools.permutations(range(n)):
+        sums.append(sum(given[frozenset(order[i:]), order[i]] for i in range(n)))
+    return statistics.fmean(sums)
 
 
 @pytest.mark.parametrize("system", DECODERS)
@@ -106,10 +110,10 @@ def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(
     asked = requests_of(TEXTS, ENDS)
     got = lm.loglikelihood(asked)
     for one, (value, _) in zip(asked, got, strict=True):
-        known, new = tokens_of(*one.args)
-        assert value == pytest.approx(left_to_right(lm.model, known, new), abs=EXACT), (
-            one.args
-        )
+        context, end = one.args
+        known, new = tokens_of(context, end)
+        expected = left_to_right(lm.model, known, new)
+        assert value == pytest.approx(expected, abs=EXACT), one.args
     for empty in (request("the", ""), request("", "")):
         assert lm.loglikelihood([empty]) == [(0.0, True)]
 
@@ -167,18 +171,15 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
         (None, tokens[:2], end)
         for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])
     ]
-    assert [best for _, best in adapter(model)._loglikelihood_tokens(l2r)] == [
-        True,
-        False,
-    ]
+    first, second = adapter(model)._loglikelihood_tokens(l2r)
+    assert first[1] and not second[1]
     seen = set()
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
         passes = [lm.scoring_pass(tokens[:2], tokens[2:], draw) for draw in range(2)]
         drawn = [p.order.tolist() == [0, 1, 2, 3] for p in passes]
-        assert lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])[0][1] == all(
-            drawn
-        )
+        ((_, best),) = lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:])])
+        assert best == all(drawn)
         seen.add(tuple(drawn))
     assert len(seen) == 4
 
@@ -208,11 +209,15 @@ def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
     errors."""
     model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
     asked = [request("the ", "abc"), request("", "wxyz")]
-    options = {"order": "random", "num_orders": 2, "batch_size": 64}
-    draws = [adapter(model, seed=seed, **options) for seed in range(300)]
-    got = [[value for value, _ in lm.loglikelihood(asked)] for lm in draws]
-    for one, values in zip(asked, zip(*got, strict=True), strict=True):
-        exact = any_order(model, *tokens_of(*one.args))
+    estimates = [[], []]
+    for seed in range(300):
+        lm = adapter(model, seed=seed, order="random", num_orders=2, batch_size=64)
+        for values, (value, _) in zip(estimates, lm.loglikelihood(asked), strict=True):
+            values.append(value)
+    for one, values in zip(asked, estimates, strict=True):
+        context, end = one.args
+        known, new = tokens_of(context, end)
+        exact = any_order(model, known, new)
         error = statistics.stdev(values) / math.sqrt(len(values))
         assert error > 1e-6
         assert abs(statistics.fmean(values) - exact) < 4 * error, one.args
@@ -223,9 +228,8 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
     """Rows of different lengths share passes: padding is not seen."""
     order = "l2r" if system == "GPT-2" else "random"
     asked = requests_of(TEXTS, ENDS)
-    whole = adapter(system, order=order, num_orders=3, batch_size=17).loglikelihood(
-        asked
-    )
+    together = adapter(system, order=order, num_orders=3, batch_size=17)
+    whole = together.loglikelihood(asked)
     alone = adapter(system, order=order, num_orders=3, batch_size=1)
     backwards = alone.loglikelihood(asked[::-1])[::-1]
     for (value, best), (single, hit) in zip(whole, backwards, strict=True):
@@ -234,13 +238,8 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
     lm = adapter(batch_size=3)
-    texts = [
-        "",
-        "a",
-        "x" * (BLOCK - 1),
-        "y" * BLOCK,
-        "It was the best of times, it was" * 3,
-    ]
+    long = "It was the best of times, it was" * 3
+    texts = ["", "a", "x" * (BLOCK - 1), "y" * BLOCK, long]
     got = lm.loglikelihood_rolling([request(text) for text in texts])
     for text, value in zip(texts, got, strict=True):
         tokens = BYTES.encode(text)
@@ -290,11 +289,12 @@ def test_an_answer_ends_before_the_first_stop_string_or_end_of_text(adapter):
 
 SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
 SAMPLERS = [
-    (s, m) for s in ("AO-GPT", "RADD") for m in "l2r mdm even random adaptive".split()
+    *itertools.product(["AO-GPT", "RADD"], "l2r mdm even random adaptive".split()),
+    ("AO-GPT", "speculative"),
 ]
 
 
-@pytest.mark.parametrize(("system", "mode"), [*SAMPLERS, ("AO-GPT", "speculative")])
+@pytest.mark.parametrize(("system", "mode"), SAMPLERS)
 def test_samples_are_a_function_of_seed_and_request_in_every_mode(
     adapter, system, mode
 ):
@@ -303,9 +303,8 @@ def test_samples_are_a_function_of_seed_and_request_in_every_mode(
     lm = adapter(model, mode=mode, batch_size=5)
     got = lm.generate_until(asked)
     assert [len(text) for text in got] == [9] * len(TEXTS)
-    assert (
-        adapter(model, mode=mode, batch_size=2).generate_until(asked[::-1])[::-1] == got
-    )
+    backwards = adapter(model, mode=mode, batch_size=2).generate_until(asked[::-1])
+    assert backwards[::-1] == got
     assert adapter(model, mode=mode, seed=1).generate_until(asked) != got
     # the same request several times over is several samples, the first as if alone
     repeated = lm.generate_until([asked[2]] * 3)
@@ -329,7 +328,7 @@ def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
             BLOCK // 2,
             (),
         ),
-        ({**SAMPLED, "top_k": -1}, TokenChoice(0.8, 0.95), 9, ()),
+        (SAMPLED | {"top_k": -1}, TokenChoice(0.8, 0.95), 9, ()),
     ):
         assert lm.generation_settings(given) == tuple(expected)
     for refused in ({"num_beams": 4}, {"max_gen_toks": BLOCK}, {"temperature": -1.0}):
@@ -362,9 +361,8 @@ def test_a_continuation_that_does_not_fit_is_an_error_before_any_score(
     assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
     monkeypatch.setattr(lm, "score", None)
     requests = [request("a", "b"), request("see this", "order" * BLOCK)]
-    with pytest.raises(
-        ValueError, match="of 120 tokens does not fit in the model's 24"
-    ):
+    message = "of 120 tokens does not fit in the model's 24"
+    with pytest.raises(ValueError, match=message):
         lm.loglikelihood(requests)
 
 
@@ -383,9 +381,8 @@ run_script(eval_tasks.main)
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
     done = run_script("-c", WITHOUT_LM_EVAL, check=False)
-    assert_user_error(
-        done, "this needs the package lm_eval: pip install -r requirements-harness"
-    )
+    message = "this needs the package lm_eval: pip install -r requirements-harness"
+    assert_user_error(done, message)
     assert "--num-orders" in done.stdout
 
 
@@ -430,8 +427,10 @@ def tasks(tmp_path, monkeypatch, adapter, run):
     targets = [*answers, "?", "?"]
     folder = tmp_path / "tasks"
     folder.mkdir()
-    rows = [row | {"target": target} for row, target in zip(ROWS, targets, strict=True)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = []
+    for row, target in zip(ROWS, targets, strict=True):
+        rows.append(row | {"target": target})
+    write_rows(folder / "rows.jsonl", rows)
     for name, kind, text, rest in (
         ("choose", "multiple_choice", "{{text}}", CHOICE),
         ("answer", "generate_until", "{{text}}", ANSWER),
@@ -450,36 +449,21 @@ def expected_results(lm):
     """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
     right = 0
     for row in ROWS:
-        got = lm.loglikelihood(
-            [request(row["text"], choice) for choice in row["choices"]]
-        )
-        values = [value for value, _ in got]
+        asked = [request(row["text"], choice) for choice in row["choices"]]
+        values = [value for value, _ in lm.loglikelihood(asked)]
         right += values.index(max(values)) == row["gold"]
-    nats = sum(lm.loglikelihood_rolling([request(row["text"]) for row in ROWS]))
-    return right / len(ROWS), -nats / math.log(2) / sum(
-        len(row["text"]) for row in ROWS
-    )
+    texts = [row["text"] for row in ROWS]
+    log_probs = lm.loglikelihood_rolling([request(text) for text in texts])
+    bits = -sum(log_probs) / math.log(2)
+    return right / len(ROWS), bits / sum(map(len, texts))
 
 
 @pytest.mark.parametrize("order", [[], ["--order", "random", "--num-orders", 3]])
 def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, order):
     names = ["tiny_choose", "tiny_answer", "tiny_roll"]
-    files = [
-        "--json",
-        tmp_path / "results.json",
-        "--samples",
-        tmp_path / "samples.jsonl",
-    ]
-    options = [
-        "--tasks",
-        *names,
-        "--include-path",
-        tasks,
-        "--device",
-        "cpu",
-        *order,
-        *files,
-    ]
+    options = ["--tasks", *names, "--include-path", tasks, "--device", "cpu", *order]
+    options += ["--json", tmp_path / "results.json"]
+    options += ["--samples", tmp_path / "samples.jsonl"]
     status, out, err = script(eval_tasks, run, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "results.json").read_text())
@@ -494,29 +478,20 @@ def test_tasks_of_every_kind_run_without_network(script, run, tasks, tmp_path, o
     assert results["tiny_roll"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
     assert all(name in out for name in names)
     assert f"log-likelihoods: {kind}, generation: l2r" in out
-    assert (settings["order"], settings["mode"], report["checkpoint"]["step"]) == (
-        kind,
-        "l2r",
-        40,
-    )
-    assert report["versions"]["lm_eval"] and report["command"].startswith(
-        "python eval_tasks.py"
-    )
+    assert settings["order"] == kind
+    assert settings["mode"] == "l2r"
+    assert report["checkpoint"]["step"] == 40
+    assert report["versions"]["lm_eval"]
+    assert report["command"].startswith("python eval_tasks.py")
     samples = read_lines(tmp_path / "samples.jsonl")
     assert [line["task"] for line in samples] == [name for name in names for _ in ROWS]
 
 
 def test_limits_patterns_and_settings_reach_the_harness(script, run, tasks, tmp_path):
-    options = [
-        "--tasks",
-        "tiny_[ca]*",
-        "--include-path",
-        tasks,
-        "--json",
-        tmp_path / "r.json",
-    ]
-    options += "--device cpu --limit 2 --num-fewshot 0 --mode mdm --steps 1".split()
-    status, _, err = script(eval_tasks, run, *options, "--gen-kwargs", "max_gen_toks=1")
+    options = ["--include-path", tasks, "--json", tmp_path / "r.json"]
+    options += "--tasks tiny_[ca]* --device cpu --limit 2 --num-fewshot 0".split()
+    options += "--mode mdm --steps 1 --gen-kwargs max_gen_toks=1".split()
+    status, _, err = script(eval_tasks, run, *options)
     assert status == 0, err
     report = json.loads((tmp_path / "r.json").read_text())
     assert set(report["results"]) == {"tiny_choose", "tiny_answer"}
@@ -528,10 +503,14 @@ def test_the_model_is_registered_under_its_name(run, tasks):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    options = {"device": "cpu", "batch_size": 4}
-    options["task_manager"] = TaskManager(include_path=str(tasks))
-    arguments = f"run={run},order=random,num_orders=2"
-    results = lm_eval.simple_evaluate("aogpt", arguments, ["tiny_choose"], **options)
+    results = lm_eval.simple_evaluate(
+        model="aogpt",
+        model_args=f"run={run},order=random,num_orders=2",
+        tasks=["tiny_choose"],
+        task_manager=TaskManager(include_path=str(tasks)),
+        device="cpu",
+        batch_size=4,
+    )
     lm = harness.HarnessModel(run, device="cpu", order="random", num_orders=2)
     assert results["results"]["tiny_choose"]["acc,none"] == expected_results(lm)[0]
 
@@ -561,32 +540,26 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
 
 @pytest.mark.slow(reason="starts two processes")
 def test_two_processes_give_the_results_of_one(script, run, tasks, tmp_path):
-    common = [
-        run,
-        "--tasks",
-        tasks / "choose.yaml",
-        tasks / "answer.yaml",
-        "--device",
-        "cpu",
-    ]
-    common += (
-        "--order random --gen-kwargs temperature=1.0,do_sample=True --samples".split()
-    )
+    common = [run, "--tasks", tasks / "choose.yaml", tasks / "answer.yaml"]
+    common += "--device cpu --order random".split()
+    common += "--gen-kwargs temperature=1.0,do_sample=True --samples".split()
     assert script(eval_tasks, *common, tmp_path / "one.jsonl")[0] == 0
     json_file = ["--json", tmp_path / "two.json"]
     torchrun(2, "eval_tasks.py", *common, tmp_path / "two.jsonl", *json_file)
     assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
-    found = (read_lines(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
-    one, two = (
-        sorted(lines, key=lambda row: (row["task"], row["doc_id"])) for lines in found
-    )
+
+    def sorted_lines(name):
+        lines = read_lines(tmp_path / f"{name}.jsonl")
+        return sorted(lines, key=lambda row: (row["task"], row["doc_id"]))
+
+    one = sorted_lines("one")
+    two = sorted_lines("two")
     assert len(one) == len(two) == 8
     for row, other in zip(one, two, strict=True):
         assert (row["task"], row["doc_id"]) == (other["task"], other["doc_id"])
         for x, y in zip(row["resps"], other["resps"], strict=True):
             # an answer, or a log-likelihood and whether it is greedy
-            assert (
-                x == y
-                if isinstance(x[0], str)
-                else x[0] == pytest.approx(y[0], abs=1e-4)
-            )
+            if isinstance(x[0], str):
+                assert x == y
+            else:
+                assert x[0] == pytest.approx(y[0], abs=1e-4)

@@ -17,7 +17,8 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from aogpt.runtime.files import locked_for_all
-alone = SimpleNamespace(main=True, gather=lambda value: [value])  # without importing PyTorch
+# without importing PyTorch
+alone = SimpleNamespace(main=True, gather=lambda value: [value])
 with locked_for_all(Path(sys.argv[1]), alone):
     print("held", flush=True)
     time.sleep(600)
@@ -27,9 +28,8 @@ with locked_for_all(Path(sys.argv[1]), alone):
 def test_a_second_training_is_refused_and_the_next_one_is_not(data, tmp_path):
     config = tiny_config(data, tmp_path, steps=6)
     with locked_for_all(config.run_folder, ALONE):
-        with pytest.raises(
-            ValueError, match=f"another job trains in {config.run_folder}.*--name"
-        ):
+        message = f"another job trains in {config.run_folder}.*--name"
+        with pytest.raises(ValueError, match=message):
             train.train(config, ALONE)
         assert [path.name for path in config.run_folder.iterdir()] == ["lock"]
     train.train(config, ALONE)

@@ -1,5 +1,5 @@
-"""Queries that are a [MASK] at the target (`model.target = "mask_query"`): what only they
-have. test_model.py and test_systems.py have their formulas."""
+"""Queries that are a [MASK] at the target (`model.target = "mask_query"`): what only
+they have. test_model.py and test_systems.py have their formulas."""
 
 import json
 import math
@@ -126,10 +126,8 @@ def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
     own = make_system("mask_query", 2)
     again = build_model(own.config).double().eval()
     warm_start(again, own)
-    assert torch.equal(
-        again.head_logits(again.hidden(tokens, order)),
-        own.head_logits(own.hidden(tokens, order)),
-    )
+    expected = own.head_logits(own.hidden(tokens, order))
+    assert torch.equal(again.head_logits(again.hidden(tokens, order)), expected)
 
 
 RUNS = {

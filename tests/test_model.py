@@ -38,7 +38,8 @@ from aogpt.systems import (
 )
 
 LENGTH = TINY["block_size"]
-VARIANTS = {name: (name, {}) for name in DECODERS | ROTATED} | {
+VARIANTS = {name: (name, {}) for name in [*DECODERS, *ROTATED]}
+VARIANTS |= {
     "no target": ("AO-GPT", {"target": "none"}),
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
@@ -73,7 +74,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def make_variant(variant, seed=0, **settings):
     system, own = VARIANTS[variant]
-    return make_system(system, seed, **own | settings)
+    return make_system(system, seed, **(own | settings))
 
 
 def parameters(model):
@@ -200,14 +201,15 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
 @pytest.mark.parametrize("seed", [0, 1])
 def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
     """Deviations (0.98658 s) and means within five of their own standard deviations."""
-    shape = {
-        "vocab_size": 300,
-        "block_size": 128,
-        "n_layer": 3,
-        "n_head": 2,
-        "n_embd": 64,
-    }
-    config = ModelConfig(**shape, target=target, norm="layernorm")
+    config = ModelConfig(
+        vocab_size=300,
+        block_size=128,
+        n_layer=3,
+        n_head=2,
+        n_embd=64,
+        target=target,
+        norm="layernorm",
+    )
     model = build_model(config)
     same = build_model(config)
     for each in (model, same):
@@ -235,20 +237,18 @@ def test_initialisation_is_a_normal_cut_at_three_deviations(target, seed):
 def test_parameters_of_ao_gpt_have_their_names_and_order():
     """Checkpoints build on the names; the norm of all gradients is summed in this
     order."""
-    block = (
-        "norm1.weight norm2.weight attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias "
-        "attn.q_norm.weight attn.k_norm.weight mlp.fc.weight mlp.fc.bias mlp.proj.weight "
-        "mlp.proj.bias adaln.weight adaln.bias"
-    ).split()
-    expected = ["start", "wte.weight", "wpe.weight", "wtpe.weight"]
-    expected += [f"blocks.{i}.{name}" for i in range(2) for name in block]
-    expected += [
-        "norm_f.weight",
-        "adaln_f.weight",
-        "adaln_f.bias",
-        "head.weight",
-        "head.bias",
-    ]
+    expected = "start wte.weight wpe.weight wtpe.weight".split()
+    for layer in range(2):
+        block = """
+            norm1.weight norm2.weight
+            attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias
+            attn.q_norm.weight attn.k_norm.weight
+            mlp.fc.weight mlp.fc.bias mlp.proj.weight mlp.proj.bias
+            adaln.weight adaln.bias
+        """
+        expected += [f"blocks.{layer}.{name}" for name in block.split()]
+    expected += "norm_f.weight adaln_f.weight adaln_f.bias".split()
+    expected += "head.weight head.bias".split()
     assert list(parameters(make_system("AO-GPT"))) == expected
 
 
@@ -269,9 +269,8 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
         FlopCounterMode(display=False) as counter,
     ):
         model(tokens, order)
-    assert flops_per_token(config, length) == 3 * counter.get_total_flops() / (
-        2 * length
-    )
+    flops = 3 * counter.get_total_flops()
+    assert flops_per_token(config, length) == flops / (2 * length)
 
 
 ENCODER = {"attention": "full", "target": "none", "mask_token": 257, "vocab_size": 320}
@@ -338,9 +337,8 @@ def test_a_row_that_is_no_permutation_raises_in_every_pass(system):
     for row in ([0, 3, 1, 3, 2], [4, 4, 4, 4, 4], [0, 1, 2, 3, 5]):
         order = torch.tensor([[0, 1, 2, 3, 4], row])
         for _ in range(5):
-            with pytest.raises(
-                (RuntimeError, IndexError), match="out of (bounds|range)"
-            ):
+            message = "out of (bounds|range)"
+            with pytest.raises((RuntimeError, IndexError), match=message):
                 model(tokens, order)
 
 
@@ -349,9 +347,8 @@ def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
     for model in (make_system("AO-GPT"), make_system("RADD")):
         with pytest.raises(ValueError, match=words):
             masked_log_probs(model, tokens, torch.ones(shape).bool())
-        with pytest.raises(
-            ValueError, match="every row of order must be a permutation of 0..4"
-        ):
+        message = "every row of order must be a permutation of 0..4"
+        with pytest.raises(ValueError, match=message):
             token_log_probs(
                 model, torch.zeros(1, 5).long(), torch.tensor([[0, 3, 1, 3, 2]])
             )
@@ -362,10 +359,8 @@ def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
 
 
 def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():
-    with pytest.raises(
-        ValueError,
-        match=f"no other block size than {LENGTH}, such as {LENGTH + 1}.*wtpe",
-    ):
+    message = f"no other block size than {LENGTH}, such as {LENGTH + 1}.*wtpe"
+    with pytest.raises(ValueError, match=message):
         set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)
     model = make_system("target rotary", 4)
     tokens = random_tokens(TOKENS, 3, LENGTH, seed=1)

@@ -58,9 +58,8 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path)
     assert torch.equal(orders_at(config, 5, 7, range(5), length), whole[:5])
     if kind == "file":
         for seed, step in ((6, 7), (5, 8)):
-            assert not torch.equal(
-                orders_at(config, seed, step, range(60), length), whole
-            )
+            other = orders_at(config, seed, step, range(60), length)
+            assert not torch.equal(other, whole)
 
 
 @pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
@@ -90,10 +89,8 @@ def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     taken = (found == other).all(1)
     assert torch.equal(found, other.where(taken[:, None], random))
     assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
-    assert (
-        parse_order(f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7", "--order")
-        == config
-    )
+    text = f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7"
+    assert parse_order(text, "--order") == config
 
 
 @pytest.mark.parametrize("kind, block", [("fixed_random", 32), ("fixed_blockwise", 16)])
@@ -137,9 +134,8 @@ def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
     assert len(counts) == math.factorial(block) - 1
     if len(counts) > 1:
         assert chisquare(list(counts.values())).pvalue > LEVEL
-    with pytest.raises(
-        ValueError, match="blocks of one position are left to right.*at least 2"
-    ):
+    message = "blocks of one position are left to right.*at least 2"
+    with pytest.raises(ValueError, match=message):
         OrderConfig("fixed_blockwise", block=1)
 
 
@@ -263,15 +259,11 @@ def test_orders_have_the_probabilities_of_their_definition(kind, length, setting
         return orders_at(config, seed, step, range(rows), length)
 
     if kind == "fixed_random":
-        first = 6000 * seed
-        tables = [
-            [drawn(order_seed, 0, 1) for order_seed in range(first, first + 6000)]
-        ]
+        seeds = range(6000 * seed, 6000 * (seed + 1))
+        tables = [[drawn(order_seed, 0, 1) for order_seed in seeds]]
     else:
-        tables = [
-            [drawn(0, 0, 6000)],
-            [drawn(0, step, 2) for step in range(1500)],
-        ]
+        over_steps = [drawn(0, step, 2) for step in range(1500)]
+        tables = [[drawn(0, 0, 6000)], over_steps]
     for table in tables:
         orders = torch.cat(table).tolist()
         counts = collections.Counter(map(tuple, orders))
@@ -287,9 +279,8 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     path = tmp_path / "orders.npy"
     np.save(path, [[2, 0, 1], [0, 1, 2], [1, 2, 0]])
     config = OrderConfig("file", file=str(path))
-    counts = collections.Counter(
-        map(tuple, orders_at(config, 0, 0, range(3000), 3).tolist())
-    )
+    orders = orders_at(config, 0, 0, range(3000), 3).tolist()
+    counts = collections.Counter(map(tuple, orders))
     assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
     assert chisquare(list(counts.values())).pvalue > LEVEL
     shorter = set(map(tuple, orders_at(config, 0, 0, range(100), 2).tolist()))

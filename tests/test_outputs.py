@@ -30,9 +30,8 @@ def there(tmp_path):
 
 def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link(there):
     there.chmod(0o640)
-    with pytest.raises(
-        ValueError, match=r"--json .*o\.json exists already; pass --overwrite"
-    ):
+    message = r"--json .*o\.json exists already; pass --overwrite"
+    with pytest.raises(ValueError, match=message):
         write(there)
     assert there.read_text() == "mine"
     link = there.parent / "link"

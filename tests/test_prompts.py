@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -85,15 +86,16 @@ words = st.text(
     st.booleans(),
 )
 def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
-    example = (
-        "".join(as_prompt(text) if prompt else text for text, prompt in parts) + last
-    )
-    ids, roles = encode_example(get_tokenizer("bytes"), 200, end, example)
-    expected = [
-        (b, PROMPT if p else PREDICTED) for text, p in parts for b in text.encode()
-    ]
-    expected += [(b, PREDICTED) for b in last.encode()] + [(256, PREDICTED)] * end
+    example = ""
+    expected = []
+    for text, is_given in [*parts, (last, False)]:
+        example += as_prompt(text) if is_given else text
+        role = PROMPT if is_given else PREDICTED
+        expected += [(byte, role) for byte in text.encode()]
+    if end:
+        expected.append((256, PREDICTED))
     expected += [(256, PADDING)] * (200 - len(expected))
+    ids, roles = encode_example(get_tokenizer("bytes"), 200, end, example)
     assert list(zip(ids, roles, strict=True)) == expected
 
 
@@ -115,9 +117,15 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
     rows.append({"text": "a[GIVEN]b[/GIVEN]c"})
     rows.append({"text": "a[GIVEN]b[/GIVEN]c[GIVEN]\u00e9d[/GIVEN]"})
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    for again in ({}, {}, {"overwrite": True}):
-        options = {"block_size": 8, "split": "test"} | again
-        folder = prepared("records", tmp_path / "data", source, **options)
+    for overwrite in (False, False, True):
+        folder = prepared(
+            "records",
+            tmp_path / "data",
+            source,
+            block_size=8,
+            split="test",
+            overwrite=overwrite,
+        )
     assert capsys.readouterr().out.count("nothing to do") == 1
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
@@ -145,24 +153,21 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
 def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys):
     rows = [{"question": "?" * n, "answer": "!", "id": n} for n in range(1, 13)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    options = {"block_size": 8, "split": "test", "field": "answer"}
-    prepared("records", tmp_path / "alone", source, **options)
-    assert (
-        "note: 12 rows have a field 'question', which is left out"
-        in capsys.readouterr().out
-    )
-    with pytest.raises(
-        UserError, match="no field 'quest', but .* choose one with --prompt-field"
-    ):
-        prepared("records", tmp_path / "data", source, **options, prompt_field="quest")
-    options["prompt_field"] = "question"
+    answers = partial(prepared, "records", block_size=8, split="test", field="answer")
+    answers(tmp_path / "alone", source)
+    said = capsys.readouterr().out
+    assert "note: 12 rows have a field 'question', which is left out" in said
+    says = "no field 'quest', but .* choose one with --prompt-field"
+    with pytest.raises(UserError, match=says):
+        answers(tmp_path / "data", source, prompt_field="quest")
     places = ", ".join(f"{source} line {n}" for n in (7, 8, 9))
     says = (
         f"6 records .* a block of 8 tokens \\({places}, ...; the longest has 14 tokens"
     )
     with pytest.raises(UserError, match=says):
-        prepared("records", tmp_path / "data", source, **options)
-    folder = prepared("records", tmp_path / "data", source, **options, skip_long=True)
+        answers(tmp_path / "data", source, prompt_field="question")
+    short = partial(answers, prompt_field="question", skip_long=True)
+    folder = short(tmp_path / "data", source)
     assert "note: 6 records longer than a block are skipped" in capsys.readouterr().out
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.num_blocks == 6 and data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
@@ -171,11 +176,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     source = tmp_path / "rows.parquet"
-    again = prepared("records", tmp_path / "again", source, **options, skip_long=True)
+    again = short(tmp_path / "again", source)
     assert read_tokens(again, "test").tolist() == read_tokens(folder, "test").tolist()
-
-
-EIGHT = {"block_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -185,30 +187,40 @@ EIGHT = {"block_size": 8}
         (
             "records",
             [{"prompt": "a", "text": "b" * 9}] * 2,
-            EIGHT,
+            {"block_size": 8},
             "longest has 11 tokens",
         ),
-        ("records", [{"prompt": "a", "text": "b"}], EIGHT, "a single record makes no"),
-        ("records", [{"prompt": "[GIVEN]a", "text": "b"}], EIGHT, "line 1: .*not both"),
+        (
+            "records",
+            [{"prompt": "a", "text": "b"}],
+            {"block_size": 8},
+            "a single record makes no",
+        ),
+        (
+            "records",
+            [{"prompt": "[GIVEN]a", "text": "b"}],
+            {"block_size": 8},
+            "line 1: .*not both",
+        ),
         (
             "records",
             [{"prompt": 1, "text": "b"}],
-            EIGHT,
+            {"block_size": 8},
             "line 1: .*'prompt' holds int",
         ),
         (
             "records",
             [{"text": "b"}],
-            EIGHT | {"protocol": "full"},
+            {"block_size": 8, "protocol": "full"},
             "leave out --protocol",
         ),
-        ("copy", None, EIGHT, "records of copy have 17 tokens"),
+        ("copy", None, {"block_size": 8}, "records of copy have 17 tokens"),
         ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
         ("copy", None, {"split": "train"}, "splits of its own"),
     ],
 )
 def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
-    source = () if rows is None else (write_rows(tmp_path / "rows.jsonl", rows),)
+    source = [] if rows is None else [write_rows(tmp_path / "rows.jsonl", rows)]
     with pytest.raises(UserError, match=says):
         prepared(name, tmp_path / "out", *source, **options)
     assert not (tmp_path / "out").exists()
@@ -223,10 +235,8 @@ def test_what_is_given_comes_first_and_what_is_absent_last(seed):
         ROLES.tolist(), roles.first_given(order), order, strict=True
     ):
         of_role = [[p for p in drawn.tolist() if row[p] == role] for role in range(3)]
-        assert (
-            mine.tolist()
-            == sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
-        )
+        expected = sorted(of_role[PROMPT]) + of_role[PREDICTED] + of_role[PADDING]
+        assert mine.tolist() == expected
 
 
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
@@ -289,9 +299,8 @@ def test_groups_begin_after_what_is_given(system, group):
             else:
                 known = torch.tensor([start])
                 expected = -parallel_log_probs(model, own, its_order, known)[0, step]
-            assert nll[row, its_order[0, step]].item() == pytest.approx(
-                expected.item(), abs=1e-12
-            )
+            got = nll[row, its_order[0, step]].item()
+            assert got == pytest.approx(expected.item(), abs=1e-12)
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
     assert starts.tolist() == [[0, 1, 2, 3, 3, 5], [0, 0, 2, 2, 4, 4]]
 
@@ -309,7 +318,11 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
         assert torch.equal(masks.lengths, torch.full((6000,), 4))
         size = masks.masked.sum(dim=1)
         assert torch.equal(masks.weight, 3 / size)
-        sets = [s for k in (1, 2, 3) for s in itertools.combinations((0, 2, 3), k)]
+        sets = [
+            *itertools.combinations((0, 2, 3), 1),
+            *itertools.combinations((0, 2, 3), 2),
+            (0, 2, 3),
+        ]
         found = collections.Counter(
             tuple(row.nonzero().flatten().tolist()) for row in masks.masked
         )
@@ -343,14 +356,11 @@ def test_an_encoder_does_not_see_what_is_absent(system):
     roles = Roles.of(ROLES)
     tokens = random_tokens(TOKENS, 4, 6, 2)
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
-    losses = [
-        train.training_loss(
-            model, make_batch(t, config, 0, range(4), roles, 3.75), config, 0
-        )
-        for t in (tokens, other)
-    ]
-    assert torch.equal(*losses) and losses[0].isfinite()
     batch = make_batch(tokens, config, 0, range(4), roles, 3.75)
+    of_other = make_batch(other, config, 0, range(4), roles, 3.75)
+    loss = train.training_loss(model, batch, config, 0)
+    assert torch.equal(loss, train.training_loss(model, of_other, config, 0))
+    assert loss.isfinite()
     if not model.config.noise:  # by hand, record by record
         total = 0.0
         for row, own, _ in rows_of(tokens, tokens):
@@ -358,7 +368,7 @@ def test_an_encoder_does_not_see_what_is_absent(system):
             n = int(roles.predicted[row].sum())
             k = int(masked.sum())
             total -= n / k * masked_log_probs(model, own, masked).sum().item()
-        assert losses[0].item() == pytest.approx(total / 15, rel=1e-6)
+        assert loss.item() == pytest.approx(total / 15, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -408,11 +418,16 @@ def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
 ):
     """Fine-tuning: the weights of a run on text, records of 16 tokens under blocks of
     24."""
-    sizes = {"steps": 5, "model__block_size": 24}
-    text = tiny_config(data, tmp_path, "text", **sizes)
+    text = tiny_config(data, tmp_path, "text", steps=5, model__block_size=24)
     assert train.train(text, ALONE) == 0
-    init = str(text.run_folder)
-    tuned = tiny_config(questions, tmp_path, "tuned", **sizes, train__init_from=init)
+    tuned = tiny_config(
+        questions,
+        tmp_path,
+        "tuned",
+        steps=5,
+        model__block_size=24,
+        train__init_from=str(text.run_folder),
+    )
     assert train.train(tuned, ALONE) == 0
     assert 0 < metrics(tuned, "tokens")[5] < 5 * 8 * 16
     with pytest.raises(ValueError, match="set the model's block_size to 16 or more"):
@@ -436,8 +451,8 @@ def test_the_mean_is_over_the_tokens_of_the_global_batch(questions, tmp_path):
 def test_a_model_that_reads_from_left_to_right_needs_prompts(tmp_path):
     source = write_rows(tmp_path / "r.jsonl", [{"text": "a[GIVEN]b[/GIVEN]c"}] * 40)
     folder = prepared("records", tmp_path / "data", source, block_size=16)
-    l2r = {"order": OrderConfig("l2r"), "model__target": "none"}
+    gpt = tiny_config(folder, tmp_path, order=OrderConfig("l2r"), model__target="none")
     with pytest.raises(ValueError, match="not the beginning of their sequence"):
-        train.train(tiny_config(folder, tmp_path, **l2r), ALONE)
+        train.train(gpt, ALONE)
     with pytest.raises(ValueError, match="has prompts, which stay whole"):
         train.train(tiny_config(folder, tmp_path, data__random_length_prob=0.5), ALONE)

@@ -41,23 +41,23 @@ WIDTH = 24
 LAYERS = 2
 HEADS = 3
 BLOCK = 11
-SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK}
 TOKENS = 31  # of the tokenizer, where [MASK] follows
 
 
 # Modules of the releases and ours, in the order of the releases' parameters().
 GPT_BLOCK = (
     "ln_1:norm1 attn.c_attn:attn.qkv attn.c_proj:attn.proj attn.q_norm:attn.q_norm "
+    "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj "
+    "adaLN.1:adaln"
 )
-GPT_BLOCK += "attn.k_norm:attn.k_norm ln_2:norm2 mlp.c_fc:mlp.fc mlp.c_proj:mlp.proj adaLN.1:adaln"
 DIFFUSION_BLOCK = (
     "norm1:norm1 attn_qkv:attn.qkv attn_out:attn.proj norm2:norm2 mlp.0:mlp.fc "
+    "mlp.2:mlp.proj adaLN_modulation:adaln"
 )
-DIFFUSION_BLOCK += "mlp.2:mlp.proj adaLN_modulation:adaln"
 DIFFUSION_REST = (
     "sigma_map.mlp.0:noise.fc sigma_map.mlp.2:noise.proj output_layer.linear:head "
+    "output_layer.norm_final:norm_f output_layer.adaLN_modulation:adaln_f"
 )
-DIFFUSION_REST += "output_layer.norm_final:norm_f output_layer.adaLN_modulation:adaln_f"
 
 
 def named(model, modules, theirs="", ours=""):
@@ -73,17 +73,28 @@ def named(model, modules, theirs="", ours=""):
 def gpt(layout, seed):
     """(a random AO-GPT or sigma-GPT, its state dict in the order of the release's
     parameters())."""
-    settings = {"vocab_size": VOCAB, "cond_dim": 128} | SIZES
-    if "no bias" in layout:
-        settings |= {"attn_bias": False, "mlp_bias": False, "norm_bias": False}
-    model = make_system(layout.partition(",")[0], seed, torch.float32, **settings)
+    has_bias = "no bias" not in layout
+    model = make_system(
+        layout.partition(",")[0],
+        seed,
+        torch.float32,
+        vocab_size=VOCAB,
+        cond_dim=128,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_embd=WIDTH,
+        block_size=BLOCK,
+        attn_bias=has_bias,
+        mlp_bias=has_bias,
+        norm_bias=has_bias,
+    )
     state = dict(named(model, "wte:wte wpe:wpe wtpe:wtpe", "transformer."))
     state["transformer.wnonee.weight"] = model.start.detach()[None].clone()
     for i in range(LAYERS):
-        state |= named(model, GPT_BLOCK, f"transformer.h.{i}.", f"blocks.{i}.")
+        state.update(named(model, GPT_BLOCK, f"transformer.h.{i}.", f"blocks.{i}."))
     final = "transformer.final_layer." if layout == "AO-GPT" else "transformer."
-    state |= named(model, "ln_f:norm_f adaLN_final.1:adaln_f", final)
-    state |= named(model, "lm_head:head")
+    state.update(named(model, "ln_f:norm_f adaLN_final.1:adaln_f", final))
+    state.update(named(model, "lm_head:head"))
     assert len(state) == len(list(model.parameters()))
     return model, state
 
@@ -91,16 +102,20 @@ def gpt(layout, seed):
 def container(layout="AO-GPT", prefix="", **changes):
     """(contents of the .pt file, the model of its last weights, of the averaged
     ones)."""
-    (raw, state), (average, shadow) = gpt(layout, 1), gpt(layout, 2)
+    raw, state = gpt(layout, 1)
+    average, shadow = gpt(layout, 2)
     if layout != "AO-GPT":
         state["lm_head.weight"] = state["transformer.wte.weight"]
-    args = SIZES | {
-        "bias": "no bias" not in layout,
-        "vocab_size": VOCAB,
-        "dropout": 0.0,
-    }
     contents = {
-        "model_args": args,
+        "model_args": {
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_embd": WIDTH,
+            "block_size": BLOCK,
+            "bias": "no bias" not in layout,
+            "vocab_size": VOCAB,
+            "dropout": 0.0,
+        },
         "model": {prefix + name: tensor for name, tensor in state.items()},
         "ema_model": {
             "decay": 0.9999,
@@ -117,30 +132,45 @@ def container(layout="AO-GPT", prefix="", **changes):
 
 def diffusion(layout):
     """(config.json, state dict, the model) of "RADD" or "SEDD"."""
-    model = make_system(layout, 3, torch.float32, tokens=TOKENS, **SIZES)
+    model = make_system(
+        layout,
+        3,
+        torch.float32,
+        tokens=TOKENS,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_embd=WIDTH,
+        block_size=BLOCK,
+    )
     state = {"vocab_embed.embedding": model.wte.weight.detach().clone()}
     for i in range(LAYERS):
-        state |= named(model, DIFFUSION_BLOCK, f"blocks.{i}.", f"blocks.{i}.")
-    state |= named(model, DIFFUSION_REST)
+        state.update(named(model, DIFFUSION_BLOCK, f"blocks.{i}.", f"blocks.{i}."))
+    state.update(named(model, DIFFUSION_REST))
     assert len(state) == len(list(model.parameters()))
     head = WIDTH // HEADS
-    state["rotary_emb.inv_freq"] = 1.0 / 10000 ** (
-        torch.arange(0, head, 2).float() / head
-    )
-    settings = {
-        "hidden_size": WIDTH,
-        "n_blocks": LAYERS,
-        "n_heads": HEADS,
-        "dropout": 0.1,
-    }
-    settings |= {"scale_by_sigma": True, "length": BLOCK} if layout == "SEDD" else {}
+    exponents = torch.arange(0, head, 2).float() / head
+    state["rotary_emb.inv_freq"] = 1.0 / 10000**exponents
     settings = {
         "ngpus": 8,
         "tokens": TOKENS,
         "graph": {"type": "absorb"},
-        "model": settings,
+        "model": {
+            "hidden_size": WIDTH,
+            "n_blocks": LAYERS,
+            "n_heads": HEADS,
+            "dropout": 0.1,
+        },
     }
+    if layout == "SEDD":
+        settings["model"]["scale_by_sigma"] = True
+        settings["model"]["length"] = BLOCK
     return settings, state, model
+
+
+def write_diffusion(folder, layout, name="model.safetensors"):
+    """A folder of a random RADD or SEDD."""
+    settings, state, _ = diffusion(layout)
+    return write_folder(folder, settings, state, name)
 
 
 def plain(model):
@@ -178,13 +208,11 @@ def test_a_released_decoder_gives_the_probabilities_of_its_formulas(
     if prefix:  # the average follows the order of the parameters, not that of the file
         contents["model"] = dict(reversed(contents["model"].items()))
     torch.save(contents, released)
-    loaded = load(released, **({} if weights == "ema" else {"weights": "raw"}))
+    loaded = load(released) if weights == "ema" else load(released, weights="raw")
     assert (loaded.weights, loaded.step, loaded.scored_from) == (weights, 1234, 0)
-    assert (loaded.tokenizer, loaded.vocab_size, loaded.path) == (
-        "gpt2",
-        VOCAB,
-        str(released),
-    )
+    assert loaded.tokenizer == "gpt2"
+    assert loaded.vocab_size == VOCAB
+    assert loaded.path == str(released)
     assert not loaded.model.training
     tokens = random_tokens(VOCAB, 2, BLOCK, seed=0)
     order = torch.cat([random_orders(1, BLOCK, seed=0), torch.arange(BLOCK)[None]])
@@ -203,10 +231,8 @@ def test_without_an_average_the_last_weights_are_used_and_reported(released):
     del contents["ema_model"], contents["iter_num"]
     torch.save(contents, released, _use_new_zipfile_serialization=False)
     loaded = load(released)
-    assert (loaded.weights, loaded.step) == (
-        "raw",
-        0,
-    ) and "raw weights" in loaded.description
+    assert (loaded.weights, loaded.step) == ("raw", 0)
+    assert "raw weights" in loaded.description
     same_weights(loaded.model, raw)
 
 
@@ -226,9 +252,8 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
     torch.save(container()[0], tmp_path / "small.pt")
     assert load(tmp_path).path == str(tmp_path / "small.pt")
     shutil.copy(tmp_path / "small.pt", tmp_path / "medium.pt")
-    with pytest.raises(
-        CheckpointError, match=r"medium\.pt, small\.pt; give one's path"
-    ):
+    message = r"medium\.pt, small\.pt; give one's path"
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
@@ -263,9 +288,8 @@ def test_radd_gives_the_probabilities_of_its_formulas(tmp_path, file):
     logits = encoder_outputs(model.config, plain(model), tokens, masked)
     expected = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2) * masked
     assert (got - expected).abs().max() < 1e-9
-    assert torch.equal(
-        load_model(tmp_path / file).wte.weight, state["vocab_embed.embedding"]
-    )
+    loaded = load_model(tmp_path / file)
+    assert torch.equal(loaded.wte.weight, state["vocab_embed.embedding"])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -276,16 +300,13 @@ def test_sedd_gives_the_scores_and_probabilities_of_its_formulas(tmp_path, file)
     assert model.config.block_size == BLOCK
     tokens, masked = masked_case(1)
     sigma = -(1 - (1 - 1e-3) * masked.double().mean(1)).log()
-    got, (normaliser, output) = (
-        masked_log_probs(model, tokens, masked),
-        model(tokens, masked, sigma),
-    )
+    got = masked_log_probs(model, tokens, masked)
+    normaliser, output = model(tokens, masked, sigma)
     outputs = encoder_outputs(reference.config, plain(reference), tokens, masked, sigma)
     log_score = outputs - sigma.expm1().log()[:, None, None] - math.log(TOKENS)
-    chosen, of_chosen = (
-        t.gather(2, tokens[..., None]).squeeze(2)
-        for t in (outputs, log_score.log_softmax(-1))
-    )
+    index = tokens[..., None]
+    chosen = outputs.gather(2, index).squeeze(2)
+    of_chosen = log_score.log_softmax(-1).gather(2, index).squeeze(2)
     # the frequencies of the noise embedding are float32, as in the release: 2^-24 of an
     # angle of up to 7
     assert (got - of_chosen * masked).abs().max() < 1e-5
@@ -305,8 +326,14 @@ def gpt2(tmp_path_factory):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("gpt2")
-    sizes = {"n_positions": BLOCK, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-    reference = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes)).eval()
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=BLOCK,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+    )
+    reference = GPT2LMHeadModel(config).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, p in reference.named_parameters():
@@ -321,20 +348,16 @@ def gpt2_files(reference, original, folder, kind):
         return original
     settings = json.loads((original / "config.json").read_text())
     state = {name: tensor.float() for name, tensor in reference.state_dict().items()}
-    masks = {
-        f"transformer.h.{i}.attn.bias": torch.ones(1, 1, BLOCK, BLOCK).tril()
-        for i in (0, 1)
-    }
+    mask = torch.ones(1, 1, BLOCK, BLOCK).tril()
     if kind == "bin with the masks of old versions":
-        masks = {name: mask.bool() for name, mask in masks.items()}
-        masks |= {
-            f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in (0, 1)
-        }
-        return write_folder(folder, settings, state | masks, "pytorch_model.bin")
+        for attention in ("transformer.h.0.attn", "transformer.h.1.attn"):
+            state[f"{attention}.bias"] = mask.bool()
+            state[f"{attention}.masked_bias"] = torch.tensor(-1e4)
+        return write_folder(folder, settings, state, "pytorch_model.bin")
     del state["lm_head.weight"]
-    state = {
-        name.removeprefix("transformer."): t for name, t in (state | masks).items()
-    }
+    state = {name.removeprefix("transformer."): t for name, t in state.items()}
+    state["h.0.attn.bias"] = mask
+    state["h.1.attn.bias"] = mask
     return write_folder(folder, settings, state)
 
 
@@ -390,10 +413,8 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
         logits = model.logits(tokens, order)
         assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
         assert torch.equal(token_log_probs(model, tokens, order), -nll)
-        assert (
-            model.wtpe.weight.std() > 0
-            and model.blocks[0].adaln.weight.abs().max() == 0
-        )
+        assert model.wtpe.weight.std() > 0
+        assert model.blocks[0].adaln.weight.abs().max() == 0
     else:
         logits = model.head_logits(model.norm_f(contents[0]))
         assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
@@ -408,7 +429,7 @@ def refused(path, *words, **keywords):
         assert word in message, f"{word!r} is not in: {message}"
 
 
-LAYOUT_NAMES = ("AO-GPT", "sigma-GPT", "GPT-2", "RADD", "SEDD")
+LAYOUT_NAMES = ["AO-GPT", "sigma-GPT", "GPT-2", "RADD", "SEDD"]
 
 
 def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
@@ -465,7 +486,7 @@ def test_truncated_files_are_an_error_that_names_them(tmp_path, file, share):
     if file == "released.pt":
         torch.save(container()[0], path)
     else:
-        write_folder(tmp_path, *diffusion("RADD")[:2], name=file)
+        write_diffusion(tmp_path, "RADD", file)
     os.truncate(path, int(path.stat().st_size * share))
     refused(path, "cannot be read", "supported are")
 
@@ -560,11 +581,8 @@ def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
         ("activation_function", "relu"),
         ("scale_attn_by_inverse_layer_idx", True),
     ):
-        refused(
-            write_folder(tmp_path / name, settings | {name: value}, state),
-            name,
-            repr(value),
-        )
+        folder = write_folder(tmp_path / name, settings | {name: value}, state)
+        refused(folder, name, repr(value))
     linear = {name: t.T if "c_attn.weight" in name else t for name, t in state.items()}
     folder = write_folder(tmp_path / "c", settings, linear)
     refused(folder, "blocks.0.attn.qkv.weight is (24, 72)")
@@ -592,9 +610,8 @@ def test_a_repo_that_the_cache_holds_is_loaded_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert torch.equal(
-        load("org/radd-1.5").model.wte.weight, state["vocab_embed.embedding"]
-    )
+    model = load("org/radd-1.5").model
+    assert torch.equal(model.wte.weight, state["vocab_embed.embedding"])
 
 
 def same_weights(a, b):
@@ -611,7 +628,7 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
         source = tmp_path / "released.pt"
         torch.save(container(layout)[0], source)
     elif layout != "GPT-2":
-        source = write_folder(tmp_path / layout, *diffusion(layout)[:2])
+        source = write_diffusion(tmp_path / layout, layout)
     original = load(source)
     convert(str(source), tmp_path / "export")
     loaded = load(tmp_path / "export")
@@ -646,23 +663,19 @@ def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
     export = tmp_path / "new" / "raw"
     done = run_script("convert.py", run, export, "--weights", "raw")
     assert "step 5, raw weights" in done.stdout and str(export) in done.stdout
-    assert sorted(path.name for path in export.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    names = sorted(path.name for path in export.iterdir())
+    assert names == ["config.json", "model.safetensors"]
     assert list(export.parent.iterdir()) == [export]
     settings = json.loads((export / "config.json").read_text())
     assert settings["source"] == str(run) and settings["model"]["n_embd"] == 8
-    assert (settings["weights"], settings["step"], settings["tokenizer"]) == (
-        "raw",
-        5,
-        "bytes",
-    )
+    assert settings["weights"] == "raw"
+    assert settings["step"] == 5
+    assert settings["tokenizer"] == "bytes"
     same_weights(load_model(export), load_model(run, "raw"))
     samples = []
     for path in (export, run):
         out = tmp_path / f"{path.name}.jsonl"
-        options = "--num-samples", 2, "--jsonl", out, "--weights", "raw"
+        options = ["--num-samples", 2, "--jsonl", out, "--weights", "raw"]
         assert script(sample, path, *options)[0] == 0
         samples.append([line["tokens"] for line in read_lines(out)])
     assert samples[0] == samples[1]
@@ -709,7 +722,8 @@ def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights
         sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
     # names, too
     assert 0.5 * sizes["float32"] <= sizes["bfloat16"] < 0.6 * sizes["float32"]
-    exact, rounded = (load_model(tmp_path / dtype) for dtype in sizes)
+    exact = load_model(tmp_path / "float32")
+    rounded = load_model(tmp_path / "bfloat16")
     for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert b.dtype == torch.float32 and torch.equal(b, a.bfloat16().float())
 
@@ -739,9 +753,8 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
         return store.digest(settings)
 
     monkeypatch.setattr("convert.digest", digest_later)
-    with pytest.raises(
-        CheckpointError, match="could not write .*new: another process has made it"
-    ):
+    message = "could not write .*new: another process has made it"
+    with pytest.raises(CheckpointError, match=message):
         convert(str(run), tmp_path / "new")
     assert load_model(tmp_path / "new") and len(list(tmp_path.iterdir())) == 1
 
@@ -752,7 +765,8 @@ def test_the_weights_in_this_repository_know_english_in_every_order():
     tokens would give 6.3 (results/books.md), and shuffled words give more."""
     loaded = load(ROOT / "results" / "books_model")
     assert loaded.tokenizer_sha256 == get_tokenizer("english").sha256
-    text = "The old man opened the door, and looked at the child who was sitting by the fire."
+    text = "The old man opened the door, and looked at the child "
+    text += "who was sitting by the fire."
     tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
     length = tokens.shape[1]
     orders = torch.stack([torch.arange(length), *random_orders(3, length, 0)])

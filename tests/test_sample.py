@@ -577,7 +577,8 @@ NO_TARGET = "needs a model that is conditioned on the target position"
     [
         (
             "--mode | adaptive",
-            f"--mode adaptive (by confidence) {NO_TARGET} | a plain GPT: leave out --mode",
+            f"--mode adaptive (by confidence) {NO_TARGET} | "
+            "a plain GPT: leave out --mode",
         ),
         ("--mode | mdm", f"--mode mdm {NO_TARGET}"),
         ("--mode | speculative", f"--mode speculative {NO_TARGET}"),
@@ -633,9 +634,8 @@ def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
 
 
 def test_a_mask_in_a_prompt_is_told(refused, prompts):
-    assert "--prompt: the text has a mask, [MASK:2]: give it to --infill" in refused(
-        "--prompt", "the[MASK:2] end"
-    )
+    said = refused("--prompt", "the[MASK:2] end")
+    assert "--prompt: the text has a mask, [MASK:2]: give it to --infill" in said
     file = prompts("the\nthe [MASK] end\n")
     assert "line 2: the text has a mask, [MASK]" in refused("--prompts", file)
 

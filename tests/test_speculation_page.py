@@ -12,6 +12,5 @@ def test_the_page_is_what_the_rows_say():
     assert speculation.page(rows) == page
     drafted = rows["speculative, draft 16"]
     rate = drafted["tokens"] / drafted["samples"] / drafted["nfe"]
-    assert f"settles {rate:.1f} tokens a pass when it drafts 16" in page.replace(
-        "\n", " "
-    )
+    text = page.replace("\n", " ")
+    assert f"settles {rate:.1f} tokens a pass when it drafts 16" in text

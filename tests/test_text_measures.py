@@ -47,9 +47,8 @@ def test_self_bleu_of_a_worked_example():
     """abcde and abcdf: 4 of 5 tokens, 3 of 4 pairs, 2 of 3 triples and 1 of 2
     quadruples."""
     expected = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
-    assert self_bleu(["abcde", "abcdf"]) == pytest.approx(
-        [expected, expected], rel=1e-12
-    )
+    scores = self_bleu(["abcde", "abcdf"])
+    assert scores == pytest.approx([expected, expected], rel=1e-12)
 
 
 def test_self_bleu_clips_counts_and_punishes_short_samples():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,11 +120,9 @@ def test_the_end_of_a_text_is_read_from_the_files_beside_it(tmp_path, files, end
     (tmp_path / "copy").mkdir()
     tokenizer.keep(tmp_path / "copy")
     copy = get_tokenizer("tokenizer.json", folder=tmp_path / "copy")
-    assert (copy.eot, copy.starts, copy.sha256) == (
-        tokenizer.eot,
-        tokenizer.starts,
-        tokenizer.sha256,
-    )
+    assert copy.eot == tokenizer.eot
+    assert copy.starts == tokenizer.starts
+    assert copy.sha256 == tokenizer.sha256
 
 
 @pytest.mark.parametrize(
@@ -196,23 +195,21 @@ def test_a_begin_that_only_the_settings_ask_for(tmp_path):
 def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
     path = saved(around(of_bytes(), "<s> $A"), tmp_path / "model")
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    options = {"tokenizer": str(path), "split": "train"}
-    out = prepared("text", tmp_path / "o", source, **options)
+    prepare = partial(prepared, "text", tokenizer=str(path), split="train")
+    out = prepare(tmp_path / "o", source)
     said = capsys.readouterr().out
-    assert "<|endoftext|> (id 256) ends a document, that the model reads after <s>" in (
-        said
-    )
-    options["end_token"] = "<|im_end|>"
+    words = "<|endoftext|> (id 256) ends a document, that the model reads after <s>"
+    assert words in said
     with pytest.raises(UserError, match="made with another end token"):
-        prepared("text", out, source, **options)
-    out = prepared("text", tmp_path / "p", source, **options)
+        prepare(out, source, end_token="<|im_end|>")
+    out = prepare(tmp_path / "p", source, end_token="<|im_end|>")
     assert "<|im_end|> (id 257) ends a document" in capsys.readouterr().out
     assert load_meta(out)["eot"] == 257 and read_tokens(out, "train")[-1] == 257
     assert get_tokenizer("tokenizer.json", folder=out).eot == 257
-    prepared("text", out, source, **options)
+    prepare(out, source, end_token="<|im_end|>")
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(UserError, match="--end-token '<eos>' is not a token of"):
-        prepared("text", tmp_path / "q", source, **options | {"end_token": "<eos>"})
+        prepare(tmp_path / "q", source, end_token="<eos>")
     with pytest.raises(UserError, match="--end-token is for a tokenizer.json"):
         prepared("text", tmp_path / "q", source, end_token="x")
 
@@ -270,8 +267,7 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     path = saved(lossy(), tmp_path / "model")
     texts = ["the cat.", "The Cat.", "cat", "a café", "no"] * 4
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    options = {"tokenizer": str(path), "split": "train"}
-    out = prepared("text", tmp_path / "o", source, **options)
+    out = prepared("text", tmp_path / "o", source, tokenizer=str(path), split="train")
     said = capsys.readouterr().out
     assert "note: 12 of 20 documents do not come back from their tokens" in said
     assert "'the cat.' -> 'thecat.'" in said
@@ -281,7 +277,7 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     assert entry["token_bytes"] == 4 * (7 + 7 + 3 + 4 + 2)
     # A tokenizer that keeps all of it has nothing to tell.
     path = saved(of_words(), tmp_path / "good")
-    out = prepared("text", tmp_path / "p", source, **options | {"tokenizer": str(path)})
+    out = prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
     assert "come back" not in capsys.readouterr().out
     entry = load_meta(out)["splits"]["train"]
     assert entry["text_bytes"] == entry["token_bytes"] == 112
@@ -303,12 +299,18 @@ def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
     assert "5 of 205 documents do not come back" in capsys.readouterr().out
 
 
+def write_gpt2(folder):
+    """A random GPT-2 of 300 tokens, without a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
 @needs_gpt2
 def test_a_gpt2_with_another_vocab_json_alone_is_refused(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(vocab_size=300, **sizes)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    write_gpt2(tmp_path)
     letters = byte_letters()
     ids = {}
     for token, i in get_tokenizer("gpt2").ranks.items():
@@ -441,8 +443,14 @@ def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):
     path = saved(of_words(), tmp_path / "model")
     rows = ['{"prompt": "one", "text": " and two"}\n', '{"text": "three"}\n'] * 6
     (tmp_path / "a.jsonl").write_text("".join(rows))
-    options = {"tokenizer": str(path), "split": "val", "block_size": 16}
-    out = prepared("records", tmp_path / "o", tmp_path / "a.jsonl", **options)
+    out = prepared(
+        "records",
+        tmp_path / "o",
+        tmp_path / "a.jsonl",
+        tokenizer=str(path),
+        split="val",
+        block_size=16,
+    )
     data = open_split(out, "val")
     data.divide(16)
     questions = EvalSet("o", data, data.num_blocks)
@@ -452,11 +460,7 @@ def test_bits_per_byte_of_examples_are_of_what_is_predicted(tmp_path):
 
 
 def test_a_gpt2_with_a_tokenizer_of_its_own_is_read_and_exported_with_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(vocab_size=300, **sizes)
-    model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path / "model")
+    write_gpt2(tmp_path / "model")
     with_ids = load(tmp_path / "model")
     assert (with_ids.tokenizer, with_ids.vocab_size) == ("gpt2", 300)
     path = saved(of_bytes(), tmp_path / "model")
@@ -474,7 +478,5 @@ def test_a_gpt2_with_a_tokenizer_of_its_own_is_read_and_exported_with_it(tmp_pat
         prepared("text", out, source, tokenizer=name, split="test")
     with pytest.raises(UserError, match="tokenizer|vocabulary"):
         open_eval_set(open_split(tmp_path / "data_False", None), loaded)
-    assert (
-        open_eval_set(open_split(tmp_path / "data_True", None), loaded).mean_bytes(0)
-        < 1
-    )
+    evaluated = open_eval_set(open_split(tmp_path / "data_True", None), loaded)
+    assert evaluated.mean_bytes(0) < 1

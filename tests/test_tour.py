@@ -20,9 +20,14 @@ CELLS = 12
 def executed(notebook):
     """The notebook with the outputs of a fresh kernel that starts in its folder."""
     notebook = copy.deepcopy(notebook)
-    options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
-    folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    NotebookClient(notebook, resources=folder, **options).execute()
+    client = NotebookClient(
+        notebook,
+        resources={"metadata": {"path": str(NOTEBOOK.parent)}},
+        timeout=300,
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    client.execute()
     # without the kernel's version
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
@@ -59,23 +64,23 @@ def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
     cells = code_cells(committed)
     assert [cell.execution_count for cell in cells] == list(range(1, CELLS + 1))
     assert [cell.cell_type for cell in committed.cells] == ["markdown", "code"] * CELLS
-    assert all(
-        len(cell.source.splitlines()) <= 17 and not cell.metadata for cell in cells
-    )
+    for cell in cells:
+        assert len(cell.source.splitlines()) <= 17 and not cell.metadata
     assert NOTEBOOK.stat().st_size < 400_000
     assert set(committed.metadata) == {"kernelspec", "language_info"}
     shown = "\n".join([cell.source for cell in committed.cells] + printed(committed))
     assert not re.search(
         r"(^|[^\w.])/(home|root|tmp|work|usr|opt|Users|content)/|[A-Z]:\\", shown
     )
-    pictures = [
-        n for n, cell in enumerate(cells, 1) for o in cell.outputs if "data" in o
-    ]
+    pictures = []
+    for number, cell in enumerate(cells, start=1):
+        for output in cell.outputs:
+            if "data" in output:
+                assert output.output_type == "display_data"
+                pictures.append(number)
+            else:  # no warnings, no errors
+                assert output.name == "stdout"
     assert pictures == [4, 8]
-    kinds = {
-        o.output_type if "data" in o else o.name for cell in cells for o in cell.outputs
-    }
-    assert kinds == {"display_data", "stdout"}  # no warnings, no errors
 
 
 EXECUTES = pytest.mark.slow(reason="executes the notebook, twenty seconds")
@@ -85,9 +90,8 @@ EXECUTES = pytest.mark.slow(reason="executes the notebook, twenty seconds")
 def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
     """Except for the numbers, which depend a little on the machine."""
     for ours, theirs in zip(printed(fresh), printed(committed), strict=True):
-        ours, theirs = (
-            re.sub(r"[\d.,]+|\s+", " ", text).split() for text in (ours, theirs)
-        )
+        ours = re.sub(r"[\d.,]+|\s+", " ", ours).split()
+        theirs = re.sub(r"[\d.,]+|\s+", " ", theirs).split()
         assert ours == theirs
 
 
@@ -102,15 +106,16 @@ def test_every_step_shows_what_it_says(fresh):
     # 5 and 6: an infill keeps both sides; the steps fill in each position of the gap
     # once.
     for line in texts[4].splitlines():
-        assert line.startswith("- She opened the door,") and line.endswith(
-            " and he took off his hat."
-        )
-    steps = [
-        re.match(r" *\d+  ([\d ]*?)  +(.*)", line) for line in texts[5].splitlines()[1:]
-    ]
-    filled = [int(position) for step in steps for position in step[1].split()]
+        assert line.startswith("- She opened the door,")
+        assert line.endswith(" and he took off his hat.")
+    filled = []
+    gaps_left = []
+    for line in texts[5].splitlines()[1:]:
+        step = re.match(r" *\d+  ([\d ]*?)  +(.*)", line)
+        filled += map(int, step[1].split())
+        gaps_left.append(step[2].count("_"))
     assert sorted(filled) == list(range(5, 17))
-    assert [step[2].count("_") for step in steps] == list(range(12, -1, -2))
+    assert gaps_left == list(range(12, -1, -2))
     # 7: candidates of one length share at most a probability of 1, and the right side
     # helps.
     columns = re.findall(r"^ ?(\w+) +([\d.]+)% +([\d.]+)%$", texts[6], re.M)
@@ -122,11 +127,14 @@ def test_every_step_shows_what_it_says(fresh):
     losses = [float(nats) for nats in re.findall(r"([\d.]+) nats/token", texts[8])]
     assert len(losses) == 5 and losses == sorted(losses)
     # 10: any order is the harder task, and the intervals hold their perplexities.
-    found = re.findall(
-        r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)", texts[9]
-    )
-    (l2r, *_), (random, *_) = found = [tuple(map(float, row)) for row in found]
-    assert l2r < random and all(low < value < high for value, low, high in found)
+    interval = r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)"
+    perplexities = []
+    for row in re.findall(interval, texts[9]):
+        value, low, high = map(float, row)
+        assert low < value < high
+        perplexities.append(value)
+    l2r, random = perplexities
+    assert l2r < random
     assert "same tokens: True" in texts[10]
 
 
