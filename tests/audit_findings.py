@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 from scipy import stats
@@ -26,14 +27,13 @@ def rows_of(lines: list[str]) -> dict:
         row = json.loads(line)
         recipe, folder = row["run"].split("/")[-2:]
         stem, seed = re.fullmatch(r"(.*)_s(\d+)", folder).groups()
-        name, _, tuned = re.fullmatch(
-            r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem
-        ).groups()
+        parts = re.fullmatch(r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem)
+        name, _, tuned = parts.groups()
         by_seed = found.setdefault((recipe, name, tuned or ""), {})
-        if len(row["result"]["measured"]) >= len(
-            by_seed.get(int(seed), {"measured": ()})["measured"]
-        ):
-            by_seed[int(seed)] = row["result"]
+        result = row["result"]
+        earlier = by_seed.get(int(seed))
+        if not earlier or len(result["measured"]) >= len(earlier["measured"]):
+            by_seed[int(seed)] = result
     return found
 
 
@@ -67,19 +67,19 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     by = toml.get("tune_by", "training")
 
     def runs_of(recipe: str, config: str) -> list[dict]:
-        tuned_on = toml.get("tune_on") or [
-            toml["run_configs"][config].get("tuned_as") or config
-        ]
+        tuned_as = toml["run_configs"][config].get("tuned_as") or config
+        tuned_on = toml.get("tune_on") or [tuned_as]
         losses: dict[str, list] = {}
         for (of, one, tuned), seeds in rows.items():
             if of == recipe and one in tuned_on:
-                losses.setdefault(tuned, []).extend(
-                    figure(seeds[s], by) for s in tuning if s in seeds
-                )
-        whole = {
-            t: v for t, v in losses.items() if len(v) == len(tuning) * len(tuned_on)
-        }
-        best = min(whole, key=lambda tuned: statistics.mean(whole[tuned]))
+                results = [seeds[seed] for seed in tuning if seed in seeds]
+                losses.setdefault(tuned, [])
+                losses[tuned] += [figure(result, by) for result in results]
+        means = {}
+        for tuned, values in losses.items():
+            if len(values) == len(tuning) * len(tuned_on):
+                means[tuned] = statistics.mean(values)
+        best = min(means, key=means.get)
         found = rows[recipe, config, best]
         return [found[seed] for seed in seeds_in(toml, recipe) if seed not in tuning]
 
@@ -96,17 +96,13 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                     runs_of(recipe, config)
             except (KeyError, ValueError):  # a run, or what it is tuned on
                 continue
+            key = f"{recipe}: {claim['says']}"
             if "success" in claim:
-                found[f"{recipe}: {claim['says']}"] = counted(
-                    [
-                        [
-                            figure(result, toml["kind"])
-                            for result in runs_of(recipe, one)
-                        ]
-                        for one in (claim["higher"], claim["lower"])
-                    ],
-                    claim["success"],
-                )
+                sides = []
+                for config in (claim["higher"], claim["lower"]):
+                    results = runs_of(recipe, config)
+                    sides.append([figure(result, toml["kind"]) for result in results])
+                found[key] = counted(sides, claim["success"])
                 continue
             # by run config, its terms: (factor, values, errors)
             samples: dict[str, list] = {}
@@ -115,31 +111,31 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
             for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
                 for n, term in enumerate(text.split(" - ")):
                     config, _, kind = term.partition(":")
-                    key = config, kind or toml["kind"]
-                    factors[key] = factors.get(key, 0) + sign * (-1) ** n
+                    figure_of = (config, kind or toml["kind"])
+                    factors.setdefault(figure_of, 0)
+                    factors[figure_of] += sign * (-1) ** n
             for (config, kind), factor in factors.items():
                 values = []
                 errors = []
-                for result in runs_of(recipe, config) if factor else ():
+                if not factor:
+                    continue
+                for result in runs_of(recipe, config):
                     value = figure(result, kind)
-                    censored |= value is None and factor < 0
-                    censored |= on_plateau(result, kind, value)
-                    values.append(
-                        result["tokens"][-1] / 1e6 if value is None else value
-                    )
+                    if on_plateau(result, kind, value):
+                        censored = True
+                    if value is None:
+                        if factor < 0:
+                            censored = True
+                        value = result["tokens"][-1] / 1e6
+                    values.append(value)
                     errors.append(error_of(result, kind))
-                if factor:
-                    samples.setdefault(config, []).append((factor, values, errors))
+                samples.setdefault(config, []).append((factor, values, errors))
             of_configs = [summed(terms) for terms in samples.values()]
             margin = claim.get("margin", 0)
             mean, p = tested(of_configs, margin, censored)
-            if claim.get("ranks"):
-                p = (
-                    1.0
-                    if censored
-                    else ranked([values for values, _ in of_configs], margin)
-                )
-            found[f"{recipe}: {claim['says']}"] = mean, p
+            if claim.get("ranks") and not censored:
+                p = ranked([values for values, _ in of_configs], margin)
+            found[key] = (mean, p)
     order = sorted(found, key=lambda key: found[key][1])
     least = 0.0
     for rank, key in enumerate(order):
@@ -151,33 +147,31 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
 def seeds_in(toml: dict, recipe: str) -> range:
     """The seeds of the runs of a recipe that are reported, if none is a tuning seed."""
     first = toml.get("first_seed", 0)
-    return range(
-        first, first + toml.get("seeds_of", {}).get(recipe, toml.get("seeds", 3))
-    )
+    number = toml.get("seeds_of", {}).get(recipe, toml.get("seeds", 3))
+    return range(first, first + number)
 
 
 def summed(terms: list[tuple]) -> tuple[list[float], float]:
     """The runs of one config: the sum of its terms for each seed, and the error that
     the seeds share."""
-    seeds = range(len(terms[0][1]))
-    values = [sum(factor * of[seed] for factor, of, _ in terms) for seed in seeds]
-    errors = [
-        sum((factor * of[seed]) ** 2 for factor, _, of in terms) ** 0.5
-        for seed in seeds
-    ]
-    return values, statistics.mean(errors)
+    sums = []
+    errors = []
+    for seed in range(len(terms[0][1])):
+        sums.append(sum(factor * values[seed] for factor, values, _ in terms))
+        squares = [(factor * own[seed]) ** 2 for factor, _, own in terms]
+        errors.append(sum(squares) ** 0.5)
+    return sums, statistics.mean(errors)
 
 
 def on_plateau(result: dict, kind: str, value: float | None) -> bool:
     """Whether a loss is within 0.1 of the unigram entropy of its text."""
     measured = result["measured"]
-    tested = kind.startswith("eval_")
-    unigram = (
-        measured.get("unigram_test", measured["unigram"])
-        if tested
-        else measured["unigram"]
-    )
-    return (tested or kind in result["losses"]) and value > unigram[0] - 0.1
+    unigram = measured["unigram"]
+    if kind.startswith("eval_"):
+        unigram = measured.get("unigram_test", unigram)
+    elif kind not in result["losses"]:
+        return False
+    return value > unigram[0] - 0.1
 
 
 def error_of(result: dict, kind: str) -> float:
@@ -195,17 +189,16 @@ def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
     if censored:
         return mean, 1.0
     shared = sum(error**2 for _, error in samples)
-    parts = [
-        (statistics.variance(values) / len(values), len(values))
-        for values, _ in samples
-    ]
-    variance = sum(part for part, _ in parts)
+    variance = 0.0
+    squares = 0.0
+    for values, _ in samples:
+        part = statistics.variance(values) / len(values)
+        variance += part
+        squares += part**2 / (len(values) - 1)
     if variance + shared == 0:  # all seeds agree
         return mean, float(mean + margin == 0)
-    degrees = variance**2 / sum(part**2 / (n - 1) for part, n in parts)
-    return mean, 2 * stats.t.sf(
-        abs(mean + margin) / (variance + shared) ** 0.5, degrees
-    )
+    t = abs(mean + margin) / (variance + shared) ** 0.5
+    return mean, 2 * stats.t.sf(t, variance**2 / squares)
 
 
 def ranked(samples: list[list[float]], margin: float) -> float:
@@ -218,23 +211,18 @@ def ranked(samples: list[list[float]], margin: float) -> float:
         raise ValueError("equal values: this test is for distinct ones")
     size = len(first)
     total = len(pool)
-    ways = {(0, 0): 1}  # {(how many are chosen, sum of their ranks): number of ways}
+    # {(how many are chosen, sum of their ranks): number of ways}
+    ways = Counter({(0, 0): 1})
     for rank in range(1, total + 1):
-        more = dict(ways)
-        for (count, ranks), number in ways.items():
+        for (count, ranks), number in list(ways.items()):
             if count < size:
-                more[count + 1, ranks + rank] = (
-                    more.get((count + 1, ranks + rank), 0) + number
-                )
-        ways = more
+                ways[count + 1, ranks + rank] += number
     sums = {ranks: number for (count, ranks), number in ways.items() if count == size}
     rank_of = {value: rank for rank, value in enumerate(sorted(pool), start=1)}
     middle = size * (total + 1) / 2
     distance = abs(sum(rank_of[value] for value in pool[:size]) - middle)
-    extreme = sum(
-        number for ranks, number in sums.items() if abs(ranks - middle) >= distance
-    )
-    return extreme / sum(sums.values())
+    extreme = [sums[ranks] for ranks in sums if abs(ranks - middle) >= distance]
+    return sum(extreme) / sum(sums.values())
 
 
 def counted(sides: list[list[float]], least: float) -> tuple[float, float]:
