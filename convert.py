@@ -73,16 +73,16 @@ def convert(
     loaded = load(source, weights, checkpoint=checkpoint)
     if layout == "transformers":
         tensors = pretrained.tensors_of(loaded.model, loaded.get_tokenizer())
-
-        def write_settings(folder: Path, data: bytes) -> None:
-            write_transformers_files(folder, loaded, tensors, dtype)
     else:
         prefix = "model." if hub else ""
-        tensors = {
-            prefix + name: p.detach() for name, p in loaded.model.named_parameters()
-        }
+        tensors = {}
+        for name, p in loaded.model.named_parameters():
+            tensors[prefix + name] = p.detach()
 
-        def write_settings(folder: Path, data: bytes) -> None:
+    def write_settings(folder: Path, data: bytes) -> None:
+        if layout == "transformers":
+            write_transformers_files(folder, loaded, tensors, dtype)
+        else:
             write_export(folder, loaded, source, data, dtype, hub)
 
     data = file_of(tensors, getattr(torch, dtype))
@@ -110,11 +110,13 @@ def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
 def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
     """Return the bytes of a safetensors file. Raises CheckpointError for a number that
     is not finite."""
-    cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    for name, tensor in cast.items():
-        if not is_finite(tensor):
+    cast = {}
+    for name, tensor in tensors.items():
+        cast[name] = tensor.to(dtype)
+        if not is_finite(cast[name]):
+            kind = str(dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{name} is not finite as {str(dtype)[6:]}: choose another --dtype"
+                f"{name} is not finite as {kind}: choose another --dtype"
             )
     return safetensors.torch.save(cast, metadata={"format": "pt"})
 
@@ -154,9 +156,10 @@ def write_adapter(
     # Values and tensors are read together: a run that is training may replace the
     # checkpoint at any time, and then its newest one is read.
     newest = store.read_newest(expand_home(source), read, checkpoint=checkpoint)
-    if newest is None or not newest[1][0].get("adapter"):
+    if newest is not None:
+        path, (values, stored) = newest
+    if newest is None or not values.get("adapter"):
         raise CheckpointError(f"{source} is not a run with --train.lora-rank")
-    path, (values, stored) = newest
     tensors = {}
     for name, tensor in stored.items():
         tensors[name.replace(".default.", ".")] = tensor
@@ -186,7 +189,8 @@ def write_export(
     folder: Path, loaded: Loaded, source: str, data: bytes, dtype: str, hub: bool
 ) -> None:
     """Write everything but the weights of a folder of ours, or for the hub."""
-    settings = {"format": EXPORT_FORMAT, "model": asdict(loaded.model.config)}
+    settings: dict[str, Any] = {"format": EXPORT_FORMAT}
+    settings["model"] = asdict(loaded.model.config)
     for name in EXPORTED:
         settings[name] = getattr(loaded, name)
     settings["source"] = source
@@ -200,7 +204,8 @@ def write_export(
     if hub:
         from aogpt.training.metrics import read_metrics  # imports all of training
 
-        rows = read_metrics(Path(loaded.path).parent.parent / "metrics.jsonl")
+        run_folder = Path(loaded.path).parent.parent
+        rows = read_metrics(run_folder / "metrics.jsonl")
         write_hub_files(folder, loaded, settings, dtype, rows)
         return
     if Path(loaded.tokenizer).name in FILES:
@@ -213,8 +218,12 @@ def write_transformers_files(
 ) -> None:
     """Write everything but the weights of a decoder of transformers."""
     tokenizer = loaded.get_tokenizer()
-    tied_head = pretrained.HEAD not in tensors
-    settings = pretrained.settings_of(loaded.model.config, tokenizer, tied_head, dtype)
+    settings = pretrained.settings_of(
+        loaded.model.config,
+        tokenizer,
+        tied_head=pretrained.HEAD not in tensors,
+        dtype=dtype,
+    )
     tokenizer.keep(folder)
     write_tokenizer_settings(folder, tokenizer)
     write_json(folder / "config.json", settings)

@@ -161,10 +161,11 @@ class Blanks(Command):
         ranks = range(1, len(blanks[0]) + 1)
         head = ["mask"] + [f"{rank}." for rank in ranks]
         cells = []
+        values = []
         for place, likely in enumerate(blanks, 1):
             texts = [f"{token.text!r} {token.probability:.1%}" for token in likely]
             cells.append([str(place), *texts])
-        values = [[token._asdict() for token in likely] for likely in blanks]
+            values.append([token._asdict() for token in likely])
         lines = [text, ""]
         lines += markdown_table(head, cells, left=len(head))
         return {"blanks": values}, lines

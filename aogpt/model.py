@@ -126,6 +126,17 @@ class ModelConfig:
     def kv_heads(self) -> int:
         return self.n_kv_head or self.n_head
 
+    @property
+    def mlp_dim(self) -> int:
+        return self.mlp_width or 4 * self.n_embd
+
+    @property
+    def proj_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        if self.attn_proj_bias is None:
+            return self.attn_bias
+        return self.attn_proj_bias
+
 
 # ---- one pass: what all blocks share -------------------------------------------------
 
@@ -219,19 +230,20 @@ def attention(
     """Return softmax attention: q (B, T, H, D/H), k and v with as many heads or a
     divisor of them -> (B, T, D). mask: True where a key is visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
-    q = q.to(v.dtype).transpose(1, 2)  # (B, H, T, D/H)
-    k = k.to(v.dtype).transpose(1, 2)
-    v = v.transpose(1, 2)
+    q = q.to(v.dtype)
+    k = k.to(v.dtype)
+    has_groups = q.shape[2] != k.shape[2]
     y = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        q.transpose(1, 2),  # (B, H, T, D/H)
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=causal,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=has_groups,
     )
-    return y.transpose(1, 2).flatten(2)  # (B, T, D)
+    y = y.transpose(1, 2)  # (B, T, H, D/H)
+    return y.flatten(2)  # (B, T, D)
 
 
 class PermutationGather(torch.autograd.Function):
@@ -247,8 +259,8 @@ class PermutationGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        batch = torch.arange(len(grad), device=grad.device)[:, None]
-        by_position = grad[batch, inverse]  # (B, T, D)
+        batch = torch.arange(len(grad), device=grad.device)
+        by_position = grad[batch[:, None], inverse]  # (B, T, D)
         # bfloat16 is too coarse to add in
         accumulate = torch.promote_types(grad.dtype, torch.float32)
         table_grad = by_position.sum(0, dtype=accumulate)  # (T, D)
@@ -262,9 +274,9 @@ def inverse_permutation(order: Tensor) -> Tensor:
     A position that no step predicts gets T, which is out of bounds of every table: what
     is read with it raises, instead of being wrong without a word."""
     T = order.shape[-1]
-    steps = torch.arange(T, device=order.device).expand_as(order)
+    steps = torch.arange(T, device=order.device)
     inverse = torch.full_like(order, T)
-    return inverse.scatter_(-1, order, steps)
+    return inverse.scatter_(-1, order, steps.expand_as(order))
 
 
 # ---- layers --------------------------------------------------------------------------
@@ -360,7 +372,8 @@ class AdaLN(nn.Linear):
     def make_neutral(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-        gates = self.bias.view(self.parts, -1)[2::3]  # (2 or 0, D)
+        parts = self.bias.view(self.parts, -1)
+        gates = parts[2::3]  # (2 or 0, D)
         nn.init.ones_(gates)
 
 
@@ -419,9 +432,9 @@ class Attention(nn.Module):
         self.heads_of = (c.n_head, c.kv_heads, c.kv_heads)  # q, k, v
         self.head_dim = c.head_dim
         rows = sum(self.heads_of) * c.head_dim
-        proj_bias = c.attn_bias if c.attn_proj_bias is None else c.attn_proj_bias
+        width = c.n_head * c.head_dim
         self.qkv = nn.Linear(c.n_embd, rows, bias=c.attn_bias)
-        self.proj = Projection(c, c.n_head * c.head_dim, bias=proj_bias)
+        self.proj = Projection(c, width, bias=c.proj_bias)
         self.mix: nn.Parameter | None = None
         if c.value_residual:
             # shares of the block's own values and of the first block's
@@ -451,7 +464,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to mix."""
         qkv = self.qkv(x)  # (B, T, all heads times D/H)
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        per_head = (-1, self.head_dim)
+        heads = qkv.unflatten(-1, per_head)
         q, k, v = heads.split(self.heads_of, dim=-2)
         q = self.q_norm(q)
         k = self.k_norm(k)
@@ -481,7 +495,7 @@ class MLP(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.approximate = "tanh" if c.gelu == "tanh" else "none"
-        width = c.mlp_width or 4 * c.n_embd
+        width = c.mlp_dim
         self.fc = nn.Linear(c.n_embd, width, bias=c.mlp_bias)
         self.gate = None
         if c.mlp == "swiglu":
@@ -636,8 +650,9 @@ class Transformer(nn.Module):
     def add_blocks(self, block_type: type[nn.Module]) -> None:
         """Blocks, final norm and head, which come last among the parameters."""
         c = self.config
-        blocks = [block_type(c) for _ in range(c.n_layer)]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList()
+        for _ in range(c.n_layer):
+            self.blocks.append(block_type(c))
         self.norm_f = make_norm(c)
         self.adaln_f: AdaLN | None = None
         if c.has_adaln:
@@ -664,8 +679,9 @@ class Transformer(nn.Module):
         """Embed tokens at positions, (B, T) each -> (B, T, D)."""
         x = self.wte(tokens)
         if self.start is not None:
-            is_start = (positions == 0).unsqueeze(-1)
-            x = torch.where(is_start, self.start.to(x.dtype), x)
+            is_start = (positions == 0).unsqueeze(-1)  # (B, T, 1)
+            start = self.start.to(x.dtype)
+            x = torch.where(is_start, start, x)
         if self.wpe is not None:
             x = x + self.wpe(positions)
         return x
@@ -693,7 +709,8 @@ class Transformer(nn.Module):
         at_least_float32 = torch.promote_types(dtype, torch.float32)
         angles = self.angles.to(at_least_float32)
         rows = angles[positions]  # (B, T, 2, D/H / 2)
-        cos, sin = rows.unsqueeze(-3).unbind(-2)
+        rows = rows.unsqueeze(-3)  # for all heads
+        cos, sin = rows.unbind(-2)
         return cos, sin
 
     def head_logits(self, x: Tensor) -> Tensor:
@@ -782,6 +799,6 @@ def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     [None]'s."""
     shifted = order[:, :-1]
     before = (1, 0)  # one 0 in front
-    in_tokens = F.pad(tokens.gather(1, shifted), before)
-    in_positions = F.pad(shifted + 1, before)
-    return in_tokens, in_positions
+    in_tokens = tokens.gather(1, shifted)
+    in_positions = shifted + 1
+    return F.pad(in_tokens, before), F.pad(in_positions, before)

@@ -358,10 +358,8 @@ def settings_of(
             "--layout transformers needs the tokenizer.json of a pretrained model; "
             "use --hub"
         )
-    proj_bias = config.attn_proj_bias
-    if proj_bias is None:
-        proj_bias = config.attn_bias
-    name = architecture_for(config, has_qkv_bias=config.attn_bias and not proj_bias)
+    has_qkv_bias = config.attn_bias and not config.proj_bias
+    name = architecture_for(config, has_qkv_bias)
     architecture = ARCHITECTURES[name]
     rope = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
@@ -388,11 +386,11 @@ def settings_of(
         "num_key_value_heads": config.kv_heads,
         "hidden_size": config.n_embd,
         "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_width or 4 * config.n_embd,
+        "intermediate_size": config.mlp_dim,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "rope_parameters": rope,
-        "attention_bias": proj_bias,
+        "attention_bias": config.proj_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": tied_head,
         "bos_token_id": tokenizer.starts[0] if has_start else None,
@@ -405,8 +403,8 @@ def settings_of(
             config,
             n_kv_head=config.kv_heads,
             head_width=config.head_dim,
-            mlp_width=settings["intermediate_size"],
-            attn_proj_bias=proj_bias,
+            mlp_width=config.mlp_dim,
+            attn_proj_bias=config.proj_bias,
             tied_head=tied_head,
         )
     )

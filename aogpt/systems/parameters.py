@@ -120,10 +120,10 @@ class BlockMatrices(NamedTuple):
 def block_matrices(c: ModelConfig) -> BlockMatrices:
     """Count the weights of the matrices of a block."""
     matrices_of_mlp = 3 if c.mlp == "swiglu" else 2
-    mlp_width = c.mlp_width or 4 * c.n_embd
+    queries = c.n_head * c.head_dim * c.n_embd
     return BlockMatrices(
         keys_and_values=2 * c.kv_heads * c.head_dim * c.n_embd,
-        queries=c.n_head * c.head_dim * c.n_embd,
-        output=c.n_head * c.head_dim * c.n_embd,
-        mlp=matrices_of_mlp * c.n_embd * mlp_width,
+        queries=queries,
+        output=queries,
+        mlp=matrices_of_mlp * c.n_embd * c.mlp_dim,
     )

@@ -23,25 +23,27 @@ class TwoStreamPass(Pass):
         self.target_angles: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.allowed is None:
-            return super().attend(q, k, v)
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-            dropout=self.dropout,
-        )
+        return self.attend_where(self.allowed, q, k, v)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the query stream; k and v are the content's."""
-        if self.query_allowed is None:
+        return self.attend_where(self.query_allowed, q, k, v)
+
+    def attend_where(
+        self,
+        mask: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """As `Pass.attend`, or where a mask allows it."""
+        if mask is None:
             return super().attend(q, k, v)
         return attention(
             q,
             k,
             v,
-            mask=self.query_allowed,
+            mask=mask,
             dropout=self.dropout,
         )
 
@@ -91,7 +93,8 @@ class TwoStreamBlock(nn.Module):
         if attn.qkv.bias is not None:
             bias = attn.qkv.bias[:rows]
         q = F.linear(normed, weight, bias)
-        q = attn.q_norm(q.unflatten(-1, (-1, attn.head_dim)))
+        q = q.unflatten(-1, (-1, attn.head_dim))
+        q = attn.q_norm(q)
         if p.target_angles is not None:
             q = rotate(q, p.target_angles)
         return q
@@ -139,7 +142,8 @@ class TwoStream(QueryDecoder):
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
         steps = torch.arange(order.shape[1], device=order.device)
-        source = torch.minimum(steps, known[:, None]).unsqueeze(2)  # (B, T, 1)
+        source = torch.minimum(steps, known[:, None])  # (B, T)
+        source = source.unsqueeze(2)  # (B, T, 1)
         visible = without_start(steps <= source, source, self.config)  # (B, T, T)
         p = TwoStreamPass(self.config, order)
         p.query_allowed = visible.unsqueeze(1)
@@ -161,8 +165,9 @@ class TwoStream(QueryDecoder):
 
         Without group_attention input 1 sees 0 1."""
         inputs = torch.arange(group_start.shape[1], device=group_start.device)
-        # the group of an input's token, by the step where that begins
-        group = F.pad(group_start[:, :-1], (1, 0), value=-1)
+        # the group of an input's token, by the step where that begins; -1: [None]
+        before = (1, 0)
+        group = F.pad(group_start[:, :-1], before, value=-1)
         if not self.config.group_attention:
             group = inputs.expand_as(group)
         allowed = group.unsqueeze(1) <= group.unsqueeze(2)  # (B, T, T)

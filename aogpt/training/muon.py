@@ -69,11 +69,12 @@ class Muon(torch.optim.Optimizer):
         else:
             updates = orthogonalise([local(update) for update in updates], sizes)
         for (p, group), update in zip(weights, updates, strict=True):
-            # 0: this step changes nothing
-            go = 1.0 if finite is None else finite.to(p.dtype)
+            rate = group["lr"]
+            if finite is not None:
+                rate = finite.to(p.dtype) * rate  # 0: this step changes nothing
             weight = local(p)
-            weight.mul_(1 - go * group["lr"] * group["weight_decay"])
-            weight.sub_(update * (go * group["lr"]))
+            weight.mul_(1 - rate * group["weight_decay"])
+            weight.sub_(update * rate)
 
     def _momentum(
         self,
@@ -82,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         finite: Tensor | None,
     ) -> Tensor:
-        """Add the gradient to the average; returns Nesterov's update, sharded like
+        """Add the gradient to the average. Returns Nesterov's update, sharded like
         p."""
         state = self.state[p]
         gradient = local(gradient)
@@ -118,37 +119,41 @@ def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor
     parts: list[Tensor] = []
     for matrix, rows in zip(matrices, sizes, strict=True):
         parts += matrix.split(rows)
-    scales = [max(1, len(part) / part.shape[1]) ** 0.5 for part in parts]
     # Matrices of one shape, or transposed to it, are one batch.
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for i, part in enumerate(parts):
+    numbers_by_shape: dict[tuple[int, int], list[int]] = {}
+    for number, part in enumerate(parts):
         shape = (min(part.shape), max(part.shape))
-        shapes.setdefault(shape, []).append(i)
-    for (rows, columns), members in shapes.items():
-        size = max(1, STACK_ELEMENTS // (rows * columns))
-        for first in range(0, len(members), size):
-            stacked = members[first : first + size]
-            is_wide = [len(parts[i]) == rows for i in stacked]
-            wide = [
-                parts[i] if as_is else parts[i].T
-                for i, as_is in zip(stacked, is_wide, strict=True)
-            ]
-            results = newton_schulz(torch.stack(wide))
-            for i, as_is, result in zip(stacked, is_wide, results, strict=True):
-                parts[i] = result if as_is else result.T
-    scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
+        numbers_by_shape.setdefault(shape, []).append(number)
+    for (short, long), numbers in numbers_by_shape.items():
+        size = max(1, STACK_ELEMENTS // (short * long))
+        for first in range(0, len(numbers), size):
+            batch = numbers[first : first + size]
+            wide = torch.stack([as_wide(parts[number]) for number in batch])
+            results = newton_schulz(wide)
+            for number, result in zip(batch, results, strict=True):
+                rows_of_part, columns = parts[number].shape
+                if rows_of_part > columns:
+                    result = result.T
+                scale = max(1, rows_of_part / columns) ** 0.5
+                parts[number] = result * scale
     whole = []
     first = 0
     for rows in sizes:
         end = first + len(rows)
-        whole.append(torch.cat(scaled[first:end]))
+        whole.append(torch.cat(parts[first:end]))
         first = end
     return whole
 
 
+def as_wide(matrix: Tensor) -> Tensor:
+    """Return a matrix, transposed if it has more rows than columns."""
+    rows, columns = matrix.shape
+    return matrix.T if rows > columns else matrix
+
+
 def newton_schulz(x: Tensor) -> Tensor:
-    """(N, rows, columns) with rows <= columns -> the same shape: singular values of
-    about 0.7 to 1.2, in the same directions (Jordan et al., 2024)."""
+    """Return matrices (N, rows, columns), rows <= columns, with singular values of
+    about 0.7 to 1.2 in the same directions (Jordan et al., 2024)."""
     a, b, c = COEFFICIENTS
     dtype = x.dtype
     # No singular value is larger than this norm.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..model import Transformer
+from ..model import Matrices, Transformer
 from ..runtime.devices import supports_float64
 from ..systems import matrices_of
 from .adapters import trainable
@@ -25,19 +25,23 @@ def learning_rate(
     (0: the end of the run); wsd: constant until the last decay_share of the steps, then
     linear decay (Hu et al., arXiv 2404.06395)."""
     o = config.optim
-    peak = o.lr if peak is None else peak
+    if peak is None:
+        peak = o.lr
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
     end = o.decay_steps or config.train.steps
     start = o.warmup_steps
     if o.schedule == "wsd":
-        start = max(start, end - round(o.decay_share * end))
-    done = (step - start) / max(1, end - start)
+        decay_steps = round(o.decay_share * end)
+        start = max(start, end - decay_steps)
+    steps = max(1, end - start)
+    done = (step - start) / steps
     done = min(1.0, max(0.0, done))
     left = 1 - done  # from 1 to 0
     if o.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
-    return peak * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+    ratio = o.min_lr_ratio + (1 - o.min_lr_ratio) * left
+    return peak * ratio
 
 
 def learning_rates(step: int, config: Config) -> dict[str, float]:
@@ -49,25 +53,29 @@ def learning_rates(step: int, config: Config) -> dict[str, float]:
 
 
 def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for the matrices of the blocks if optim.kind says so. Weights
-    decay in matrices only. Every group of parameters has its peak learning rate,
-    "peak_lr"."""
+    """Return AdamW, and Muon for the matrices of the blocks if optim.kind says so.
+    Weights decay in matrices only. Every group of parameters has its peak learning
+    rate, "peak_lr"."""
     o = config.optim
-    matrices = matrices_of(model) if o.kind == "muon" else []
+    matrices: Matrices = []
+    if o.kind == "muon":
+        matrices = matrices_of(model)
     orthogonalised = {p for p, _ in matrices}
-    rest = [p for p in trainable(model).values() if p not in orthogonalised]
-    decayed = {
-        "params": [p for p in rest if p.dim() >= 2],
-        "weight_decay": o.weight_decay,
-        "peak_lr": o.lr,
-    }
-    undecayed = {
-        "params": [p for p in rest if p.dim() < 2],
-        "weight_decay": 0.0,
-        "peak_lr": o.lr,
-    }
+    decayed = []
+    undecayed = []
+    for p in trainable(model).values():
+        if p in orthogonalised:
+            continue
+        if p.dim() >= 2:
+            decayed.append(p)
+        else:
+            undecayed.append(p)
+    groups = [
+        {"params": decayed, "weight_decay": o.weight_decay, "peak_lr": o.lr},
+        {"params": undecayed, "weight_decay": 0.0, "peak_lr": o.lr},
+    ]
     adamw = torch.optim.AdamW(
-        [decayed, undecayed],
+        groups,
         lr=o.lr,
         betas=(o.beta1, o.beta2),
         fused=True,
@@ -89,7 +97,9 @@ def named_state(
 ) -> dict[str, dict[str, Tensor]]:
     """Return {parameter name: optimizer state}; PyTorch's numbers depend on the
     groups."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for name, p in model.named_parameters():
+        names[p] = name
     states = {}
     for optimizer in optimizers:
         for p, values in optimizer.state.items():
@@ -101,15 +111,17 @@ def allocate_state(optimizers: list[torch.optim.Optimizer]) -> None:
     """Make the state tensors, which an optimizer else makes in its first step, to load
     into."""
     for optimizer in optimizers:
-        is_muon = isinstance(optimizer, Muon)
-        keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
         for group in optimizer.param_groups:
             for p in group["params"]:
-                state = {}
-                for key in keys:
-                    state[key] = torch.zeros_like(p, requires_grad=False)
-                if not is_muon:
-                    state["step"] = torch.zeros((), device=p.device)
+                zeros = torch.zeros_like(p, requires_grad=False)
+                if isinstance(optimizer, Muon):
+                    state = {"momentum_buffer": zeros}
+                else:
+                    state = {
+                        "exp_avg": zeros,
+                        "exp_avg_sq": zeros.clone(),
+                        "step": torch.zeros((), device=p.device),
+                    }
                 optimizer.state[p] = state
 
 
@@ -136,16 +148,24 @@ class EMA:
         decay = (1 + self.updates) / (10 + self.updates)
         share = (1 - decay.clamp(max=self.decay)) * finite
         self.updates += finite
-        averages = [local(average) for average in self.weights.values()]
-        weights = [local(p.detach()) for p in self.parameters.values()]
-        shares = [share.to(averages[0].dtype)] * len(averages)
-        torch._foreach_lerp_(averages, weights, shares)
+        averages, weights = self.shards()
+        share = share.to(averages[0].dtype)
+        torch._foreach_lerp_(averages, weights, [share] * len(averages))
+
+    def shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this process's shards of the averages and of the model's weights, not
+        copied."""
+        averages = []
+        weights = []
+        for name, p in self.parameters.items():
+            averages.append(local(self.weights[name]))
+            weights.append(local(p.detach()))
+        return averages, weights
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside the block the model has the averaged weights."""
-        weights = [local(p.detach()) for p in self.parameters.values()]
-        averages = [local(average) for average in self.weights.values()]
+        averages, weights = self.shards()
         original = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, averages)
         try:

@@ -86,7 +86,9 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
 
     runs: the rows of metrics.jsonl, by folder."""
     all_keys = set()
-    panel_keys = {key for keys in PANELS.values() for key in keys}
+    panel_keys: set[str] = set()
+    for keys in PANELS.values():
+        panel_keys.update(keys)
     for run, rows in runs.items():
         run_keys: set[str] = set()
         for row in rows:
