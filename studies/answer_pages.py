@@ -1,6 +1,6 @@
-"""The pages of systems on tasks, in results/tasks: README.md, the figure and the details.
-`entries` are the systems of a task, as `runner.train` returns them, with the "decoders" of each
-run.
+"""The pages of systems on tasks, in results/tasks: README.md, the figure and the
+details. `entries` are the systems of a task, as `runner.train` returns them, with the
+"decoders" of each run.
 """
 
 import re
@@ -80,7 +80,7 @@ def task_table(entries: Entries) -> list[str]:
 
 
 def is_hard(entries: Entries) -> bool:
-    """Return whether one of the compared systems is wrong more than now and then."""
+    """Return whether one of the compared systems is often wrong."""
     for name, decoder in COMPARED.values():
         if mean_of(entries[name], decoder, "exact_match") < EASY:
             return True
@@ -114,9 +114,13 @@ MARKERS = {
 
 
 def figure(results: dict[str, Entries]) -> bytes:
-    """Return a PNG with a panel for each hard task, right answers over model calls, a point for
-    each seed, system (its color) and decoder (its marker), and a panel with the legend."""
-    hard = {task: entries for task, entries in results.items() if is_hard(entries)}
+    """Return a PNG with a panel for each hard task, right answers over model calls, a
+    point for each seed, system (its color) and decoder (its marker), and a panel with
+    the legend."""
+    hard = {}
+    for task, entries in results.items():
+        if is_hard(entries):
+            hard[task] = entries
     rows = len(hard) // 2 + 1
     size = (9.6, 3.9 * rows + 0.4)
     drawing, grid = new_figure(rows, 2, size, squeeze=False)
@@ -164,9 +168,12 @@ def draw_task(axes, entries: Entries) -> None:
 
 def draw_legend(axes, entries: Entries) -> None:
     """Fill a panel with the colors of systems and the markers of decoders."""
-    labels = {name: title.split(",")[0] for title, (name, _) in COMPARED.items()}
+    labels = {}
+    for title, (name, _) in COMPARED.items():
+        labels[name] = title.split(",")[0]
     for name, style in styles_of(entries).items():
-        axes.plot([], [], "s", color=style.color, label=labels.get(name, name))
+        label = labels.get(name, name)
+        axes.plot([], [], "s", color=style.color, label=label)
     for decoder, marker in MARKERS.items():
         axes.plot([], [], marker, color="grey", label=decoder)
     axes.legend(
@@ -183,8 +190,8 @@ def marker_of(decoder: str) -> str:
 
 
 def page(results: dict[str, Entries]) -> str:
-    """README.md: studies/configs/tasks/page.md with its table. results: the systems of each
-    task."""
+    """Return README.md: studies/configs/tasks/page.md with its table. results: the
+    systems of each task."""
     text = (CONFIGS / "page.md").read_text()
     return text.replace("TABLE", "\n".join(summary_table(results)))
 

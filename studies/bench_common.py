@@ -1,4 +1,5 @@
-"""What all benchmarks share: options, the models' sizes, the machine and its rates, the report."""
+"""What all benchmarks share: options, the models' sizes, the machine and its rates, the
+report."""
 
 import dataclasses
 import platform
@@ -18,18 +19,23 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.validation import Count, check_values
 from aogpt.systems import build_model
 
-TINY = ModelConfig(512, 128, n_layer=2, n_head=2, n_embd=64, cond_dim=16)
+TINY = ModelConfig(
+    vocab_size=512,
+    block_size=128,
+    n_layer=2,
+    n_head=2,
+    n_embd=64,
+    cond_dim=16,
+)
+BENCH = ModelConfig(n_layer=6, n_head=6, n_embd=384)
+SMALL = ModelConfig()
+MEDIUM = ModelConfig(n_layer=24, n_head=16, n_embd=1024)
 # The model, and how many of its ids are tokens: GPT-2's are padded.
 SIZES = {
     "tiny": (TINY, 500),
-    "bench": (ModelConfig(n_layer=6, n_head=6, n_embd=384), 50257),
-    "small": (ModelConfig(), 50257),
-    "medium": (ModelConfig(n_layer=24, n_head=16, n_embd=1024), 50257),
-}
-OTHER_MODELS = {  # what differs from AO-GPT of the same size
-    "encoder": {"attention": "full", "target": "none", "tied_head": False},
-    "gpt": {"target": "none"},
-    "rotary": {"position": "rotary", "target": "rotary"},
+    "bench": (BENCH, 50257),
+    "small": (SMALL, 50257),
+    "medium": (MEDIUM, 50257),
 }
 # Of the tensor whose sum is timed: larger than any processor's cache.
 BANDWIDTH_BYTES = 2**29
@@ -38,8 +44,8 @@ BANDWIDTH_BYTES = 2**29
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(OutputOptions):
     size: Literal["tiny", "bench", "small", "medium"] = "bench"
-    """Layers/width/heads: tiny 2/64/2, bench 6/384/6, small 12/768/12, medium 24/1024/16; random
-    weights."""
+    """Layers/width/heads: tiny 2/64/2, bench 6/384/6, small 12/768/12, medium
+    24/1024/16; random weights."""
     threads: Count | None = None
     """Threads of PyTorch on a CPU."""
     device: str = "auto"
@@ -54,19 +60,32 @@ class BenchOptions(OutputOptions):
         check_values(self)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return Outputs({"--json": self.json} | (files or {}), (), self.overwrite)
+        written = {"--json": self.json}
+        if files:
+            written.update(files)
+        return Outputs(written, (), self.overwrite)
 
 
 def config_of(system: str, size: str, length: int) -> ModelConfig:
-    """Return the model of a system, for samples of this length."""
+    """Return the model of a system, for samples of this length: AO-GPT, or another one
+    of the same size."""
     config, ids = SIZES[size]
     block_size = max(config.block_size, length)
-    config = dataclasses.replace(
-        config, block_size=block_size, **OTHER_MODELS.get(system, {})
-    )
-    if system == "encoder":  # [MASK] comes after the tokens
-        vocab_size = max(config.vocab_size, ids + 1)
-        config = dataclasses.replace(config, mask_token=ids, vocab_size=vocab_size)
+    config = dataclasses.replace(config, block_size=block_size)
+    match system:
+        case "gpt":
+            return dataclasses.replace(config, target="none")
+        case "rotary":
+            return dataclasses.replace(config, position="rotary", target="rotary")
+        case "encoder":
+            return dataclasses.replace(
+                config,
+                attention="full",
+                target="none",
+                tied_head=False,
+                mask_token=ids,  # after the tokens
+                vocab_size=max(config.vocab_size, ids + 1),
+            )
     return config
 
 
@@ -86,7 +105,9 @@ def tell(text: str, end: str = "\n") -> None:
 
 
 def machine(device: torch.device) -> dict:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    name = cpu_name()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return {
         "type": device.type,
         "name": name,
@@ -97,25 +118,26 @@ def machine(device: torch.device) -> dict:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")  # platform.processor() is empty on Linux
-    for line in info.read_text().splitlines() if info.is_file() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
 def measure_rates(
     config: ModelConfig, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """flops: operations per second in the product of `inputs` hidden states (at most 4096) with an
-    MLP's first matrix. bandwidth: bytes per second in the sum of a tensor larger than any cache."""
+    """Return flops, the operations per second in the product of `inputs` hidden states
+    (at most 4096) with an MLP's first matrix, and bandwidth, the bytes per second in
+    the sum of a tensor larger than any cache."""
     rows = min(inputs, 4096)
     D = config.n_embd
     threads = torch.get_num_threads()
-    values = {
-        "x": torch.randn(rows, D, device=device, dtype=dtype),
-        "weight": torch.randn(D, 4 * D, device=device, dtype=dtype),
-        "data": torch.ones(BANDWIDTH_BYTES // 4, device=device),
-    }
+    x = torch.randn(rows, D, device=device, dtype=dtype)
+    weight = torch.randn(D, 4 * D, device=device, dtype=dtype)
+    data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
+    values = {"x": x, "weight": weight, "data": data}
     seconds = {}
     for work in ("x @ weight", "data.sum()"):
         timer = Timer(work, globals=values, num_threads=threads)
@@ -129,17 +151,18 @@ def measure_rates(
 def publish(
     o: BenchOptions, outputs: Outputs, dtype, device, figures, report: Callable
 ) -> dict:
-    """Write the figures, then print the report, so that an error in it loses nothing."""
-    result = provenance(o, dtype, device, machine=machine(device)) | figures
+    """Write the figures, then print the report, so that an error in it loses
+    nothing."""
+    result = provenance(o, dtype, device, machine=machine(device))
+    result.update(figures)
     with outputs:
         outputs.write_json(o.json, result)
         m = result["machine"]
-        show(
-            f"{m['name']}, {m['threads']} threads, torch {result['versions']['torch']}."
-        )
+        version = result["versions"]["torch"]
+        show(f"{m['name']}, {m['threads']} threads, torch {version}.")
         if m["type"] == "cpu":
             show("On a CPU only the ratios mean something.\n")
-        show(*report(result), sep="\n")
+        show("\n".join(report(result)))
     return result
 
 
@@ -149,13 +172,16 @@ def listed(names: dict[str, str]) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, without an exponent for large numbers."""
+    """Return a number with three digits, without an exponent if it is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def spread_of(values: list[float]) -> str:
     """Return the median, and the least and largest behind it."""
-    return f"{short(statistics.median(values))} ({short(min(values))} - {short(max(values))})"
+    median = short(statistics.median(values))
+    least = short(min(values))
+    largest = short(max(values))
+    return f"{median} ({least} - {largest})"
 
 
 def synchronize(device: torch.device) -> None:

@@ -34,7 +34,8 @@ CROP = 32  # sixteenths
 HOP = 16  # from the start of a crop of training to that of the next
 SHIFTS = tuple(range(-5, 7))  # transpositions of training, semitones
 LEFT_OUT = "sixteenths at the end of a chorale fill no crop and are left out"
-Pitch = Literal[-1] | Annotated[int, Interval(ge=LOWEST, le=HIGHEST)]  # -1: a rest
+InRange = Interval(ge=LOWEST, le=HIGHEST)
+Pitch = Literal[-1] | Annotated[int, InRange]  # -1: a rest
 Chorale = list[tuple[Pitch, Pitch, Pitch, Pitch]]
 Chorales = dict[Literal["train", "valid", "test"], list[Chorale]]
 
@@ -49,12 +50,16 @@ class ChoralesDataset(Dataset):
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the crops of each split, not read yet."""
         whole = super().corpora(request)["train"]
-        name = str(next(iter(whole.description[0].values())))  # of the file
+        source = whole.description[0]
+        name = str(next(iter(source.values())))  # of the file
 
         @cache
         def files() -> list[Chorales]:
             advice = "give Jsb16thSeparated.json"
-            return [from_json(text, Chorales, name, advice) for text in whole.documents]
+            contents = []
+            for text in whole.documents:
+                contents.append(from_json(text, Chorales, name, advice))
+            return contents
 
         def crops(split: str, hop: int, shifts: Collection[int]) -> Iterator[str]:
             key = "valid" if split == "val" else split
@@ -72,11 +77,9 @@ class ChoralesDataset(Dataset):
             hop = HOP if split == "train" else CROP
             shifts = SHIFTS if split == "train" else (0,)
             facts = {"crop": CROP, "a crop every": hop, "transpositions": list(shifts)}
-            corpora[split] = Corpus(
-                crops(split, hop, shifts),
-                [facts, *whole.description],
-                reading=request.reading,
-            )
+            documents = crops(split, hop, shifts)
+            description = [facts, *whole.description]
+            corpora[split] = Corpus(documents, description, reading=request.reading)
         return corpora
 
 
@@ -98,11 +101,11 @@ def crops_of(
 def example(pitches: np.ndarray, predicted: Collection[str]) -> str:
     """Return the text of a crop, in which voices that are not predicted are marked as
     prompt."""
-    is_given = [bool(predicted) and voice not in predicted for voice in VOICES]
-    notes = [
-        (is_given[place % len(VOICES)], name_of(int(pitch)))
-        for place, pitch in enumerate(pitches)
-    ]
+    notes = []  # (whether it is prompt, name)
+    for place, pitch in enumerate(pitches):
+        voice = VOICES[place % len(VOICES)]
+        is_given = bool(predicted) and voice not in predicted
+        notes.append((is_given, name_of(int(pitch))))
     text = ""
     for given, group in groupby(notes, key=lambda note: note[0]):
         part = "".join(f" {name}" for _, name in group)

@@ -1,8 +1,8 @@
 """bench decode: the same plans decoded by every system.
 
-All systems run in turn, so that other work of the machine affects them alike, and the median of the
-repeats counts. Of slow systems only some model calls are timed, spread evenly over the plan, and
-scaled to all of them (`~` in the table).
+All systems run in turn, so that other work of the machine affects them alike, and the
+median of the repeats counts. Of slow systems only some model calls are timed, spread
+evenly over the plan, and scaled to all of them (`~` in the table).
 """
 
 import itertools
@@ -30,7 +30,8 @@ from studies.bench_common import SIZES, BenchOptions
 
 @dataclass(frozen=True)
 class System:
-    """A way to decode. The name of its model is the system's own unless it has another one."""
+    """A way to decode. The name of its model is the system's own unless it has another
+    one."""
 
     description: str
     model: str = "ours"
@@ -77,24 +78,18 @@ LONGEST_CACHE_ONLY = 2048  # tokens; beyond, all its calls would take minutes
 CHOICE = TokenChoice(0.9, 0.95)
 # Parts of a step, by words in the names of operations and kernels.
 PARTS = {
-    "attention": (
-        "ragged_attention",
-        "_attend",
-        "_merge",
-        "flash",
-        "fmha",
-        "attention",
-    ),
+    "attention": ("attention", "_attend", "_merge", "flash", "fmha"),
     "token choice": ("_choose", "topk", "softmax", "argmax", "exponential"),
     "matrix products": ("gemm", "cutlass", "nvjet", "addmm", "::mm", "linear", "bmm"),
 }
-ENTROPY = 4.0  # nats; language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140)
+# Nats. Language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140).
+ENTROPY = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(BenchOptions):
-    """Decode the same plans with every system and compare. The floor is the time that the
-    arithmetic and the memory traffic take at the rates measured on this machine."""
+    """Decode the same plans with every system and compare. The floor is the time that
+    the arithmetic and the memory traffic take at the rates measured on this machine."""
 
     systems: Annotated[
         tuple[Literal[*SYSTEMS], ...],
@@ -114,13 +109,15 @@ class DecodeOptions(BenchOptions):
     draft: Annotated[int, Ge(2)] = 8
     """Tokens that `speculative` drafts at a time."""
     compile: bool = False
-    """Let the engine compile its step, on a GPU also with Triton kernels and CUDA graphs."""
+    """Let the engine compile its step, on a GPU also with Triton kernels and CUDA
+    graphs."""
     kernels: bool = False
     """On a GPU: take the Triton kernels without --compile, too."""
     without: tuple[Literal["choice", "attention", "graphs"], ...] = ()
     """On a GPU: leave out these, to see what each is worth."""
     shares: Path | None = None
-    """Write where the time of `ours` goes, for the last of batch sizes, lengths and steps."""
+    """Write where the time of `ours` goes, for the last of batch sizes, lengths and
+    steps."""
 
 
 def bench_decode(o: DecodeOptions) -> dict:
@@ -146,7 +143,8 @@ def bench_decode(o: DecodeOptions) -> dict:
 
 
 class DecodeBench:
-    """The models of one batch size B and length T, and the systems that decode with them."""
+    """The models of one batch size B and length T, and the systems that decode with
+    them."""
 
     def __init__(
         self, o: DecodeOptions, B: int, T: int, device: torch.device, dtype: torch.dtype
@@ -160,13 +158,16 @@ class DecodeBench:
             self.systems.remove("cache-only")
         self.engines: dict[tuple[str, bool], Engine] = {}
         self.repeated: dict[str, list[dict]] = {}  # timings of systems with own steps
-        self.models = {}
+        self.models: dict[str, AOGPT] = {}
         self.vocab_size = SIZES[o.size][1]
-        for name in dict.fromkeys(SYSTEMS[system].model for system in self.systems):
-            common.tell(f"{o.size}, {T} tokens: weights of {name}")
-            config = common.config_of(name, o.size, T)
-            self.models[name] = common.random_model(config, device).to(dtype)
-            scale_logits(self.models[name], self.vocab_size)
+        for system in self.systems:
+            name = SYSTEMS[system].model
+            if name not in self.models:
+                common.tell(f"{o.size}, {T} tokens: weights of {name}")
+                config = common.config_of(name, o.size, T)
+                model = common.random_model(config, device).to(dtype)
+                scale_logits(model, self.vocab_size)
+                self.models[name] = model
         common.tell("rates of this machine")
         self.rates = common.measure_rates(
             self.models["ours"].config, B * T, dtype, device
@@ -178,25 +179,27 @@ class DecodeBench:
         plan is a warm-up, in which memory is allocated, steps are compiled and graphs
         recorded."""
         generator = common.seeded()
-        drawn = []
+        all_plans = []
         for _ in range(1 + self.options.repeats):
-            drawn.append(plans.mdm_plan(self.B, self.T, steps, generator))
-        timings = {system: [] for system in self.systems}
-        timings |= self.repeated
-        for number, plan in enumerate(drawn):
+            plan = plans.mdm_plan(self.B, self.T, steps, generator)
+            all_plans.append(plan)
+        timings: dict[str, list[dict]] = {}
+        for number, plan in enumerate(all_plans):
             for system in self.systems:
                 if system in self.repeated:
                     continue
                 common.tell(f"{self.T} tokens, {steps} steps, {system}: ", end="")
                 timing = self.time(system, plan)
                 if number > 0:
-                    timings[system].append(timing)
+                    timings.setdefault(system, []).append(timing)
                 common.tell(f"{timing['seconds']:.3g} s")
+        for system, own in timings.items():
+            if SYSTEMS[system].has_own_steps:
+                self.repeated[system] = own
         rows = []
         for system in self.systems:
-            rows.append(self.row(system, steps, timings[system], drawn[0]))
-            if SYSTEMS[system].has_own_steps:
-                self.repeated[system] = timings[system]
+            own = self.repeated.get(system) or timings[system]
+            rows.append(self.row(system, steps, own, all_plans[0]))
         for row in rows:
             row["times_ours"] = row["seconds"] / rows[0]["seconds"]
         return rows
@@ -231,22 +234,23 @@ class DecodeBench:
         """Time a plan; of a slow system some of its calls, scaled to all of them."""
         if not SYSTEMS[system].is_slow:
             own = plan_of(system, plan, self.options.draft)
-            seconds, (done,) = self.decode(system, [own])
+            seconds, (generation,) = self.decode(system, [own])
             model = self.models[SYSTEMS[system].model]
             return {
                 "seconds": seconds,
                 "floor": floor_of(own, model, self.vocab_size, self.rates),
-                "calls": done.model_calls,
-                "timed_calls": done.model_calls,
-                "token_forwards": done.token_forwards,
+                "calls": generation.model_calls,
+                "timed_calls": generation.model_calls,
+                "token_forwards": generation.token_forwards,
             }
         sizes = group_sizes(plan)  # (B, G) positions that each call unmasks
         calls = sizes.shape[1]
         timed = min(SLOW_CALLS, calls)
         chosen = [int((i + 0.5) * calls / timed) for i in range(timed)]
-        # What a plan costs besides its calls.
-        fixed, _ = self.decode(system, parts_of(system, plan, []))
-        seconds, _ = self.decode(system, parts_of(system, plan, chosen))
+        without_calls = parts_of(system, plan, [])
+        fixed, _ = self.decode(system, without_calls)
+        with_some = parts_of(system, plan, chosen)
+        seconds, _ = self.decode(system, with_some)
         inputs = torch.full_like(sizes, self.T)
         if system == "no-cache":
             inputs = sizes.cumsum(dim=1)
@@ -258,21 +262,27 @@ class DecodeBench:
         }
 
     def decode(self, system: str, parts: list[Plan]) -> tuple[float, list[Generation]]:
-        """Decode plans with the model of a system, one after the other; the seconds, too,
-        without those in which graphs are recorded."""
-        engine = self.engine(system, (self.B, self.T))
+        """Decode plans with the model of a system, one after the other. Return the
+        seconds, without those in which graphs are recorded, and the samples of each
+        plan."""
+        shape = (self.B, self.T)
+        engine = self.engine(system, shape)
         generator = common.seeded(1)
-        tokens = torch.randint(self.vocab_size, (self.B, self.T), generator=generator)
+        tokens = torch.randint(self.vocab_size, shape, generator=generator)
         before = recording_seconds(engine)
         common.synchronize(self.device)
         started = time.perf_counter()
-        done = [engine.generate(plan, tokens, generator=generator) for plan in parts]
+        generations = [
+            engine.generate(plan, tokens, generator=generator) for plan in parts
+        ]
         common.synchronize(self.device)
         seconds = time.perf_counter() - started
-        return seconds - (recording_seconds(engine) - before), done
+        recording = recording_seconds(engine) - before
+        return seconds - recording, generations
 
     def engine(self, system: str, shape: tuple[int, int]) -> Engine:
-        """Buffers, packed weights, compiled steps and graphs are made once."""
+        """Return the engine of a system; its buffers, packed weights, compiled steps
+        and graphs are made once."""
         name = SYSTEMS[system].model
         is_eager = SYSTEMS[system].is_eager
         key = (name, is_eager)
@@ -308,14 +318,15 @@ class DecodeBench:
     def shares(self, steps: int) -> dict:
         """Return where the time of `ours` goes: the share of each of PARTS, and the ten
         operations or kernels that take most, in milliseconds of a plan."""
-        plan = plans.mdm_plan(self.B, self.T, steps, common.seeded(1))
+        generator = common.seeded(1)
+        plan = plans.mdm_plan(self.B, self.T, steps, generator)
         self.decode("ours", [plan])
         on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profile:
-            _, (done,) = self.decode("ours", [plan])
+            _, (generation,) = self.decode("ours", [plan])
         milliseconds = {}
         for event in profile.key_averages():
             microseconds = event.self_cpu_time_total
@@ -330,7 +341,7 @@ class DecodeBench:
         names = sorted(milliseconds, key=lambda name: -milliseconds[name])
         return {
             "steps": steps,
-            "calls": done.model_calls,
+            "calls": generation.model_calls,
             "milliseconds": total,
             "shares": parts,
             "largest": {name: milliseconds[name] for name in names[:10]},
@@ -380,16 +391,13 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         work()
-    events = []
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            events.append(event)
-    events.sort(key=lambda event: event.start_ns())
+    events = profile.profiler.kineto_results.events()
     now = 0
     most = 0
-    for event in events:
-        now += event.nbytes()
-        most = max(most, now)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
     return now, most
 
 
@@ -411,13 +419,15 @@ def plan_of(system: str, plan: Plan, draft: int) -> Plan:
 
 
 def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
-    """Plans that take these calls only of a slow system, each as it is in the whole plan.
+    """Return plans that take these calls only of a slow system, each as it is in the
+    whole plan.
 
-    An encoder computes all positions of a row in every call, so that those of the other calls can
-    be given. Without a cache a call computes the known tokens and its group, wherever they stand:
-    a prompt, in front of which nothing is cached, and its continuation."""
-    before = torch.full_like(plan.step[:, :1], -1)
-    starts = plan.step.diff(dim=1, prepend=before) > 0
+    An encoder computes all positions of a row in every call, so that those of the other
+    calls can be given. Without a cache a call computes the known tokens and its group,
+    wherever they stand: a prompt, in front of which nothing is cached, and its
+    continuation."""
+    first = plan.step[:, :1]
+    starts = plan.step.diff(dim=1, prepend=torch.full_like(first, -1)) > 0
     # (B, T), the call of each position, as the engine counts.
     groups = starts.cumsum(dim=1) - 1
     if SYSTEMS[system].model == "encoder":
@@ -439,11 +449,13 @@ def parts_of(system: str, plan: Plan, calls: Collection[int]) -> list[Plan]:
 
 @torch.no_grad()
 def scale_logits(model: AOGPT, vocab_size: int) -> None:
-    """Scale the head's nearly flat random logits to an entropy of about ENTROPY. Normal logits of
-    standard deviation s have log V - s^2 / 2; hidden states have a mean square of 1."""
-    std = model.head.weight.float().std() * math.sqrt(model.config.n_embd)
+    """Scale the head's nearly flat random logits to an entropy of about ENTROPY. Normal
+    logits of standard deviation s have log V - s^2 / 2; hidden states have a mean
+    square of 1."""
+    weight = model.head.weight
+    std = weight.float().std() * math.sqrt(model.config.n_embd)
     too_high = max(math.log(vocab_size) - ENTROPY, 0.1)
-    model.head.weight.mul_(math.sqrt(2 * too_high) / std)
+    weight.mul_(math.sqrt(2 * too_high) / std)
 
 
 def floor_of(
@@ -461,10 +473,14 @@ def floor_of(
     itemsize = model.wte.weight.dtype.itemsize
     active = sizes > 0
     known = sizes.cumsum(dim=1) - sizes
-    # The first copy of the group before has stayed in the cache; the others are computed again.
-    fresh = torch.nn.functional.pad(sizes[:, :-1] - 1, (1, 0)).where(active, 0)
+    # The first copy of the group before has stayed in the cache; the others are
+    # computed again.
+    others = sizes[:, :-1] - 1
+    fresh = torch.nn.functional.pad(others, (1, 0)).where(active, 0)
     cached = (known - fresh).where(active, 0)
-    pairs = fresh * cached + fresh * (fresh + 1) // 2 + sizes * (known + 1)
+    pairs = fresh * cached
+    pairs += fresh * (fresh + 1) // 2
+    pairs += sizes * (known + 1)
     block_weights = 12 * L * D**2
     head_weights = D * vocab_size
     cache = 2 * L * D * cached.sum(dim=0).double()
@@ -511,13 +527,16 @@ def report(result: dict) -> list[str]:
         settings += ", with kernels"
     if s["without"]:
         settings += f", without {' and '.join(s['without'])}"
-    own_steps = [name for name, system in SYSTEMS.items() if system.has_own_steps]
+    own_steps = []
+    for name, system in SYSTEMS.items():
+        if system.has_own_steps:
+            own_steps.append(name)
     text = (
         f"{settings}; median of {s['repeats']}. "
         f"{rates['flops'] / 1e9:,.0f} GFLOP/s in a matrix product, "
-        f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory. x ours: seconds relative to "
-        "`ours`. x floor: seconds relative to the arithmetic and memory traffic at these "
-        "rates. ~: scaled up from some of the calls. Recording of CUDA graphs is not "
-        f"included. Steps of {', '.join(own_steps)} do not depend on --steps."
+        f"{rates['bandwidth'] / 1e9:,.1f} GB/s from memory. x ours: seconds relative "
+        "to `ours`. x floor: seconds relative to the arithmetic and memory traffic at "
+        "these rates. ~: scaled up from some of the calls. Recording of CUDA graphs is "
+        f"not included. Steps of {', '.join(own_steps)} do not depend on --steps."
     )
     return [text, "", *markdown_table(head, lines)]

@@ -1,17 +1,18 @@
-"""An experiment: run configs under recipes, what is measured of their runs, and claims about it.
+"""An experiment: run configs under recipes, what is measured of their runs, and claims
+about it.
 
 A run config is a base configuration with a few keys changed:
 
     [base]                                  # a configuration, as train.py takes it
     [run_configs.fast]
-    from = "slow"                           # optional: a run config above, to inherit its changes
+    from = "slow"                           # optional: a run config above, to inherit
     description = "the rate decays linearly"
     tune = { "optim.lr" = [1e-3, 2e-3, 4e-3] }
     "optim.schedule" = "linear"
 
-A recipe is a set of changes with a value to tune; all run configs are trained under each recipe.
-Runs with the same seed see the same batches and are validated under the same orders, so that
-differences between run configs are paired.
+A recipe is a set of changes with a value to tune; all run configs are trained under
+each recipe. Runs with the same seed see the same batches and are validated under the
+same orders, so that differences between run configs are paired.
 """
 
 import copy
@@ -54,21 +55,32 @@ class RunConfig:
     @property
     def untuned(self) -> Values:
         """The middle of the grid."""
-        return {key: values[len(values) // 2] for key, values in self.tune.items()}
+        middle = {}
+        for key, values in self.tune.items():
+            middle[key] = values[len(values) // 2]
+        return middle
 
 
-Keys = {"from": str, "description": str, "tune": dict[str, list], "tuned_as": str}
-# and dotted keys
-TABLES = dict[str, schema(TypedDict("RunConfigTable", Keys, total=False))]
+KEYS = {
+    "from": str,
+    "description": str,
+    "tune": dict[str, list],
+    "tuned_as": str,
+}
+# Beside these there are dotted keys of the configuration.
+RUN_CONFIG_TABLE = TypedDict("RunConfigTable", KEYS, total=False)
+TABLES = dict[str, schema(RUN_CONFIG_TABLE)]
 
 
 def read_run_configs(
     tables: dict[str, dict], source: str, recipe: dict | None = None
 ) -> dict[str, RunConfig]:
-    """Run configs from the tables of a TOML file, which `source` names in errors. recipe: the
-    changes that run configs inherit which are not from another one."""
+    """Return run configs from the tables of a TOML file, which `source` names in
+    errors. recipe: the changes that run configs inherit which are not from another
+    one."""
     run_configs: dict[str, RunConfig] = {}
-    all_tables = {"": recipe or {}} | tables
+    all_tables = {"": recipe or {}}
+    all_tables.update(tables)
     for name, table in from_values(all_tables, TABLES, source).items():
         parent = table.pop("from", "" if name else None)
         inherited = RunConfig("", {}, {})
@@ -77,12 +89,15 @@ def read_run_configs(
         description = table.pop("description", "")
         tune = table.pop("tune", inherited.tune)
         tuned_as = table.pop("tuned_as", "")
+        changes = dict(inherited.changes)
+        changes.update(table)
         # A key is either tuned or has a value.
-        tune = {key: values for key, values in tune.items() if key not in table}
-        changes = inherited.changes | table
-        for key in tune:
-            changes.pop(key, None)
-        run_configs[name] = RunConfig(name, changes, tune, description, tuned_as)
+        tuned = {}
+        for key, values in tune.items():
+            if key not in table:
+                tuned[key] = values
+                changes.pop(key, None)
+        run_configs[name] = RunConfig(name, changes, tuned, description, tuned_as)
     del run_configs[""]
     return run_configs
 
@@ -97,7 +112,8 @@ class Experiment:
     caveats: str = ""
     # in the table of all: found, says (elsewhere)
     row: dict[str, str] = field(default_factory=dict)
-    kind: str = "training"  # the loss or figure that is compared; training: under training orders
+    # the loss or figure that is compared; training: under training orders
+    kind: str = "training"
     claims: list[Claim] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
@@ -113,20 +129,23 @@ class Experiment:
     base: dict = field(default_factory=dict)
     recipes: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     descriptions: dict[str, str] = field(default_factory=dict)  # of the recipes
-    # By recipe: runs from which others start, or with which they are measured; not tuned.
+    # By recipe: runs from which others start, or with which they are measured; not
+    # tuned.
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
     figure: str = ""  # curves, points, lines, scatter or runs: see figures.py
-    # curves: the loss that is drawn of run configs for which the compared one means nothing.
+    # curves: the loss that is drawn of run configs for which the compared one means
+    # nothing.
     figure_losses: dict[str, str] = field(default_factory=dict)
     figure_top: float | None = None  # curves: the upper end of the axis of losses
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table
     # Run configs in a table of costs, and those that stand for them with fewer tokens.
     equal_time: dict[str, str] = field(default_factory=dict)
-    # The x coordinate of each run config (lines), or of each measure that is drawn (points).
+    # The x coordinate of each run config (lines), or of each measure that is drawn
+    # (points).
     x: dict[str, float] = field(default_factory=dict)
     x_label: str = ""  # lines
 
@@ -149,8 +168,8 @@ class Experiment:
         words.append(f"s{seed}")
         changes = copy.deepcopy(run_config.changes)
         if quick:
-            changes |= QUICK
-        changes |= tuned
+            changes.update(QUICK)
+        changes.update(tuned)
         changes["name"] = "_".join(words)
         changes["seed"] = seed
         changes["out"] = str(folder / recipe)
@@ -169,8 +188,9 @@ class Experiment:
                 table = table.setdefault(part, {})
             table[last] = value
         for stage in values.get("schedule", ()):  # a fraction is of all steps
-            if isinstance(stage["step"], float):
-                stage["step"] = round(stage["step"] * values["train"]["steps"])
+            step = stage["step"]
+            if isinstance(step, float):
+                stage["step"] = round(step * values["train"]["steps"])
         return configuration.from_dict(values, f"run config {run_config.name}")
 
     @property
@@ -183,8 +203,12 @@ class Experiment:
 
     @property
     def success(self) -> float | None:
-        """The figure from which on a run succeeds, if claims are about the number of those."""
-        return next((c.success for c in self.claims if c.success is not None), None)
+        """The figure from which on a run succeeds, if claims are about the number of
+        those."""
+        for claim in self.claims:
+            if claim.success is not None:
+                return claim.success
+        return None
 
     def seeds_in(self, recipe: str, count: int) -> range:
         """Return the seeds of a recipe's runs, `count` of them or fewer."""
@@ -192,8 +216,9 @@ class Experiment:
         return range(self.first_seed, self.first_seed + fewer)
 
     def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:
+        helpers = self.helpers.get(recipe, {})
         configs = {}
-        for name, one in self.helpers.get(recipe, {}).items():
+        for name, one in helpers.items():
             configs[name] = self.config(recipe, one, HELPER_SEED, one.untuned, quick)
         return configs
 
@@ -205,7 +230,8 @@ def experiment_names() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """Read studies/configs/findings/NAME.toml. Raises UserError if there is no such file."""
+    """Read studies/configs/findings/NAME.toml. Raises UserError if there is no such
+    file."""
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(experiment_names())
@@ -222,10 +248,12 @@ def read_values(name: str) -> dict:
     common = read_toml(CONFIGS / "common.toml")
     if "run_configs" not in values:
         return values
-    values["base"] = laid_over(common["base"], values.get("base", {}))
+    own_base = values.get("base", {})
+    values["base"] = laid_over(common["base"], own_base)
     for name, recipe in values["recipes"].items():
         source = recipe.pop("from", name)
-        merged = common["recipes"].get(source, {}) | recipe
+        merged = dict(common["recipes"].get(source, {}))
+        merged.update(recipe)
         for key in recipe.get("tune", {}):  # what is tuned here is not fixed
             if key not in recipe:
                 merged.pop(key, None)
@@ -235,11 +263,12 @@ def read_values(name: str) -> dict:
 
 def laid_over(tables: dict, changes: dict) -> dict:
     """Return tables of a file with those of another over them, key by key."""
-    merged = dict(tables)
+    merged = copy.deepcopy(tables)
     for name, change in changes.items():
         if isinstance(change, dict):
-            change = tables.get(name, {}) | change
-        merged[name] = change
+            merged.setdefault(name, {}).update(change)
+        else:
+            merged[name] = change
     return merged
 
 
@@ -254,19 +283,29 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
     recipes = {}
     helpers = {}
     descriptions = {}
-    for recipe, changes in values.pop("recipes", {}).items():
+    recipe_tables = values.pop("recipes", {})
+    for recipe, changes in recipe_tables.items():
         descriptions[recipe] = changes.get("description", "")
         chosen = changes.pop("run_configs", list(tables))
-        one_by_one = read_run_configs(tables | helper_tables, source, changes)
-        recipes[recipe] = {n: one_by_one[n] for n in tables if n in chosen}
-        helpers[recipe] = {n: one_by_one[n] for n in helper_tables}
-    for key, kind in (("claims", Claim), ("ratios", Ratio), ("measures", Measure)):
-        values[key] = from_values(values.get(key, []), list[kind], source)
+        run_configs = read_run_configs(tables | helper_tables, source, changes)
+        helpers[recipe] = {}
+        for helper in helper_tables:
+            helpers[recipe][helper] = run_configs.pop(helper)
+        recipes[recipe] = {}
+        for run_config, one in run_configs.items():
+            if run_config in chosen:
+                recipes[recipe][run_config] = one
+    claims = values.pop("claims", [])
+    ratios = values.pop("ratios", [])
+    measures = values.pop("measures", [])
     return Experiment(
         name=name,
         recipes=recipes,
         helpers=helpers,
         descriptions=descriptions,
         x=places,
+        claims=from_values(claims, list[Claim], source),
+        ratios=from_values(ratios, list[Ratio], source),
+        measures=from_values(measures, list[Measure], source),
         **values,
     )

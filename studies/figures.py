@@ -1,5 +1,5 @@
-"""The figures of findings and tasks: a grid of panels, each with curves or points. `entries` are
-run configs by name, with the results of their seeds.
+"""The figures of findings and tasks: a grid of panels, each with curves or points.
+`entries` are run configs by name, with the results of their seeds.
 """
 
 import functools
@@ -42,7 +42,7 @@ FEW_SEEDS = f" (of fewer than {FEW} seeds their range). "
 DOTS = "Small dots: single seeds"
 
 
-# ---- parts of all figures ------------------------------------------------------------------------
+# ---- parts of all figures ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Style:
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Return the style of each run config of a panel: a system has its color; its variants, which
-    are dashed, and others have colors that no system has, as long as there are some."""
+    """Return the style of each run config of a panel: a system has its color; its
+    variants, which are dashed, and others have colors that no system has, as long as
+    there are some."""
     places: dict[str, int] = {}
     for name in names:
         place = system_of(name)
@@ -92,8 +93,8 @@ def draw_panels(
     caption: str,
     sharey: bool,
 ) -> bytes:
-    """Return a PNG with a panel for each title, which draw(axes, entries) fills, and a caption that
-    says what bars and bands are."""
+    """Return a PNG with a panel for each title, which draw(axes, entries) fills, and a
+    caption that says what bars and bands are."""
     rows = -(-len(panels) // columns)
     labels = max(map(len, panels.values()))
     height = 3.8 + 0.17 * labels
@@ -122,7 +123,8 @@ def draw_panels(
 
 
 def with_caption(drawing, caption: str, columns: int) -> bytes:
-    """Return a figure with a caption as a PNG, with a palette, which is a third of the size."""
+    """Return a figure with a caption as a PNG, with a palette, which is a third of the
+    size."""
     from PIL import Image
 
     wrapped = textwrap.fill(caption, 72 * columns)
@@ -157,7 +159,8 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def draw_mean(axes, x: float, values: list[float], label: str, style: Style) -> None:
-    """Draw the mean of some seeds with its interval, and to the right of it each seed."""
+    """Draw the mean of some seeds with its interval, and to the right of it each
+    seed."""
     from matplotlib.transforms import ScaledTranslation
 
     mean = statistics.mean(values)
@@ -187,11 +190,12 @@ def draw_mean(axes, x: float, values: list[float], label: str, style: Style) -> 
     axes.autoscale_view()
 
 
-# ---- figures of findings -------------------------------------------------------------------------
+# ---- figures of findings -------------------------------------------------------------
 
 
 def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
-    """Return a panel for each recipe and, if the experiment has families, for each family in it."""
+    """Return a panel for each recipe and, if the experiment has families, for each
+    family in it."""
     panels: dict[str, Entries] = {}
     for recipe, entries in recipes.items():
         for name, entry in entries.items():
@@ -212,10 +216,14 @@ def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
 
 
 def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
-    """Draw the loss over tokens, and at the end that of each seed; dotted, the least possible one,
-    if known."""
-    styles = styles_of(entries)
+    """Draw the loss over tokens, and at the end that of each seed; dotted, the least
+    possible one, if known. Where all run configs draw another loss than the compared
+    one, the axis names it, and else their labels do."""
     kind = re.sub("^(lowest|eval)_", "", experiment.kind)
+    kinds = [experiment.figure_losses.get(name, kind) for name in entries]
+    if len(set(kinds)) == 1:
+        kind = kinds[0]
+    styles = styles_of(entries)
     for number, (name, entry) in enumerate(entries.items()):
         rows = [row for row in entry["runs"] if row["tokens"]]
         if kind not in rows[0]["losses"]:
@@ -225,10 +233,11 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
         if drawn != kind:
             label += f": {title_of(drawn)}"
         draw_curve(axes, rows, drawn, label, styles[name], number)
-    measured = rows[0]["measured"]
-    if "excess" in measured:
+    first = rows[0]
+    excess = first["measured"].get("excess")
+    if excess:
         axes.axhline(
-            rows[0]["losses"]["training"][-1] - measured["excess"][0],
+            first["losses"]["training"][-1] - excess[0],
             label="entropy: the least loss possible",
             linestyle=":",
             color="black",
@@ -243,8 +252,8 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
 def draw_curve(
     axes, rows: list[dict], kind: str, label: str, style: Style, number: int
 ) -> None:
-    """Draw the mean loss of some runs and its band, and the runs beside the end; `number` is that
-    of the run config."""
+    """Draw the mean loss of some runs and its band, and the runs beside the end;
+    `number` is that of the run config."""
     means = []
     lows = []
     highs = []
@@ -301,7 +310,8 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
 
 
 def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
-    """Draw the measures of `x`, or those shown, side by side, a mean for each run config."""
+    """Draw the measures of `x`, or those shown, side by side, a mean for each run
+    config."""
     kinds = list(experiment.x) or experiment.shown
     styles = styles_of(entries)
     last = max(1, len(entries) - 1)
@@ -347,8 +357,8 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
 
 
 def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
-    """Draw the compared figure, a point for each run, since a mean says little of runs that succeed
-    or fail."""
+    """Draw the compared figure, a point for each run, since a mean says little of runs
+    that succeed or fail."""
     styles = styles_of(entries)
     for place, (name, entry) in enumerate(entries.items()):
         values = sorted(values_of(entry, experiment.kind))

@@ -1,14 +1,16 @@
-"""Questions about any-order models, answered by experiments: run configs, seeds, verdicts.
+"""Questions about any-order models, answered by experiments: run configs, seeds,
+verdicts.
 
     python -m studies.findings E13 --seeds 1 --quick   # does it run? Three minutes
-    python -m studies.findings E13 --jobs 2            # what is missing: results/findings/E13.*
+    python -m studies.findings E13 --jobs 2            # results/findings/E13.*
     python -m studies.findings E13 --run-configs l2r0 # some now, the others later
-    python -m studies.findings details E13             # all its figures, claims, rates tried
+    python -m studies.findings details E13             # all figures, claims, rates
     python -m studies.findings page                    # all pages of what has results
 
-An experiment is a file of studies/configs/findings. An interrupted one is resumed: finished runs in
-out/findings are not trained again, nor those with a row in results/findings/E13.runs.jsonl (remove
-the file to repeat them). Pages, figures and details are made of these rows.
+An experiment is a file of studies/configs/findings. An interrupted one is resumed:
+finished runs in out/findings are not trained again, nor those with a row in
+results/findings/E13.runs.jsonl (remove the file to repeat them). Pages, figures and
+details are made of these rows.
 """
 
 from dataclasses import dataclass
@@ -33,8 +35,8 @@ from studies.runs import ROOT
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
     words: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """An experiment (a file of studies/configs/findings without its suffix), `details` and an
-    experiment, or `page`."""
+    """An experiment (a file of studies/configs/findings without its suffix), `details`
+    and an experiment, or `page`."""
     run_configs: tuple[str, ...] = ()
     """Only these run configs. Their rows are saved, results go to out/findings/part."""
 
@@ -47,7 +49,8 @@ def main() -> None:
             write_pages()
         case ["details", name]:
             load_experiment(name)  # its name is checked first
-            show(*pages.details_of(*pages.load_results(name)), sep="\n")
+            experiment, recipes = pages.load_results(name)
+            show("\n".join(pages.details_of(experiment, recipes)))
         case [name]:
             run(load_experiment(name), a)
         case _:
@@ -55,8 +58,9 @@ def main() -> None:
 
 
 def run(experiment: Experiment, a: Arguments) -> None:
-    """Train what is missing; write the page and the figure, and print the tables. Where seeds are
-    left out there is no page, whose text may speak of them, and the figure is in out/findings."""
+    """Train what is missing; write the page and the figure, and print the tables. Where
+    seeds are left out there is no page, whose text may speak of them, and the figure is
+    in out/findings."""
     name = experiment.name
     seeds = a.seeds or experiment.seeds
     complete = seeds >= experiment.seeds and not a.quick and not a.run_configs
@@ -77,7 +81,7 @@ def run(experiment: Experiment, a: Arguments) -> None:
         chosen=a.run_configs,
     )
     recipes = pages.reported(experiment, runner.train(seeds))
-    show(*pages.details_of(experiment, recipes), sep="\n")
+    show("\n".join(pages.details_of(experiment, recipes)))
     folder = pages.RESULTS
     if not complete:
         folder = experiments.OUT / ("quick" if a.quick else "part")
@@ -113,8 +117,8 @@ def write_figure(folder: Path, experiment: Experiment, recipes: Recipes) -> None
 
 
 def prepare_quick_text(experiment: Experiment) -> None:
-    """Keep the first recipe alone, and replace all data by the repository's stories, in bytes,
-    preparing them if necessary."""
+    """Keep the first recipe alone, and replace all data by the repository's stories, in
+    bytes, preparing them if necessary."""
     stories = ROOT / "data" / "stories_bytes"
     if not (stories / "meta.json").exists():
         prepare(Prepare("stories", tokenizer="bytes", out=stories))

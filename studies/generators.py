@@ -1,10 +1,12 @@
 """Texts with a known entropy. A document and its end-of-text fill a block if
 model.block_size is its length plus 1.
 
-polya       63 draws from an urn of 16 letters, each put back with another one like it: the
-            probability does not depend on the order of the draws, so no order is better
-latin5      a Latin square of 5 rows and columns, row by row; all squares are equally probable
-shuffled    text in chunks of 63 characters in random order: a bag of letters, without an order"""
+polya       63 draws from an urn of 16 letters, each put back with another one like
+            it: the probability does not depend on the order of the draws, so no order
+            is better
+latin5      a Latin square of 5 rows and columns, row by row; all squares are equally
+            probable
+shuffled    text in chunks of 63 characters in random order: a bag of letters"""
 
 import functools
 import itertools
@@ -26,29 +28,33 @@ SHUFFLED = 63  # characters of a chunk
 
 @dataclass(frozen=True)
 class Made(Dataset):
-    """A dataset of random numbers; `numbers` are its documents in each split. Subclasses have
-    documents(split, rng, count), which yields them, and `origin`, what is recorded of them."""
+    """A dataset of random numbers; `numbers` are its documents in each split.
+    Subclasses have documents(split, rng, count), which yields them, and `origin`, what
+    is recorded of them."""
 
     tokenizer: str = "bytes"
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the documents of each split, not made yet."""
         corpora = {}
-        for place, (split, count) in enumerate(
-            zip(self.splits, self.numbers, strict=True)
-        ):
+        for place, split in enumerate(self.splits):
+            count = self.numbers[place]
             seed = [place, count]
-            documents = self.documents(split, np.random.default_rng(seed), count)
+            rng = np.random.default_rng(seed)
+            documents = self.documents(split, rng, count)
             facts = self.origin | {"seed": seed, "documents": count}
             corpora[split] = Corpus(documents, [facts], reading=request.reading)
         return corpora
 
 
+Maker = Callable[[np.random.Generator], str]  # of a document
+
+
 @dataclass(frozen=True)
 class Generated(Made):
-    """make: (random numbers) -> document."""
+    """Documents that `make` draws, one by one."""
 
-    make: Callable[[np.random.Generator], str] = lambda rng: ""
+    make: Maker = lambda rng: ""
     splits: tuple[str, ...] = ("train", "val")
 
     @property
@@ -71,11 +77,9 @@ class Shuffled(Dataset):
         corpora = super().corpora(request)
         for seed, (split, corpus) in enumerate(corpora.items()):
             facts = {"shuffled": SHUFFLED, "seed": seed}
-            corpora[split] = Corpus(
-                shuffled_chunks(corpus, seed),
-                [facts, *corpus.description],
-                reading=corpus.reading,
-            )
+            chunks = shuffled_chunks(corpus, seed)
+            description = [facts, *corpus.description]
+            corpora[split] = Corpus(chunks, description, reading=corpus.reading)
         return corpora
 
 
@@ -113,7 +117,8 @@ def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
     total = len(LETTERS) * weight
     nats = math.lgamma(total + len(text)) - math.lgamma(total)
     for letter in LETTERS:
-        nats -= math.lgamma(text.count(letter) + weight) - math.lgamma(weight)
+        count = text.count(letter)
+        nats -= math.lgamma(count + weight) - math.lgamma(weight)
     return nats
 
 
@@ -125,15 +130,17 @@ def reduced_squares(size: int = LATIN_SIZE) -> list[np.ndarray]:
     rows = list(itertools.permutations(range(size)))
     for first in range(1, size):
         longer = []
-        for above in squares:
-            for row in rows:
-                if row[0] == first and fits_below(row, above):
-                    longer.append([*above, row])
+        for above, row in itertools.product(squares, rows):
+            if row[0] == first and fits_below(row, above):
+                longer.append([*above, row])
         squares = longer
     return [np.array(square) for square in squares]
 
 
-def fits_below(row: tuple[int, ...], above: list[tuple[int, ...]]) -> bool:
+Row = tuple[int, ...]  # of numbers of a Latin square
+
+
+def fits_below(row: Row, above: list[Row]) -> bool:
     """Return whether no column of a square would have a number twice."""
     for column, number in enumerate(row):
         if any(other[column] == number for other in above):
@@ -147,17 +154,22 @@ def latin5(rng: np.random.Generator) -> str:
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))]
     columns = rng.permutation(LATIN_SIZE)
-    rows = [0, *(1 + rng.permutation(LATIN_SIZE - 1))]
-    cells = square[:, columns][rows].flatten()
-    return "".join(LETTERS[cell] for cell in cells)
+    others = 1 + rng.permutation(LATIN_SIZE - 1)
+    rows = [0, *others]
+    shuffled = square[:, columns][rows]
+    return "".join(LETTERS[cell] for cell in shuffled.flatten())
 
 
 def latin5_nats(square: str) -> float:
     """Return -log probability of a Latin square: all are equally probable."""
-    return math.log(56 * math.factorial(5) * math.factorial(4))
+    squares = len(reduced_squares())
+    columns = math.factorial(LATIN_SIZE)
+    rows = math.factorial(LATIN_SIZE - 1)
+    return math.log(squares * columns * rows)
 
 
-# -log probability of a document, without its end-of-text: the least expected loss on it.
+# -log probability of a document, without its end-of-text: the least expected loss on
+# it.
 NATS_OF_TEXT: dict[str, Callable[[str], float]] = {
     "polya": polya_nats,
     "latin5": latin5_nats,

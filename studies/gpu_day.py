@@ -6,10 +6,11 @@
     python -m studies.gpu_day training                       # 5
     python -m studies.gpu_day decoding --small               # a rehearsal on a CPU
 
-A part is a list of jobs. Each is a process of its own with a time limit, and writes small files
-to --out: JOB.log, what it measures as JSON, and JOB.done.json. Run again, a part goes on
-with the jobs that are not done; training goes on from its checkpoint. A job whose time is up is
-asked to stop, so that training saves its state, and counts as done if it may be cut short.
+A part is a list of jobs. Each is a process of its own with a time limit, and writes
+small files to --out: JOB.log, what it measures as JSON, and JOB.done.json. Run again, a
+part goes on with the jobs that are not done; training goes on from its checkpoint. A
+job whose time is up is asked to stop, so that training saves its state, and counts as
+done if it may be cut short.
 """
 
 import json
@@ -35,8 +36,9 @@ from studies.runs import ROOT, target_of
 Part = Literal["decoding", "pretrained", "sizes", "training"]
 MINUTES = {"decoding": 9, "pretrained": 18, "sizes": 22, "training": 5}
 GRACE = 30  # seconds in which a job whose time is up saves its state
-# Of figures of a system in the JSON of a benchmark: the least or the largest value. What others
-# show for a plain GPT on an H100: nanochat 41 to 46% of its peak, MosaicML 39.8%.
+# Of figures of a system in the JSON of a benchmark: the least or the largest value.
+# What others show for a plain GPT on an H100: nanochat 41 to 46% of its peak, MosaicML
+# 39.8%.
 TARGETS = {
     ("aogpt", "times_gpt"): ("at most", 1.05),
     ("gpt", "mfu"): ("at least", 0.41),
@@ -75,13 +77,15 @@ class Job:
 def main() -> int:
     options = tyro.cli(Options, description=__doc__)
     check_values(options)
-    # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends with it.
+    # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends
+    # with it.
     signal.signal(signal.SIGTERM, interrupt)
     return run_part(options)
 
 
 def run_part(o: Options) -> int:
-    """Run what is not done yet of a part. The exit status is 1 if a job failed or had no time."""
+    """Run what is not done yet of a part. The exit status is 1 if a job failed or had
+    no time."""
     folder = o.out / o.part
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * (o.minutes or MINUTES[o.part])
@@ -101,12 +105,13 @@ def run_part(o: Options) -> int:
         write_json(file, run_job(job, folder / f"{job.name}.log", seconds))
     if not o.small and (lines := targets(jobs, folder)):
         head = ["job", "figure", "measured", "target", "verdict"]
-        show(*markdown_table(head, lines, left=2), "", sep="\n")
+        show("\n".join([*markdown_table(head, lines, left=2), ""]))
     return report(jobs, folder)
 
 
 def jobs_of(o: Options, folder: str) -> list[Job]:
-    """Return the jobs of a part; `folder` of their results is quoted for a command line."""
+    """Return the jobs of a part; `folder` of their results is quoted for a command
+    line."""
     match o.part:
         case "decoding":
             return decoding(o, folder)
@@ -178,7 +183,8 @@ def report(jobs: list[Job], folder: Path) -> int:
             seconds = row["seconds"]
         wrong += status != "done"
         lines.append([job.name, status, f"{seconds:.0f}", str(job.seconds)])
-    show(*markdown_table(["job", "status", "seconds", "limit"], lines), sep="\n")
+    head = ["job", "status", "seconds", "limit"]
+    show("\n".join(markdown_table(head, lines)))
     show(f"\nResults are in {folder}")
     return 1 if wrong else 0
 
@@ -206,12 +212,12 @@ def targets(jobs: list[Job], folder: Path) -> list[list[str]]:
     return lines
 
 
-# ---- the parts ---------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------
 
 
 def decoding(o: Options, folder: str) -> list[Job]:
-    """Are the kernels right? Then decoding against other systems, what each kernel is worth,
-    and memory by length."""
+    """Return the jobs that test the kernels, decode beside other systems, leave out
+    each kernel to see what it is worth, and measure memory by length."""
     tests = "-m gpu"
     size = "--size medium"
     compared = f"{size} --compile --repeats 2"
@@ -242,20 +248,23 @@ def decoding(o: Options, folder: str) -> list[Job]:
         name = f"without_{part}"
         command = (
             f"studies.bench decode {compared} {middle} --systems ours --without {part} "
-            f"--json {folder}/{name}.json --shares {folder}/{name}_shares.json --overwrite"
+            f"--json {folder}/{name}.json --shares {folder}/{name}_shares.json "
+            "--overwrite"
         )
         jobs.append(Job(name, 60, command))
     memory = (
-        f"studies.bench decode {size} --lengths {lengths} --group 16 --memory --repeats 1 "
-        f"--batch-size 1 --systems ours encoder --json {folder}/memory.json --overwrite"
+        f"studies.bench decode {size} --lengths {lengths} --group 16 --memory "
+        "--repeats 1 --batch-size 1 --systems ours encoder "
+        f"--json {folder}/memory.json --overwrite"
     )
     jobs.append(Job("memory", 120, memory, may_be_cut=True))
     return jobs
 
 
 def training(o: Options, folder: str) -> list[Job]:
-    """The training step beside a plain GPT's: of Small, and of Medium as it is, with the fused
-    norm, with FlashAttention 3 and with another way to compile."""
+    """Return the jobs that time the training step beside a plain GPT's: of Small, and
+    of Medium as it is, with the fused norm, with FlashAttention 3 and with another way
+    to compile."""
     medium = "--size medium --batch-size 64 --repeats 10"
     variants = {
         "small": "--size small --batch-size 32 --repeats 10",
@@ -276,7 +285,8 @@ def training(o: Options, folder: str) -> list[Job]:
 
 
 def pretrained(o: Options, folder: str) -> list[Job]:
-    """A pretrained decoder in any order: all weights, evaluated before and after."""
+    """Return the jobs that train a pretrained decoder in any order, all its weights,
+    and evaluate it before and after. Raises UserError without a folder."""
     if o.folder is None and not o.small:
         raise UserError(
             "the part `pretrained` needs --folder, a model in the Llama layout"
@@ -306,8 +316,9 @@ def pretrained(o: Options, folder: str) -> list[Job]:
 
 
 def sizes(o: Options, folder: str) -> list[Job]:
-    """What any order costs by size: a GPT, AO-GPT and an encoder of three sizes with the fast
-    recipe; then samples of AO-GPT and the encoder, judged by the GPT."""
+    """Return the jobs that show what any order costs by size: a GPT, AO-GPT and an
+    encoder of three sizes with the fast recipe; then samples of AO-GPT and the encoder,
+    judged by the GPT."""
     models = {
         "30M": "--model.n-layer 8 --model.n-embd 576 --model.n-head 9",
         "60M": "--model.n-layer 12 --model.n-embd 640 --model.n-head 10",
@@ -324,8 +335,8 @@ def sizes(o: Options, folder: str) -> list[Job]:
         for kind, options in KINDS.items():
             name = f"{kind}_{size}"
             command = (
-                f"train.py configs/aogpt_small_fast.toml {options} {VOCABULARY} {model} "
-                f"{run_options(o, folder, name)} --train.steps {steps}"
+                f"train.py configs/aogpt_small_fast.toml {options} {VOCABULARY} "
+                f"{model} {run_options(o, folder, name)} --train.steps {steps}"
             )
             jobs.append(Job(name, 240, command))
             jobs.append(evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}"))
@@ -351,7 +362,7 @@ KINDS = {  # options of the fast recipe
 
 
 def prepare(o: Options, folder: str, tokenizer: str) -> Job:
-    """Tokenise the text, here rather than where it comes from."""
+    """Return the job that tokenises the text, on the machine that trains on it."""
     source = "stories"
     if o.text is not None:
         source = f"text --source {shlex.quote(str(o.text))}"

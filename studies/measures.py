@@ -1,5 +1,6 @@
-"""Measures of a run besides its validation losses: this project's scripts are run on it, each in a
-process of its own, and their JSON is read. Figures are {name: [value, standard error or None]}.
+"""Measures of a run besides its validation losses: this project's scripts are run on
+it, each in a process of its own, and their JSON is read. Figures are {name: [value,
+standard error or None]}.
 """
 
 import functools
@@ -23,8 +24,8 @@ Measured = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class Measure:
-    """A script and its arguments, in which {run} is the run to measure, {data} its dataset and
-    {seed} its seed, which is that of its fixed order, too."""
+    """A script and its arguments, in which {run} is the run to measure, {data} its
+    dataset and {seed} its seed, which is that of its fixed order, too."""
 
     script: str
     arguments: tuple[str, ...]
@@ -44,24 +45,28 @@ class Measure:
 
 
 def with_options(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words of a command with these options and their values, in place of the same
-    options: scripts refuse an option that is given twice."""
-    names = {word.replace("_", "-") for word in options if word.startswith("--")}
-    kept = []
+    """Return the words of a command with these options and their values, in place of
+    the same options: scripts refuse an option that is given twice."""
+    replaced = set()
+    for word in options:
+        if word.startswith("--"):
+            replaced.add(word.replace("_", "-"))
+    remaining = []
     is_replaced = False
     for word in words:
         if word.startswith("--"):
-            is_replaced = word.replace("_", "-") in names
+            is_replaced = word.replace("_", "-") in replaced
         if not is_replaced:
-            kept.append(word)
-    return [*kept, *options]
+            remaining.append(word)
+    return [*remaining, *options]
 
 
 def measured_by(command: list[str]) -> Measured:
     """Return the figures of a script. Raises UserError with its last words if it
     fails."""
     report = report_of(*command)
-    if "exact_match" in report["results"][0]:
+    first = report["results"][0]
+    if "exact_match" in first:
         return of_answers(report)
     return of_perplexity(report)
 
@@ -73,10 +78,11 @@ def finite(value: float | None) -> float | None:
 
 
 def of_perplexity(result: dict) -> Measured:
-    """Figures of a report of eval_ppl.py in nats per token: eval_ORDERS for the first dataset, and
-    nats_DATASET_ORDERS for each. The name ends in _mM for an ensemble of M orders;
-    gain_ORDERS_mM is its gain over one order, of the first dataset. slots4 is slots:block=4; the
-    seed of a fixed order, which differs from run to run, is left out."""
+    """Return the figures of a report of eval_ppl.py in nats per token: eval_ORDERS for
+    the first dataset, and nats_DATASET_ORDERS for each. The name ends in _mM for an
+    ensemble of M orders; gain_ORDERS_mM is its gain over one order, of the first
+    dataset. slots4 is slots:block=4; the seed of a fixed order, which differs from run
+    to run, is left out."""
     figures: Measured = {}
     for row in result["results"]:
         name = re.sub("[:,]seed=[0-9]+", "", row["orders"])
@@ -93,7 +99,8 @@ def of_perplexity(result: dict) -> Measured:
 
 
 def of_answers(report: dict) -> Measured:
-    """Return the figures of a report of eval_tasks.py: the share of right answers, exact_TASK."""
+    """Return the figures of a report of eval_tasks.py: the share of right answers,
+    exact_TASK."""
     figures = {}
     for row in report["results"]:
         error = finite(row["standard_error"])
@@ -103,25 +110,29 @@ def of_answers(report: dict) -> Measured:
 
 @functools.cache
 def least_loss(folder: str, sequences: int, size: int) -> float | None:
-    """Nats per token that the generating distribution gives validation sequences in blocks
-    of `size`; None if it is unknown."""
-    exact = NATS_OF_TEXT.get(Path(folder).name)
-    if not exact:
+    """Return the nats per token that the generating distribution gives validation
+    sequences in blocks of `size`; None if it is unknown."""
+    nats_of = NATS_OF_TEXT.get(Path(folder).name)
+    if not nats_of:
         return None
     data = TokenDataset(folder, "val", size)
-    blocks = data.blocks(spread(sequences, data.num_blocks))
+    places = spread(sequences, data.num_blocks)
+    blocks = data.blocks(places)
     tokenizer = get_tokenizer(data.meta["tokenizer"])
     text = tokenizer.decode(blocks.flatten())
     documents = text.split(END_OF_TEXT)[:-1]
-    return sum(map(exact, documents)) / blocks.numel()
+    nats = sum(map(nats_of, documents))
+    return nats / blocks.numel()
 
 
 @functools.cache
 def unigram(folder: str, split: str = "val") -> float:
-    """Entropy of single tokens of a split, nats."""
-    counts = np.bincount(read_tokens(Path(folder), split))
+    """Return the entropy of single tokens of a split, in nats."""
+    tokens = read_tokens(Path(folder), split)
+    counts = np.bincount(tokens)
     shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    nats = -(shares * np.log(shares))
+    return float(nats.sum())
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:

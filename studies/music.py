@@ -5,6 +5,7 @@
 
 The MIDI file has format 1: a track for each voice."""
 
+import math
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +25,8 @@ TEMPO = 60_000_000 // 80  # microseconds of a quarter
 PROGRAM = 52  # choir
 VELOCITY = 80  # how loud
 BAR = 16  # sixteenths of silence after a sample
-# Of the piano roll: pixels of a sixteenth and of a semitone, and a colour for each voice.
+# Of the piano roll: pixels of a sixteenth and of a semitone, and a colour for each
+# voice.
 WIDTH = 22
 HEIGHT = 12
 COLOURS = ("#d33682", "#cb7b16", "#2aa198", "#268bd2")
@@ -45,10 +47,10 @@ def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     if not (a.midi or a.svg):
         raise UserError("give --midi FILE, --svg FILE or both")
-    samples = [
-        pitches_of(json_object(line, place)["tokens"])
-        for place, line in read_lines(a.samples, "FILE.jsonl")
-    ]
+    samples = []
+    for place, line in read_lines(a.samples, "FILE.jsonl"):
+        sample = json_object(line, place)
+        samples.append(pitches_of(sample["tokens"]))
     files = {"--midi": a.midi, "--svg": a.svg}
     with Outputs(files, [a.samples], a.overwrite) as outputs:
         if a.midi:
@@ -59,31 +61,43 @@ def main() -> None:
 
 def midi_file(samples: list[list[int]]) -> bytes:
     """Return samples one after the other as a MIDI file. Each is MIDI pitches, REST for
-    silence, of the voices in turn. Equal pitches that follow each other are one note."""
+    silence, of the voices in turn. Equal pitches that follow each other are one
+    note."""
     lines: list[list[int]] = [[] for _ in VOICES]
     for pitches in samples:
-        length = -(-len(pitches) // len(VOICES)) + BAR
+        length = math.ceil(len(pitches) / len(VOICES)) + BAR
         for voice, line in enumerate(lines):
             sung = pitches[voice :: len(VOICES)]
             line += sung + [REST] * (length - len(sung))
-    tracks = [_track(voice, line) for voice, line in enumerate(lines)]
-    header = b"MThd" + pack(">IHHH", 6, 1, len(tracks), 4 * TICKS)
-    chunks = [b"MTrk" + pack(">I", len(track)) + track for track in tracks]
-    return header + b"".join(chunks)
+    data = b"MThd"
+    data += pack(">IHHH", 6, 1, len(lines), 4 * TICKS)
+    for voice, line in enumerate(lines):
+        track = _track(voice, line)
+        data += b"MTrk"
+        data += pack(">I", len(track))
+        data += track
+    return data
 
 
 def _track(voice: int, pitches: list[int]) -> bytes:
-    data = b"\0" + _meta(3, VOICES[voice].encode()) + bytes([0, 0xC0 | voice, PROGRAM])
+    """Return the events of a voice, each after the ticks since the one before."""
+    name = VOICES[voice].encode()
+    program = bytes([0xC0 | voice, PROGRAM])
+    data = _length(0) + _meta(3, name)
+    data += _length(0) + program
     if voice == 0:  # the tempo of all
-        data += b"\0" + _meta(0x51, TEMPO.to_bytes(3, "big"))
+        tempo = TEMPO.to_bytes(3, "big")
+        data += _length(0) + _meta(0x51, tempo)
     silence = 0
     for pitch, group in groupby(pitches):
         ticks = TICKS * len(list(group))
         if pitch == REST:
             silence += ticks
             continue
-        data += _length(silence) + bytes([0x90 | voice, pitch, VELOCITY])
-        data += _length(ticks) + bytes([0x80 | voice, pitch, 0])
+        start = bytes([0x90 | voice, pitch, VELOCITY])
+        end = bytes([0x80 | voice, pitch, 0])
+        data += _length(silence) + start
+        data += _length(ticks) + end
         silence = 0
     return data + _length(silence) + _meta(0x2F, b"")  # the end of the track
 
@@ -93,7 +107,8 @@ def _meta(kind: int, content: bytes) -> bytes:
 
 
 def _length(ticks: int) -> bytes:
-    """Return a number in seven bits a byte, all but the last with the highest bit set."""
+    """Return a number in seven bits a byte, all but the last with the highest bit
+    set."""
     data = bytes([ticks & 0x7F])
     while ticks := ticks >> 7:
         data = bytes([ticks & 0x7F | 0x80]) + data
@@ -101,8 +116,8 @@ def _length(ticks: int) -> bytes:
 
 
 def piano_rolls(samples: list[list[int]]) -> str:
-    """Return an SVG picture: samples below each other, in which a column is a sixteenth, a
-    row a pitch and a colour a voice. Rests are left out."""
+    """Return an SVG picture: samples below each other, in which a column is a
+    sixteenth, a row a pitch and a colour a voice. Rests are left out."""
     notes = []
     top = 0
     columns = 0
@@ -113,9 +128,10 @@ def piano_rolls(samples: list[list[int]]) -> str:
         for place, pitch in enumerate(pitches):
             if pitch != REST:
                 column, voice = divmod(place, len(VOICES))
-                row = max(sung) - pitch
-                notes.append(_note(column, top + row, COLOURS[voice], name_of(pitch)))
-        columns = max(columns, -(-len(pitches) // len(VOICES)))
+                row = top + max(sung) - pitch
+                note = _note(column, row, COLOURS[voice], name_of(pitch))
+                notes.append(note)
+        columns = max(columns, math.ceil(len(pitches) / len(VOICES)))
         top += max(sung) - min(sung) + 3
     size = f'width="{columns * WIDTH}" height="{top * HEIGHT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{"".join(notes)}</svg>\n'

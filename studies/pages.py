@@ -1,10 +1,10 @@
-"""The pages of the experiments in results/findings, made from the rows of their runs: no number or
-verdict on them is written by hand. Texts name the numbers in them:
+"""The pages of the experiments in results/findings, made from the rows of their runs:
+no number or verdict on them is written by hand. Texts name the numbers in them:
 
-    {fast: random - fixed}         the difference of two run configs, with its 95% interval
+    {fast: random - fixed}         difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
     {fast: l2r10 each}             one a seed, in order of size
-    {fast: l2r10:parameters}       what a run config costs: parameters, mflops (a trained token)
+    {fast: l2r10:parameters}       parameters of one; mflops: of a trained token
     {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
     {E20 fast: random - fixed}     of another experiment
 """
@@ -48,31 +48,40 @@ def title_of(kind: str) -> str:
                 return words.format(*match.groups())
         return part
 
+    names = titles()["names"]
+    if kind in names:
+        return names[kind]
     parts = kind.split("_")
     words = [words_of(part) for part in parts]
-    by_parts = kind if words == parts else ", ".join(filter(None, words))
-    return titles()["names"].get(kind, by_parts)
+    if words == parts:
+        return kind
+    return ", ".join(filter(None, words))
 
 
-# ---- numbers -------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------
 
 
 @functools.cache
 def load_results(name: str) -> tuple[Experiment, Recipes]:
-    """Return an experiment and its reported results, made of the rows of its runs: those of the
-    run configs all of whose runs are there. Raises MissingRow if there is none."""
+    """Return an experiment and its reported results, made of the rows of its runs:
+    those of the run configs all of whose runs are there. Raises MissingRow if there is
+    none."""
     experiment = load_experiment(name)
     file = RESULTS / f"{name}.runs.jsonl"
     rows = Results(file, complete=True)
-    trained = Runner(experiment, rows, partial=True).train(experiment.seeds)
-    trained = {recipe: entries for recipe, entries in trained.items() if entries}
-    if not trained:
+    runner = Runner(experiment, rows, partial=True)
+    recipes = runner.train(experiment.seeds)
+    for recipe in list(recipes):
+        if not recipes[recipe]:
+            del recipes[recipe]
+    if not recipes:
         raise MissingRow(f"{file} has not all runs of any run config")
-    return experiment, reported(experiment, trained)
+    return experiment, reported(experiment, recipes)
 
 
 def not_run(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return the titles of the recipes, and of the run configs of the others, without results."""
+    """Return the titles of the recipes, and of the run configs of the others, without
+    results."""
     titles = []
     for recipe, run_configs in experiment.recipes.items():
         if recipe not in recipes:
@@ -94,20 +103,23 @@ def has_results(name: str) -> bool:
 
 
 def reported(experiment: Experiment, recipes: Recipes) -> Recipes:
-    """Return results without the runs of seeds that the rates were tuned on, unless there are no
-    others: one seed with --quick is not tuned."""
+    """Return results without the runs of seeds that the rates were tuned on, unless
+    there are no others: one seed with --quick is not tuned."""
+    seeds = experiment.tuning_seeds
     result: Recipes = {}
     for recipe, entries in recipes.items():
         result[recipe] = {}
         for name, entry in entries.items():
-            seeds = experiment.tuning_seeds
-            others = [row for row in entry["runs"] if row.get("seed") not in seeds]
-            result[recipe][name] = entry | {"runs": others or entry["runs"]}
+            runs = entry["runs"]
+            others = [run for run in runs if run.get("seed") not in seeds]
+            result[recipe][name] = dict(entry)
+            result[recipe][name]["runs"] = others or runs
     return result
 
 
 def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]]:
-    """Return the experiment's claims under each recipe, with the verdicts of the primary ones."""
+    """Return the experiment's claims under each recipe, with the verdicts of the
+    primary ones."""
     claims: dict[str, list[dict]] = {}
     for recipe, entries in recipes.items():
         claims[recipe] = []
@@ -123,12 +135,15 @@ def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]
 
 def primary_of(claims: dict[str, list[dict]]) -> list[dict]:
     """Return the primary claims under all recipes."""
-    return [claim for under in claims.values() for claim in under if claim["primary"]]
+    primary = []
+    for under_recipe in claims.values():
+        primary += [claim for claim in under_recipe if claim["primary"]]
+    return primary
 
 
 def value_of(row: dict, kind: str) -> float | None:
-    found = figure_of(row, kind)
-    return found.value if found else None
+    figure = figure_of(row, kind)
+    return figure.value if figure else None
 
 
 def mean_cell(values: list[float | None], form: str = ".3f") -> str:
@@ -156,11 +171,12 @@ def is_share(kind: str) -> bool:
 
 
 def figure_cell(experiment: Experiment, kind: str, rows: list[dict]) -> str:
-    """Return a figure of some runs: the number that succeed if claims are about that, or else the
-    mean."""
+    """Return a figure of some runs: the number that succeed if claims are about that,
+    or else the mean."""
     values = [value_of(row, kind) for row in rows]
     if experiment.success is not None and kind == experiment.kind:
-        successes = sum(v is not None and v >= experiment.success for v in values)
+        measured = [value for value in values if value is not None]
+        successes = sum(value >= experiment.success for value in measured)
         return f"{successes} of {len(values)} runs"
     return mean_cell(values, form_of(kind))
 
@@ -185,12 +201,13 @@ def mean_tokens_to(goal: float, rows: list[dict], kind: str) -> float | None:
 
 
 def tuned_cell(entry: dict) -> str:
-    """{"optim.lr": 0.001} -> "lr 0.001", whether that is at the boundary of the grid, of which run
-    config else it is the best value, and whether nothing was tuned. An entry of a leaderboard,
-    which is read from the names of runs, does not know the last two."""
-    words = ", ".join(
-        f"{k.rpartition('.')[2]} {v:g}" for k, v in entry["tuned"].items()
-    )
+    """Return "lr 0.001" for {"optim.lr": 0.001}, with whether that is at the boundary
+    of the grid, of which run config else it is the best value, and whether nothing was
+    tuned. A retired entry of a leaderboard does not know the last two."""
+    values = []
+    for key, value in entry["tuned"].items():
+        values.append(f"{key.rpartition('.')[2]} {value:g}")
+    words = ", ".join(values)
     if words and entry.get("tuning") == []:
         return f"{words} (not tuned)"
     if entry["at_boundary"]:
@@ -210,7 +227,8 @@ def cost_cell(entry: dict, kind: str) -> str:
 def filled(
     text: str, experiment: Experiment | None = None, recipes: Recipes | None = None
 ) -> str:
-    """Return a text with its numbers. Raises UserError for one that names what is not there."""
+    """Return a text with its numbers. Raises UserError for one that names what is not
+    there."""
 
     def number(match: re.Match) -> str:
         name, recipe, sides, digits = match.groups()
@@ -243,25 +261,17 @@ def filled(
     return re.sub(pattern, number, text)
 
 
-# ---- the page of an experiment -------------------------------------------------------------------
+# ---- the page of an experiment -------------------------------------------------------
 
 
 def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return the lines of a page: question, answer, figure, a table of at most five columns,
-    primary claims, caveats."""
+    """Return the lines of a page: question, answer, figure, a table of at most five
+    columns, primary claims, caveats."""
     e = experiment
-    lines = [
-        f"# {e.name}. {e.title}",
-        "",
-        filled(e.answer, e, recipes).strip(),
-        "",
-        f"![{e.name}]({e.name}.png)",
-        "",
-        *main_table(e, recipes),
-        "",
-        interval_of(recipes),
-        "",
-    ]
+    answer = filled(e.answer, e, recipes)
+    lines = [f"# {e.name}. {e.title}", "", answer.strip(), ""]
+    lines += [f"![{e.name}]({e.name}.png)", ""]
+    lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
         lines += equal_time_tables(e, recipes)
     verdicts = []
@@ -287,8 +297,8 @@ def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
 
 
 def verdict_line(claim: dict) -> str:
-    """Return a primary claim with its difference, its p value after Holm's correction and its
-    verdict; with its median difference where the verdict is from ranks."""
+    """Return a primary claim with its difference, its p value after Holm's correction
+    and its verdict; with its median difference where the verdict is from ranks."""
     difference = difference_cell(claim) + claim["unit"]
     test = ""
     if claim["ranks"] and claim["median"] is not None:
@@ -304,7 +314,8 @@ def interval_of(recipes: Recipes) -> str:
     """Return what the numbers of a table are over."""
     counts = set()
     for entries in recipes.values():
-        counts |= {len(entry["runs"]) for entry in entries.values()}
+        for entry in entries.values():
+            counts.add(len(entry["runs"]))
     words = " or ".join(map(str, sorted(counts)))
     if max(counts) < FEW:
         return f"{words} seeds, one by one."
@@ -316,8 +327,8 @@ def interval_of(recipes: Recipes) -> str:
 
 
 def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return the figures of each run config under each recipe: the compared one and, as far as
-    there is room in four columns, others that some run has."""
+    """Return the figures of each run config under each recipe: the compared one and, as
+    far as there is room in four columns, others that some run has."""
     descriptions = {}
     for entries in recipes.values():
         for name, entry in entries.items():
@@ -362,16 +373,17 @@ def is_measured(kind: str, recipes: Recipes) -> bool:
 
 
 def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return a table for each recipe: what each run config costs, its loss, and the loss of the run
-    config that stands for it with fewer tokens, which takes a share of the operations and of the
-    time of the first run config."""
+    """Return a table for each recipe: what each run config costs, its loss, and the
+    loss of the run config that stands for it with fewer tokens, which takes a share of
+    the operations and of the time of the first run config."""
     first = next(iter(experiment.equal_time))
     lines = [
-        "**What each costs.** FLOPs are of matrices and attention, forward and backward, without "
-        "the tables and projections of adaLN; speeds are of the fastest run, since other work "
-        "shared the CPU, so they are rough. The last column is of runs of half as many tokens, at "
-        "the rates of the whole runs, which were not tuned again; in brackets, what they take of "
-        f"the operations and of the time of `{first}` with all tokens. No run is at exactly equal "
+        "**What each costs.** FLOPs are of matrices and attention, forward and "
+        "backward, without the tables and projections of adaLN; speeds are of the "
+        "fastest run, since other work shared the CPU, so they are rough. The last "
+        "column is of runs of half as many tokens, at the rates of the whole runs, "
+        "which were not tuned again; in brackets, what they take of the operations and "
+        f"of the time of `{first}` with all tokens. No run is at exactly equal "
         "operations or time.",
         "",
     ]
@@ -406,8 +418,8 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
 
 
 def costs_beside(part: dict, whole: dict, other: dict) -> tuple[float, float]:
-    """Return the operations and the time of a run with a part of the tokens, as shares of those of
-    another one; its speed is that of the whole run, which is longer."""
+    """Return the operations and the time of a run with a part of the tokens, as shares
+    of those of another one; its speed is that of the whole run, which is longer."""
     tokens = part["runs"][0]["tokens"][-1]
     all_tokens = other["runs"][0]["tokens"][-1]
     operations = tokens * part["flops"] / (all_tokens * other["flops"])
@@ -421,7 +433,8 @@ def speed_of(entry: dict) -> float:
 
 
 def options_of(experiment: Experiment, recipe: str, name: str) -> str:
-    """Return the options of train.py by which a run config is conditioned on its target."""
+    """Return the options of train.py by which a run config is conditioned on its
+    target."""
     run_config = experiment.recipes[recipe][name]
     model = experiment.config(recipe, run_config, 0, run_config.untuned).model
     if model.attention == "full":
@@ -434,6 +447,7 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
     claims = judgements(experiment, recipes)
     lines = [f"# {experiment.name}: details", ""]
     rows = []
+    is_tuned = False
     for recipe, entries in recipes.items():
         title = title_of(recipe)
         if description := experiment.descriptions.get(recipe):
@@ -446,11 +460,11 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
                 lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""]
         for entry in entries.values():
             rows += entry["runs"]
+            if entry["tuning"]:
+                is_tuned = True
     seeds = ", ".join(map(str, experiment.tuning_seeds))
     tuning = f"Rates are tuned on seeds {seeds}, which no table holds."
-    if not any(
-        entry["tuning"] for entries in recipes.values() for entry in entries.values()
-    ):
+    if not is_tuned:
         tuning = "Nothing was tuned: each rate is the middle of its grid."
     return [*lines, f"{tuning} Commit {commits_of(rows)}.", ""]
 
@@ -475,31 +489,28 @@ def losses_table(experiment: Experiment, entries: dict[str, dict]) -> list[str]:
         if goal is not None:
             reached = mean_tokens_to(goal, entry["runs"], "training")
             cells.append("-" if reached is None else f"{reached / 1e6:.2f}M")
-        tried = [
-            ", ".join(f"{v:g}" for v in one["tuned"].values()) + f": {one['loss']:.3f}"
-            for one in entry["tuning"]
-        ]
+        tried = []
+        for one in entry["tuning"]:
+            values = ", ".join(f"{value:g}" for value in one["tuned"].values())
+            tried.append(f"{values}: {one['loss']:.3f}")
         cells += [f"{entry['parameters']:,}", tuned_cell(entry), "; ".join(tried)]
         lines.append([name, *cells])
     return markdown_table(head, lines)
 
 
 def claims_table(claims: list[dict]) -> list[str]:
-    """Return a line for each claim: the difference without the margin that its p values allow
-    for, p by Welch's test (of successes Fisher's) and by ranks, and of primary claims Holm's p of
-    the one that their verdict is from."""
+    """Return a line for each claim: the difference without the margin that its p values
+    allow for, p by Welch's test (of successes Fisher's) and by ranks, and of primary
+    claims Holm's p of the one that their verdict is from."""
     lines = []
     for claim in claims:
-        welch, ranks = (
-            "" if claim[key] is None else f"{claim[key]:.2g}" for key in ("p", "p_rank")
-        )
-        holm = ""
-        if "p_holm" in claim:
-            holm = f"{claim['p_holm']:.2g}"
-            if claim["ranks"]:
-                holm += " (ranks)"
+        welch = p_cell(claim["p"])
         if claim["successes"]:
             welch += " (Fisher)"
+        ranks = p_cell(claim["p_rank"])
+        holm = p_cell(claim.get("p_holm"))
+        if holm and claim["ranks"]:
+            holm += " (ranks)"
         difference = difference_cell(claim) + claim["unit"]
         verdict = claim["verdict"] or "also looked at"
         lines.append([claim["says"], difference, welch, ranks, holm, verdict])
@@ -507,12 +518,16 @@ def claims_table(claims: list[dict]) -> list[str]:
     return markdown_table(head, lines)
 
 
-# ---- the page of all -----------------------------------------------------------------------------
+def p_cell(p: float | None) -> str:
+    return "" if p is None else f"{p:.2g}"
+
+
+# ---- the page of all -----------------------------------------------------------------
 
 
 def overview() -> str:
-    """Return results/findings/README.md: studies/configs/findings/page.md with a row for each
-    experiment."""
+    """Return results/findings/README.md: studies/configs/findings/page.md with a row
+    for each experiment."""
     rows = []
     missing = []
     partial = []
@@ -523,9 +538,9 @@ def overview() -> str:
         experiment, recipes = load_results(name)
         if parts := not_run(experiment, recipes):
             partial.append(f"{name} (not yet: {'; '.join(parts)})")
-        texts = [experiment.row.get("found", ""), experiment.row.get("says", "")]
-        answer, elsewhere = (filled(text, experiment, recipes) for text in texts)
         link = f"[{experiment.title}]({name}.md)"
+        answer = filled(experiment.row.get("found", ""), experiment, recipes)
+        elsewhere = filled(experiment.row.get("says", ""), experiment, recipes)
         rows.append([link, answer, elsewhere, how_sure(experiment, recipes)])
     head = ["question", "found, by recipe", "elsewhere", "how sure"]
     table = markdown_table(head, rows, left=4)
@@ -538,12 +553,14 @@ def overview() -> str:
 
 
 def how_sure(experiment: Experiment, recipes: Recipes) -> str:
-    """Return the verdicts on the primary claims, or the number of seeds that a look is of."""
+    """Return the verdicts on the primary claims, or the number of seeds that a look is
+    of."""
     claims = primary_of(judgements(experiment, recipes))
     if not claims:
         counts = []
         for entries in recipes.values():
-            counts += [len(entry["runs"]) for entry in entries.values()]
+            for entry in entries.values():
+                counts.append(len(entry["runs"]))
         return f"looked at, {min(counts)} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]

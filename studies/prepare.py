@@ -19,7 +19,7 @@ from studies.chorales import CHORALES, VOICES
 from studies.generators import Generated, Shuffled, latin5, polya
 from studies.puzzles import TASKS, Puzzles
 
-NAMES = f"""chorales: 382 of Bach's, in four voices; downloaded, or a local copy in --source.
+NAMES = f"""chorales: Bach's, in four voices; downloaded, or a local copy in --source.
 {", ".join(TASKS)}: puzzles (puzzles.py).
 polya, latin5: made of random numbers, with a known entropy (generators.py).
 shuffled: your own files, in chunks of 63 characters in random order."""
@@ -28,7 +28,7 @@ CONFIGS = {"sudoku6": "studies/configs/sudoku6.toml"}  # run configs made for a 
 
 def datasets() -> dict[str, Dataset]:
     """Return the datasets by name."""
-    made: dict[str, Dataset] = {
+    by_name: dict[str, Dataset] = {
         "chorales": CHORALES,
         "polya": Generated((60_000, 4_000), make=polya),
         "latin5": Generated((150_000, 10_000), make=latin5),
@@ -40,13 +40,13 @@ def datasets() -> dict[str, Dataset]:
     }
     for name, task in TASKS.items():
         keys = task.keys or 1000
-        made[name] = Puzzles(
+        by_name[name] = Puzzles(
             (task.documents, keys, keys),
             task=task,
             block_size=task.length,
             config=CONFIGS.get(name),
         )
-    return made
+    return by_name
 
 
 DATASETS = datasets()

@@ -1,7 +1,9 @@
-"""Accuracy on puzzles: eval_tasks.py with its options, and the judges of puzzles.py, which know
-which answers are right where several are, what parallel decoding can reach, and boards.
+"""Accuracy on puzzles: eval_tasks.py with its options, and the judges of puzzles.py,
+which know which answers are right where several are, what parallel decoding can reach,
+and boards.
 
-    python -m studies.puzzle_answers out/sudoku6 --tasks sudoku6 --mode confidence --html FILE"""
+    python -m studies.puzzle_answers out/sudoku6 --tasks sudoku6 --mode confidence
+    --html FILE"""
 
 import eval_tasks
 from aogpt.runtime.command_line import run_script

@@ -29,8 +29,8 @@ class Task:
     # Of val and of test, where they are few and each is drawn once.
     keys: int | None = None
     board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
-    # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1 of a model
-    # with exact conditionals
+    # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1
+    # of a model with exact conditionals
     limit: Callable[[Sequence[int]], float] | None = None
     # of answers: 1 where the limit is that of samples, else 0
     temperature = property(lambda self: 1.0 if self.limit else 0.0)
@@ -40,20 +40,27 @@ class Task:
         return as_prompt(key) + self.answer(key, rng)
 
     def canonical(self, key: str) -> str:
-        """Equal for keys that are variants of each other."""
+        """Return a text that is equal for keys that are variants of each other."""
         return key.removesuffix("=")
 
     def split_of(self, key: str) -> str:
-        digest = hashlib.sha256(self.canonical(key).encode()).digest()
+        text = self.canonical(key).encode()
+        digest = hashlib.sha256(text).digest()
         sixteenth = digest[7] >> 4
-        return {0: "test", 1: "val"}.get(sixteenth, "train")
+        if sixteenth == 0:
+            return "test"
+        if sixteenth == 1:
+            return "val"
+        return "train"
 
     def is_right(self, filled: str, made: str) -> bool:
         """Return whether `filled`, an example completed by a model, is right; made: the
         original."""
         key = made[: self.start]
-        answer = made[self.start :]
-        return filled.startswith(key) and self.fits(filled[self.start :], key, answer)
+        if not filled.startswith(key):
+            return False
+        answer = filled[self.start :]
+        return self.fits(answer, key, made[self.start :])
 
     def fits(self, answer: str, key: str, made: str) -> bool:
         return answer == made
@@ -86,8 +93,9 @@ class Puzzles(Made):
 
 
 def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
-    """Different ones of the first `of` letters, in random order."""
-    return "".join(LETTERS[i] for i in rng.permutation(of)[:count])
+    """Return different ones of the first `of` letters, in random order."""
+    places = rng.permutation(of)[:count]
+    return "".join(LETTERS[place] for place in places)
 
 
 def pairs(text: str, count: int) -> list[str]:
@@ -161,7 +169,7 @@ class Sudoku(Task):
         return board.translate(str.maketrans("123456", names))
 
     def canonical(self, key):
-        """Digits renamed so that the first row is 1 to 6."""
+        """Return the board with digits renamed so that the first row is 1 to 6."""
         return key.translate(str.maketrans(key[:SIDE], "123456"))
 
     def example(self, key, rng):
@@ -170,7 +178,8 @@ class Sudoku(Task):
         count = int(rng.integers(12, 21))
         for cell in order[:count]:
             cells[cell] = key[cell]
-        # Another solution differs from the key somewhere: show that cell, until there is none.
+        # Another solution differs from the key somewhere: show that cell, until there
+        # is none.
         while other := other_solution("".join(cells), key):
             cell = next(cell for cell in order if other[cell] != key[cell])
             cells[cell] = key[cell]
@@ -214,8 +223,10 @@ class Star(Task):
         for start in range(1, EDGES + 1, ARM):
             arm = centre + names[start : start + ARM]
             arms.append(arm)
-            edges += [arm[i : i + 2] for i in range(ARM)]
-        shuffled = "".join(edges[i] for i in rng.permutation(EDGES))
+            for place in range(ARM):
+                edges.append(arm[place : place + 2])
+        order = rng.permutation(EDGES)
+        shuffled = "".join(edges[place] for place in order)
         end = arms[0][-1]
         return f"{shuffled}/{centre}{end}="
 
@@ -246,17 +257,16 @@ class Colouring(Task):
         edges = []
         while len(edges) < BORDERS:
             colour = rng.integers(len(COLOURS), size=COUNTRIES)
-            edges = [
-                (i, j)
-                for i in range(COUNTRIES)
-                for j in range(i)
-                if colour[i] != colour[j]
-            ]
+            edges = []
+            for i in range(COUNTRIES):
+                for j in range(i):
+                    if colour[i] != colour[j]:
+                        edges.append((i, j))
         places = rng.permutation(len(edges))[:BORDERS]
-        chosen = [edges[place] for place in places]
-        key = ""
         turns = rng.integers(2, size=BORDERS)
-        for edge, turn in zip(chosen, turns, strict=True):
+        key = ""
+        for place, turn in zip(places, turns, strict=True):
+            edge = edges[place]
             key += LETTERS[edge[turn]]
             key += LETTERS[edge[1 - turn]]
         return key + "="
@@ -273,9 +283,10 @@ class Colouring(Task):
         def search(colours: dict[str, str]) -> dict[str, str] | None:
             if len(colours) == COUNTRIES:
                 return colours
-            for k in rng.permutation(len(COLOURS)):
-                country = order[len(colours)]
-                more = colours | {country: COLOURS[k]}
+            country = order[len(colours)]
+            for place in rng.permutation(len(COLOURS)):
+                more = dict(colours)
+                more[country] = COLOURS[place]
                 if not self.clashes(key, more):
                     whole = search(more)
                     if whole:
@@ -283,10 +294,13 @@ class Colouring(Task):
             return None
 
         colours = search({})
-        return "".join(colours[country] for country in LETTERS[:COUNTRIES])
+        countries = LETTERS[:COUNTRIES]
+        return "".join(colours[country] for country in countries)
 
     def fits(self, answer, key, made):
-        if len(answer) != COUNTRIES or not set(answer) <= set(COLOURS):
+        if len(answer) != COUNTRIES:
+            return False
+        if not set(answer) <= set(COLOURS):
             return False
         colours = dict(zip(LETTERS, answer, strict=False))
         return not self.clashes(key, colours)
@@ -318,7 +332,8 @@ class Addition(Task):
         return f"{a:0{DIGITS}}+{b:0{DIGITS}}="
 
     def canonical(self, key):
-        return "+".join(sorted(key[:-1].split("+")))
+        numbers = key[:-1].split("+")
+        return "+".join(sorted(numbers))
 
     def answer(self, key, rng):
         a, b = key[:-1].split("+")
@@ -335,7 +350,9 @@ def facts() -> list[tuple[str, str]]:
         name = "".join(LETTERS[i] for i in drawn)
         if name not in names:
             names.append(name)
-    return list(zip(names[:FACTS], names[FACTS:], strict=True))
+    firsts = names[:FACTS]
+    seconds = names[FACTS:]
+    return list(zip(firsts, seconds, strict=True))
 
 
 class Reversal(Task):
@@ -387,18 +404,22 @@ class Exchanged(Reversal):
         return start + name
 
 
+BITS = 20
+
+
 class Parity(Task):
     """Bits, and the parity of each and all before it: left to right, a step a bit."""
 
     name = "parity"
-    length = 2 * 20 + 1
+    length = 2 * BITS + 1
 
     def draw(self, rng):
-        return "".join(map(str, rng.integers(2, size=20))) + "="
+        bits = rng.integers(2, size=BITS)
+        return "".join(map(str, bits)) + "="
 
     def answer(self, key, rng):
         parities = ""
-        for place in range(20):
+        for place in range(BITS):
             ones = key[: place + 1].count("1")
             parities += str(ones % 2)
         return parities
@@ -429,26 +450,34 @@ def one_replaced(word: str, rng: np.random.Generator) -> str:
 
 
 def is_one_replaced(answer: str, key: str, made: str) -> bool:
-    new = [a for a, b in zip(answer, key, strict=False) if a != b]
-    return len(answer) == len(made) and new == ["?"]
+    if len(answer) != len(made):
+        return False
+    changed = ""
+    for letter, before in zip(answer, key, strict=False):
+        if letter != before:
+            changed += letter
+    return changed == "?"
 
 
 def replace_limit(groups: Sequence[int]) -> float:
-    """With r positions left and none replaced yet, each is replaced with probability 1
-    / r, independently within a group; once one is, the others are certain."""
+    """Return the probability that one letter is replaced. With r positions left and
+    none replaced yet, each is replaced with probability 1 / r, independently within a
+    group; once one is, the others are certain."""
     left = sum(groups)
     none_yet = 1.0
     right = 0.0
     for size in groups:
-        right += none_yet * (size / left * (1 - 1 / left) ** (size - 1))
-        none_yet *= (1 - 1 / left) ** size
+        stays = 1 - 1 / left
+        one = size / left * stays ** (size - 1)
+        right += none_yet * one
+        none_yet *= stays**size
         left -= size
     return right
 
 
 def shuffle_limit(groups: Sequence[int]) -> float:
-    """With r letters left each position of a group draws one of them; all must
-    differ."""
+    """Return the probability that all letters differ. With r letters left each
+    position of a group draws one of them."""
     left = sum(groups)
     right = 1.0
     for size in groups:
@@ -457,24 +486,40 @@ def shuffle_limit(groups: Sequence[int]) -> float:
     return right
 
 
-# The accuracy that parallel decoding can reach on the last three is known (arXiv 2510.04767).
+def mirrored(word: str, rng: np.random.Generator) -> str:
+    return word[::-1]
+
+
+def copied(word: str, rng: np.random.Generator) -> str:
+    return word
+
+
+def copy_limit(groups: Sequence[int]) -> float:
+    return 1.0
+
+
+def shuffled(word: str, rng: np.random.Generator) -> str:
+    places = rng.permutation(len(word))
+    return "".join(word[place] for place in places)
+
+
+def is_shuffled(answer: str, key: str, made: str) -> bool:
+    return sorted(answer) == sorted(made)
+
+
+# The accuracy that parallel decoding can reach on the last three is known (arXiv
+# 2510.04767).
 ALL = (
     Sudoku(),
     Star(),
     Addition(),
     Reversal(),
     Exchanged(),
-    Letters("mirror", 12, lambda word, rng: word[::-1]),  # every order is as good
+    Letters("mirror", 12, mirrored),  # every order is as good
     Parity(),
     Colouring(),
-    Letters("copy", 8, lambda word, rng: word, limit=lambda groups: 1.0),
+    Letters("copy", 8, copied, limit=copy_limit),
     Letters("replace", 8, one_replaced, is_one_replaced, replace_limit),
-    Letters(
-        "shuffle",
-        8,
-        lambda word, rng: "".join(word[i] for i in rng.permutation(8)),
-        lambda answer, key, made: sorted(answer) == sorted(made),
-        shuffle_limit,
-    ),
+    Letters("shuffle", 8, shuffled, is_shuffled, shuffle_limit),
 )
 TASKS: dict[str, Task] = {task.name: task for task in ALL}

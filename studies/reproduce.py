@@ -1,11 +1,13 @@
-"""The paper's zero-shot tables (2, 4 and 5) from released weights, beside the published ones.
+"""The paper's zero-shot tables (2, 4 and 5) from released weights, beside the published
+ones.
 
-    python -m studies.reproduce --quick               # 256 sequences a set; hours on a CPU
+    python -m studies.reproduce --quick               # 256 of each set; hours on a CPU
     python -m studies.reproduce --sizes small medium  # whole sets, on a GPU
 
-Downloads weights and sets, prepares the sets in the packing of the SEDD protocol, scores every
-model, and writes out/reproduce/README.md. The same command goes on where it was interrupted: a
-downloaded file, a prepared set and a finished evaluation are not made again."""
+Downloads weights and sets, prepares the sets in the packing of the SEDD protocol,
+scores every model, and writes out/reproduce/README.md. The same command goes on where
+it was interrupted: a downloaded file, a prepared set and a finished evaluation are not
+made again."""
 
 import json
 import tomllib
@@ -20,7 +22,7 @@ from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import markdown_table
-from aogpt.runtime.validation import Count, check_values
+from aogpt.runtime.validation import Count, check_values, from_values
 from studies.runs import ROOT, report_of, run_well
 
 Size = Literal["small", "medium"]
@@ -32,10 +34,11 @@ QUICK_SEQUENCES = 256
 class Model:
     """Released weights, and how they are scored.
 
-    files: per size a repository on the Hugging Face hub, and a file in it if it is not a folder
-    that the loaders read as a whole. orders: values of --orders, each in a run of its own.
-    random_orders: whether it takes --num-orders. ensembles: whether random orders are also
-    averaged over. l2r_sequences: the most sequences that are scored left to right."""
+    files: per size a repository on the Hugging Face hub, and a file in it if it is not
+    a folder that the loaders read as a whole. orders: values of --orders, each in a run
+    of its own. random_orders: whether it takes --num-orders. ensembles: whether random
+    orders are also averaged over. l2r_sequences: the most sequences that are scored
+    left to right."""
 
     name: str
     files: dict[str, list[str]]
@@ -105,18 +108,18 @@ def main() -> None:
 def read_config() -> tuple[list[Model], list[Line], list[str]]:
     """Return the models, the lines and the names of the sets in CONFIG."""
     values = tomllib.loads(CONFIG.read_text())
-    models = [Model(**model) for model in values["models"]]
-    lines = [Line(**line) for line in values["lines"]]
+    models = from_values(values["models"], list[Model], str(CONFIG))
+    lines = from_values(values["lines"], list[Line], str(CONFIG))
     return models, lines, values["datasets"]
 
 
-def chosen(wanted: tuple[str, ...], known: list[str], option: str) -> list[str]:
-    """Return those of `known` that an option names, all if it names none. Raises
+def chosen(wanted: tuple[str, ...], names: list[str], option: str) -> list[str]:
+    """Return those of `names` that an option names, all if it names none. Raises
     UserError."""
     for name in wanted:
-        if name not in known:
-            raise UserError(f"{option} {name}: choose among {', '.join(known)}")
-    return [name for name in known if not wanted or name in wanted]
+        if name not in names:
+            raise UserError(f"{option} {name}: choose among {', '.join(names)}")
+    return [name for name in names if not wanted or name in wanted]
 
 
 def fetched(model: Model, size: Size) -> str:
@@ -153,7 +156,8 @@ def prepared(name: str) -> Path:
 def evaluated(
     a: Arguments, model: Model, size: Size, path: str, folders: list[Path]
 ) -> list[dict]:
-    """Return the results of eval_ppl.py on all sets: those of an earlier call, or new ones."""
+    """Return the results of eval_ppl.py on all sets: those of an earlier call, or new
+    ones."""
     results = []
     for order in model.orders:
         limit = sequences_of(a, model, order)
@@ -167,7 +171,8 @@ def evaluated(
 
 
 def sequences_of(a: Arguments, model: Model, order: str) -> int | None:
-    """Return how many sequences of each set a model scores in an order; None for all."""
+    """Return how many sequences of each set a model scores in an order; None for
+    all."""
     if order == "l2r" and model.l2r_sequences:
         return min(a.limit or model.l2r_sequences, model.l2r_sequences)
     return a.limit
@@ -195,8 +200,8 @@ def table(
     datasets: list[str],
     results: dict[tuple[str, str], list[dict]],
 ) -> str:
-    """Markdown: for each line and set our perplexity, its 95% interval and the published one, and
-    whether the published one is inside of the interval."""
+    """Return as Markdown, for each line and set, our perplexity, its 95% interval and
+    the published one, and whether the published one is inside of the interval."""
     all_datasets = read_config()[2]
     rows = []
     for size in a.sizes:
@@ -211,8 +216,8 @@ def table(
     head = ["model", *datasets]
     reasons = [f"- {model.name}: {model.note}." for model in models]
     reasons.append(
-        "- The released script stops after 16 batches on most sets; here blocks are spread "
-        "over a set, or all are scored."
+        "- The released script stops after 16 batches on most sets; here blocks are "
+        "spread over a set, or all are scored."
     )
     for model in models:
         if model.l2r_sequences:
@@ -227,7 +232,8 @@ def table(
             "# Zero-shot perplexities: ours, and published",
             "",
             f"Ours (95% interval over sequences, {scope}) / published by Xue et al. "
-            "(arXiv 2506.19935). **Bold**: the published number is outside of our interval.",
+            "(arXiv 2506.19935). **Bold**: the published number is outside of our "
+            "interval.",
             "",
             *markdown_table(head, rows, left=len(head)),
             "",

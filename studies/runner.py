@@ -1,9 +1,10 @@
 """The runner of findings, speedrun and tasks: run configs are tuned alike, trained over
 seeds and measured, and the result of every run is saved as a row of a JSONL file.
 
-With the file at hand its runs are not trained again. A row is {"run": folder, "key": ..., "result":
-{"seed", "commit", "tokens", "losses", "measured", "tokens_per_second"}}: validation losses by kind
-at each evaluation, and figures {name: [value, standard error or None]}.
+With the file at hand its runs are not trained again. A row is {"run": folder, "key":
+..., "result": {"seed", "commit", "tokens", "losses", "measured", "tokens_per_second"}}:
+validation losses by kind at each evaluation, and figures {name: [value, standard error
+or None]}.
 """
 
 import hashlib
@@ -40,8 +41,9 @@ from studies.runs import (
 from studies.verdicts import figure_of
 
 Recipes = dict[str, dict[str, dict]]
-"""By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned", "tuned_as",
-"at_boundary", "parameters", "flops" (per trained token), "runs": [the result of each seed]}."""
+"""By recipe and run config: {"description", "tuning": [{"tuned", "loss"}], "tuned",
+"tuned_as", "at_boundary", "parameters", "flops" (per trained token), "runs": [the
+result of each seed]}."""
 
 
 Place = tuple[int, ...]  # of a grid of values to tune
@@ -54,8 +56,8 @@ class RunOptions:
     jobs: Count = 1
     """Runs in parallel on a CPU, each with one thread."""
     quick: bool = False
-    """A few steps of every run config of the first recipe, untuned, to see that everything runs.
-    Results go to out/findings/quick."""
+    """A few steps of every run config of the first recipe, untuned, to see that
+    everything runs. Results go to out/findings/quick."""
 
 
 class MissingRow(UserError):
@@ -63,9 +65,11 @@ class MissingRow(UserError):
 
 
 class Results:
-    """The rows of a JSONL file, and those that are added; its methods may be called by threads.
+    """The rows of a JSONL file, and those that are added; its methods may be called by
+    threads.
 
-    file: None saves nothing. complete: nothing is added; a missing row raises MissingRow."""
+    file: None saves nothing. complete: nothing is added; a missing row raises
+    MissingRow."""
 
     def __init__(self, file: Path | None = None, complete: bool = False):
         self.file = file
@@ -95,8 +99,8 @@ class Results:
 
 
 def key_of(config: Config, commands: list[list[str]]) -> str:
-    """Identifies a run and its measures. Keys with their default values do not count, so that a new
-    option invalidates no results."""
+    """Return what identifies a run and its measures. Keys with their default values do
+    not count, so that a new option invalidates no results."""
     values = {}
     changed = configuration.differences(Config(), config)
     for key, (_, new) in changed.items():
@@ -121,10 +125,11 @@ def search(
     loss_of: Callable[[Values], float],
     at_hand: Callable[[Values], bool] = lambda values: False,
 ) -> list[tuple[Values, float]]:
-    """Try the middle of the grid and its neighbours along every key, then neighbours of the best
-    point, until all of its own have been tried: where the loss is flat, chance would lead away from
-    better values. Points whose loss is at hand count as tried. Returns those tried, in their order,
-    with their losses; nothing if there is only one point."""
+    """Try the middle of the grid and its neighbours along every key, then neighbours of
+    the best point, until all of its own have been tried: where the loss is flat, chance
+    would lead away from better values. Points whose loss is at hand count as tried.
+    Returns those tried, in their order, with their losses; nothing if there is only one
+    point."""
     sizes = [len(values) for values in tune.values()]
     if math.prod(sizes) <= 1:
         return []
@@ -190,17 +195,18 @@ class Runner:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def train(self, seeds: int) -> Recipes:
-        """Tune every run config, then train its seeds with the best value, and measure them.
-        Nothing is tuned with `quick`.
+        """Tune every run config, then train its seeds with the best value, and measure
+        them. Nothing is tuned with `quick`.
 
-        Runs are tuned at full length: short runs are still on the unigram plateau, where all rates
-        do equally well, and the best rate there is not the best one later."""
+        Runs are tuned at full length: short runs are still on the unigram plateau,
+        where all rates do equally well, and the best rate there is not the best one
+        later."""
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            return {
-                recipe: self.train_recipe(recipe, seeds, pool)
-                for recipe in self.experiment.recipes
-            }
+            recipes = {}
+            for recipe in self.experiment.recipes:
+                recipes[recipe] = self.train_recipe(recipe, seeds, pool)
+            return recipes
         finally:  # after an error or an interrupt no further run starts
             pool.shutdown(cancel_futures=True)
 
@@ -227,11 +233,13 @@ class Runner:
         for name, entry in entries.items():
             runs = [self.result_at_hand(future) for future in entry["runs"]]
             if None not in runs:
-                complete[name] = entry | {"runs": runs}
+                entry["runs"] = runs
+                complete[name] = entry
         return complete
 
     def result_at_hand(self, future: Future):
-        """Return the result of a future; None if it lacks a row and results may be partial."""
+        """Return the result of a future; None if it lacks a row and results may be
+        partial."""
         try:
             return future.result()
         except MissingRow:
@@ -247,7 +255,8 @@ class Runner:
         seeds: int,
         pool: ThreadPoolExecutor,
     ) -> dict:
-        """Return what is known of a run config before its runs, and its runs as futures.
+        """Return what is known of a run config before its runs, and its runs as
+        futures.
 
         pairs: what its tuning has tried, with losses."""
         tuned = best_of(one, pairs)
@@ -326,13 +335,15 @@ class Runner:
         return self.result(recipe, config, commands)
 
     def result(self, recipe: str, config: Config, commands: list[list[str]]) -> dict:
-        """Return the result of a run, which is trained and measured if it is not there."""
+        """Return the result of a run, which is trained and measured if it is not
+        there."""
 
         def make() -> dict:
             # Missing data should not stop us after hours of runs.
-            for word in itertools.chain(*commands):
-                if word.startswith("data/"):
-                    find_dataset(word)
+            for command in commands:
+                for word in command:
+                    if word.startswith("data/"):
+                        find_dataset(word)
             with self.lock:  # the first run trains the helpers, the others wait
                 helpers = self.experiment.helper_configs(recipe, self.quick)
                 for helper in helpers.values():
@@ -343,7 +354,7 @@ class Runner:
                 loss = result["losses"]["training"][-1]
             show(f"{config.name}: {loss}", flush=True)
             if result["tokens"]:
-                result["measured"] |= measured_by_all(config, commands)
+                result["measured"].update(measured_by_all(config, commands))
             return result
 
         arguments = [command[1:] for command in commands]  # without the script
@@ -351,10 +362,11 @@ class Runner:
 
 
 def measured_by_all(config: Config, commands: list[list[str]]) -> Measured:
-    """Return the figures of all commands; beside those of the test split its unigram entropy."""
+    """Return the figures of all commands; beside those of the test split its unigram
+    entropy."""
     figures = {}
     for command in commands:
-        figures |= measured_by(command)
+        figures.update(measured_by(command))
         splits = []
         for option, word in itertools.pairwise(command):
             if option == "--split":
@@ -366,9 +378,10 @@ def measured_by_all(config: Config, commands: list[list[str]]) -> Measured:
 
 
 def result_of(config: Config, lines: list[dict] | None) -> dict:
-    """Return what is saved of a run. losses: `training`, those under its training orders, and
-    others by kind, each with KIND_error. measured: the entropy of single tokens, and `excess`, the
-    distance of the last loss from the least possible one, where that is known."""
+    """Return what is saved of a run. losses: `training`, those under its training
+    orders, and others by kind, each with KIND_error. measured: the entropy of single
+    tokens, and `excess`, the distance of the last loss from the least possible one,
+    where that is known."""
     main = main_loss(config)
     losses: dict[str, list] = {}
     tokens = []

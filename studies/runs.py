@@ -1,4 +1,5 @@
-"""Runs of train.py, each in a process of its own with one thread, resumed if interrupted."""
+"""Runs of train.py, each in a process of its own with one thread, resumed if
+interrupted."""
 
 import json
 import os
@@ -17,14 +18,15 @@ from aogpt.training.metrics import read_metrics
 from aogpt.training.val_losses import best_by
 
 ROOT = Path(__file__).resolve().parents[1]
-# By default glibc returns large tensors to the system as soon as they are freed, and the system
-# clears the pages of the next one: nearly half of a step's time with a vocabulary of 50,000.
+# By default glibc returns large tensors to the system as soon as they are freed, and
+# the system clears the pages of the next one: nearly half of a step's time with a
+# vocabulary of 50,000.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def rows_by(key: str, file: Path) -> dict[str, dict]:
-    """Return the rows of a JSONL file of results by their value of `key`; none where there is no
-    file."""
+    """Return the rows of a JSONL file of results by their value of `key`; none where
+    there is no file."""
     rows = {}
     if file.exists():
         for place, text in read_lines(file, "results"):
@@ -46,8 +48,13 @@ def validations_of(config: Config, lines: list[dict] | None) -> list[dict]:
 def speed_of(lines: list[dict] | None) -> float | None:
     """Return tokens per second, median of the logged steps; the first line contains the
     start."""
-    speeds = [line["tokens_per_second"] for line in lines or () if "loss" in line]
-    return statistics.median(speeds[1:] or speeds) if speeds else None
+    speeds = []
+    for line in lines or ():
+        if "loss" in line:
+            speeds.append(line["tokens_per_second"])
+    if not speeds:
+        return None
+    return statistics.median(speeds[1:] or speeds)
 
 
 def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
@@ -60,14 +67,11 @@ def finished_run(config: Config, processes: int = 1) -> list[dict] | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, configuration.to_toml(config))
         write_text(beside(config, ".commit"), commit())
-        done = run_alone("train.py", str(file), processes=processes)
-        if done.returncode and "not finite" in done.stderr:
+        process = run_alone("train.py", str(file), processes=processes)
+        if process.returncode and "not finite" in process.stderr:
             return None
-        if done.returncode:
-            problem = done.stderr.strip()[-500:]
-            if not problem:
-                problem = f"ended with status {done.returncode}"
-            raise UserError(f"{config.run_folder}: {problem}")
+        if process.returncode:
+            raise UserError(f"{config.run_folder}: {last_words(process)}")
         if not has_ended(config):  # a signal stopped it
             raise UserError(
                 f"{config.run_folder} stopped before its last step; run it again"
@@ -81,10 +85,12 @@ def has_ended(config: Config) -> bool:
     file = config.run_folder / "config.toml"
     if not file.exists():
         return False
-    if changed := configuration.differences(configuration.load_toml(file), config):
+    trained = configuration.load_toml(file)
+    changed = configuration.differences(trained, config)
+    if changed:
         raise UserError(
-            f"{config.run_folder} holds a run with another {', '.join(changed)}: remove "
-            "the folder, or give the run config another name"
+            f"{config.run_folder} holds a run with another {', '.join(changed)}: "
+            "remove the folder, or give the run config another name"
         )
     lines = validations_of(config, read_metrics(file.with_name("metrics.jsonl")))
     return any(line["step"] == config.train.steps for line in lines)
@@ -102,8 +108,8 @@ def beside(config: Config, suffix: str) -> Path:
 
 
 def report_of(*command: str) -> dict:
-    """Run a script (FILE.py) or module with its arguments, and return what it writes with --json.
-    Raises UserError with its last words if it fails."""
+    """Run a script (FILE.py) or module with its arguments, and return what it writes
+    with --json. Raises UserError with its last words if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         run_well(*command, "--json", str(file))
@@ -111,11 +117,16 @@ def report_of(*command: str) -> dict:
 
 
 def run_well(*command: str) -> None:
-    """Run a script or module to its end. Raises UserError with its last words if it fails."""
-    done = run_alone(*command)
-    if done.returncode:
-        said = done.stderr.strip()[-500:] or f"it ended with status {done.returncode}"
-        raise UserError(f"{' '.join(command)}: {said}")
+    """Run a script or module to its end. Raises UserError with its last words if it
+    fails."""
+    process = run_alone(*command)
+    if process.returncode:
+        raise UserError(f"{' '.join(command)}: {last_words(process)}")
+
+
+def last_words(process: subprocess.CompletedProcess) -> str:
+    """Return why a process failed: the end of its stderr, or its exit status."""
+    return process.stderr.strip()[-500:] or f"it ended with status {process.returncode}"
 
 
 def run_alone(
@@ -135,5 +146,8 @@ def run_alone(
 
 
 def target_of(script: str) -> list[str]:
-    """Return the words after `python` that run a script (FILE.py) of this project or a module."""
-    return [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+    """Return the words after `python` that run a script (FILE.py) of this project or a
+    module."""
+    if script.endswith(".py"):
+        return [str(ROOT / script)]
+    return ["-m", script]

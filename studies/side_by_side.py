@@ -3,11 +3,12 @@
     git worktree add ../before d5e37c3
     python -m studies.side_by_side ../before --json results/side_by_side_cpu.json
 
-A repetition starts a process of each checkout, with one thread, both on one processor core. They
-take turns: one decodes a plan or takes some training steps while the other waits, then the other
-does the same. In every other pair the other one begins. What counts is the processor's time. Even
-that changes by a fifth within a minute on a busy machine, but the halves of a pair are seconds
-apart. A repetition's ratio is the median of its pairs."""
+A repetition starts a process of each checkout, with one thread, both on one processor
+core. They take turns: one decodes a plan or takes some training steps while the other
+waits, then the other does the same. In every other pair the other one begins. What
+counts is the processor's time. Even that changes by a fifth within a minute on a busy
+machine, but the halves of a pair are seconds apart. A repetition's ratio is the median
+of its pairs."""
 
 import contextlib
 import json
@@ -36,7 +37,7 @@ from studies.bench_common import cpu_name
 from studies.runs import ROOT
 
 TRAINING_STEPS = 5  # of a turn
-# What is compared, and the number of pairs of turns in a repetition.
+# By benchmark: what a turn does, and the number of pairs of turns in a repetition.
 TURNS = {
     "decoding, 64 steps": ({"steps": 64}, 5),
     "decoding, 256 steps": ({"steps": 256}, 3),
@@ -46,9 +47,8 @@ TURNS = {
 WARM_UP = ("decoding, 64 steps", "a training step")
 LENGTH = 1024  # tokens of a sample
 LIMIT = 1.03
-HEAD = ["what", "here, ms", "other, ms", "ratio", "interval", "target"]
-# Answers each line with the seconds of the turn that it names. It runs in both checkouts, so
-# it uses only what both have.
+# Answers each line with the seconds of the turn that it names. It runs in both
+# checkouts, so it uses only what both have.
 WORKER = """\
 import json, sys, time
 time.perf_counter = time.process_time  # the clock of the benchmarks
@@ -101,6 +101,9 @@ class Arguments(OutputOptions):
     """Write every time, with settings and versions."""
 
 
+Seconds = dict[str, list[float]]  # of "here" and of "other", by pair
+
+
 class Checkout:
     """A process that runs the benchmarks of a checkout."""
 
@@ -119,16 +122,19 @@ class Checkout:
         # One core for both: another may be shared with other work.
         os.sched_setaffinity(self.process.pid, {max(os.sched_getaffinity(0))})
 
-    def take(self, turn: dict) -> float:
-        """Return the seconds of a turn. Raises UserError if the process has ended."""
+    def take(self, turn: dict[str, int], number: int) -> float:
+        """Return the seconds of a turn; its number decides the plan, or the batches.
+        Raises UserError if the process has ended."""
         assert self.process.stdin and self.process.stdout and self.process.stderr
+        line = json.dumps(turn | {"number": number})
         with contextlib.suppress(BrokenPipeError):  # its last words are read below
-            self.process.stdin.write(json.dumps(turn) + "\n")
+            self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            said = self.process.stderr.read().strip().splitlines() or ["nothing"]
-            raise UserError(f"the benchmarks of {self.folder} failed: {said[-1]}")
+            lines = self.process.stderr.read().strip().splitlines()
+            problem = lines[-1] if lines else "nothing on stderr"
+            raise UserError(f"the benchmarks of {self.folder} failed: {problem}")
         return json.loads(answer)
 
 
@@ -141,19 +147,26 @@ def main() -> None:
         raise UserError("this machine cannot bind a process to a core: use Linux")
     outputs = Outputs({"--json": a.json}, (), a.overwrite)
     folders = {"here": ROOT, "other": a.other.resolve()}
-    repetitions = []
+    repetitions: dict[str, list[Seconds]] = {benchmark: [] for benchmark in TURNS}
     for number in range(a.repeats):
-        repetitions.append(repetition(folders, a, number))
-        said = [f"{what} {ratio_of(repetitions[-1][what]):.3f}" for what in TURNS]
+        ratios = []
+        for benchmark, seconds in repetition(folders, a, number).items():
+            repetitions[benchmark].append(seconds)
+            ratios.append(f"{benchmark} {ratio_of(seconds):.3f}")
         show(
-            f"{number + 1} of {a.repeats}: {', '.join(said)}",
+            f"{number + 1} of {a.repeats}: {', '.join(ratios)}",
             file=sys.stderr,
             flush=True,
         )
-    rows = [row_of(what, [r[what] for r in repetitions]) for what in TURNS]
+    rows = []
+    for benchmark, all_seconds in repetitions.items():
+        rows.append(row_of(benchmark, all_seconds))
     report = {
         "command": command(),
-        "commits": {name: commit_of(folder) for name, folder in folders.items()},
+        "commits": {
+            "here": commit_of(folders["here"]),
+            "other": commit_of(folders["other"]),
+        },
         "versions": versions(),
         "processor": cpu_name(),
         "settings": {
@@ -166,38 +179,36 @@ def main() -> None:
     }
     with outputs:
         outputs.write_json(a.json, report)
-        show(*table_of(rows), sep="\n")
+        show("\n".join(table_of(rows)))
 
 
 def commit_of(folder: Path) -> str:
     """Return the commit of a checkout, with "-dirty" if files have changed."""
     words = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    said = subprocess.run(words, capture_output=True, text=True).stdout
-    return said.strip() or "unknown"
-
-
-Seconds = dict[str, list[float]]  # of "here" and of "other", by pair
+    described = subprocess.run(words, capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
 
 
 def repetition(
     folders: dict[str, Path], a: Arguments, number: int
 ) -> dict[str, Seconds]:
-    """Return the times of the turns of a new process of each checkout, by what they do."""
+    """Return the times of the turns of a new process of each checkout, by benchmark."""
     checkouts = {name: Checkout(folder, a) for name, folder in folders.items()}
     seconds: dict[str, Seconds] = {}
     try:
         for checkout in checkouts.values():
-            for what in WARM_UP:
-                checkout.take(TURNS[what][0] | {"number": 0})
-        for what, (turn, pairs) in TURNS.items():
-            seconds[what] = {"here": [], "other": []}
+            for benchmark in WARM_UP:
+                turn, _ = TURNS[benchmark]
+                checkout.take(turn, 0)
+        for benchmark, (turn, pairs) in TURNS.items():
+            seconds[benchmark] = {"here": [], "other": []}
             for pair in range(1, pairs + 1):
-                names = list(checkouts)
+                names = ["here", "other"]
                 if (number + pair) % 2:
                     names.reverse()
                 for name in names:
-                    taken = checkouts[name].take(turn | {"number": pair})
-                    seconds[what][name].append(taken)
+                    time = checkouts[name].take(turn, pair)
+                    seconds[benchmark][name].append(time)
     finally:
         for checkout in checkouts.values():
             checkout.process.kill()
@@ -206,18 +217,19 @@ def repetition(
 
 
 def ratio_of(seconds: Seconds) -> float:
-    """Return the median over pairs of this checkout's time divided by the other one's."""
+    """Return the median over pairs of this checkout's time divided by the other
+    one's."""
     ratios = []
     for here, other in zip(seconds["here"], seconds["other"], strict=True):
         ratios.append(here / other)
     return statistics.median(ratios)
 
 
-def row_of(what: str, repetitions: list[Seconds]) -> dict:
+def row_of(benchmark: str, repetitions: list[Seconds]) -> dict:
     """Return the median of the repetitions' ratios, and its interval."""
     ratios = [ratio_of(seconds) for seconds in repetitions]
     return {
-        "what": what,
+        "what": benchmark,
         "seconds": repetitions,
         "ratios": ratios,
         "ratio": statistics.median(ratios),
@@ -226,8 +238,9 @@ def row_of(what: str, repetitions: list[Seconds]) -> dict:
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return two of the values, between which the median lies with a probability of at least 95%
-    (sign test); of fewer than six values the smallest and the largest, which is less sure."""
+    """Return two of the values, between which the median lies with a probability of at
+    least 95% (sign test); of fewer than six values the smallest and the largest, which
+    is less sure."""
     if len(values) < 6:
         return min(values), max(values)
     low, high = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
@@ -235,8 +248,9 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 
 def table_of(rows: list[dict]) -> list[str]:
-    """Return the lines of the table."""
-    cells = []
+    """Return a line for each benchmark: median times, the ratio and whether it is
+    met."""
+    lines = []
     for row in rows:
         low, high = row["interval"]
         verdict = "open"
@@ -244,16 +258,26 @@ def table_of(rows: list[dict]) -> list[str]:
             verdict = "met"
         elif low > LIMIT:
             verdict = "missed"
-        cells.append([row["what"]])
-        for name in ("here", "other"):
-            times = [value for r in row["seconds"] for value in r[name]]
-            cells[-1].append(f"{1000 * statistics.median(times):.3g}")
-        cells[-1] += [
-            f"{row['ratio']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            f"at most {LIMIT}: {verdict}",
-        ]
-    return markdown_table(HEAD, cells, left=1)
+        lines.append(
+            [
+                row["what"],
+                milliseconds(row, "here"),
+                milliseconds(row, "other"),
+                f"{row['ratio']:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                f"at most {LIMIT}: {verdict}",
+            ]
+        )
+    head = ["what", "here, ms", "other, ms", "ratio", "interval", "target"]
+    return markdown_table(head, lines, left=1)
+
+
+def milliseconds(row: dict, checkout: str) -> str:
+    """Return the median over all turns of a checkout."""
+    times = []
+    for repetition in row["seconds"]:
+        times += repetition[checkout]
+    return f"{1000 * statistics.median(times):.3g}"
 
 
 if __name__ == "__main__":

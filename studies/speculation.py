@@ -1,19 +1,22 @@
-"""Exact speculation in any order: tokens a pass, and what samples of the same cost are worth.
+"""Exact speculation in any order: tokens a pass, and what samples of the same cost are
+worth.
 
-    python -m studies.speculation          # what is missing, then the page; an hour on one core
+    python -m studies.speculation          # what is missing, then the page; an hour
     python -m studies.speculation --quick  # does it run? Results go to out/speculation
 
-Every row is one run of eval_gen.py on the books model, saved in results/speculation.runs.jsonl.
-The model judges its own samples from left to right; the divergence of n-grams from held-out books
-is beside it, since a judge alone rewards text that is too likely. The page names its numbers, as
-{speculative, draft 16: perplexity .1f}.
+Every row is one run of eval_gen.py on the books model, saved in
+results/speculation.runs.jsonl. The model judges its own samples from left to right; the
+divergence of n-grams from held-out books is beside it, since a judge alone rewards text
+that is too likely. The page names its numbers, as {speculative, draft 16: perplexity
+.1f}.
 
-The row `acceptance` was measured once, by this file at commit c636b8d: the probability that a
-drafted token is kept, by its place in the draft ("by_place": mean, standard error) and by its
-distance from the nearest position that was drafted before it in the same pass ("by_distance":
-count, mean, standard error; 0 for the first). The context is a random half of the positions of
-held-out books, the draft the next 16 of the order. A token is kept with probability 1 - TV(p, q):
-p is its distribution given the context alone, q that given the drafts before it too."""
+The row `acceptance` was measured once, by this file at commit c636b8d: the probability
+that a drafted token is kept, by its place in the draft ("by_place": mean, standard
+error) and by its distance from the nearest position that was drafted before it in the
+same pass ("by_distance": count, mean, standard error; 0 for the first). The context is
+a random half of the positions of held-out books, the draft the next 16 of the order. A
+token is kept with probability 1 - TV(p, q): p is its distribution given the context
+alone, q that given the drafts before it too."""
 
 import re
 from dataclasses import dataclass
@@ -27,14 +30,15 @@ from studies.runs import ROOT, report_of, rows_by
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"
-LENGTH = 128
+LENGTH = 128  # tokens of a sample
+SAMPLES = 256  # of every row
 ROWS = ROOT / "results" / "speculation.runs.jsonl"
 TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
 LEFT_TO_RIGHT = "one token a pass, left to right"
-# By name: the words of eval_gen.py. Exact methods draw from the joint distribution of one token a
-# pass along their order; the others are approximations.
+# By name: the words of eval_gen.py. Exact methods draw from the joint distribution of
+# one token a pass along their order; the others are approximations.
 EXACT = {
     ONE_AT_A_TIME: "--mode random",
     "speculative, draft 4": "--mode speculative --draft 4",
@@ -97,7 +101,8 @@ SELECTION = {
         "margin, 8 a pass",
     ),
 }
-# Colors and markers of the families of the figure, by how the names of their rows begin.
+# Colors and markers of the families of the figure, by how the names of their rows
+# begin.
 FAMILIES = {
     "speculative, draft": ("#0072B2", "o"),
     "one token a pass, random order": ("#0072B2", "s"),
@@ -115,8 +120,6 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    samples: int = 256
-    """Samples of every row."""
     quick: bool = False
     """4 samples of a row, of 16 tokens."""
 
@@ -125,7 +128,7 @@ def main() -> None:
     """Measure what has no row, and write the page and the figure."""
     a = tyro.cli(Arguments, description=__doc__)
     folder = ROOT / "results"
-    samples = a.samples
+    samples = SAMPLES
     length = LENGTH
     if a.quick:
         folder = ROOT / "out" / "speculation"
@@ -151,18 +154,19 @@ def measured(name: str, words: str, samples: int, length: int) -> dict:
         f"eval_gen.py {MODEL} --judge {MODEL} --reference {REFERENCE} "
         f"--length {length} --num-samples {samples} {words}"
     )
-    row = report_of(*command.split())["rows"][0]
+    report = report_of(*command.split())
+    row = {"name": name, "command": f"python {command}", "commit": commit()}
+    row.update(report["rows"][0])
     row.pop("per_sample")
-    made = {"name": name, "command": f"python {command}", "commit": commit()}
-    return made | row
+    return row
 
 
-# ---- the page ------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 
 
 def figure(rows: dict[str, dict]) -> bytes:
-    """Draw perplexity and n-gram divergence against passes, and the probability to keep a
-    draft."""
+    """Draw perplexity and n-gram divergence against passes, and the probability to keep
+    a draft."""
     drawing, (left, middle, right) = new_figure(1, 3, size=(13, 4.2))
     for family, (color, marker) in FAMILIES.items():
         members = [row for name, row in rows.items() if name.startswith(family)]
@@ -287,8 +291,9 @@ def page(rows: dict[str, dict]) -> str:
     commits = sorted({row["commit"] for row in rows.values()})
     for name, row in rows.items():
         if name != "acceptance":
-            rate = row["tokens"] / row["samples"] / row["nfe"]
-            numbers[name] = row | {"tokens_a_pass": rate}
+            numbers[name] = dict(row)
+            tokens = row["tokens"] / row["samples"]
+            numbers[name]["tokens_a_pass"] = tokens / row["nfe"]
     tables = {
         "{TABLE}": "\n".join(sampler_table(numbers)),
         "{SELECTION}": "\n".join(selection_table(numbers)),

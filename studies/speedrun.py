@@ -1,13 +1,14 @@
 """How few tokens does an any-order model need? Train run configs of a benchmark.
 
-    python -m studies.speedrun bytes                              # the leaderboard
-    python -m studies.speedrun bytes paper fast --jobs 2          # train, resumed if interrupted
-    python -m studies.speedrun bytes paper fast --repetitions 3   # measure their speed, in turn
+    python -m studies.speedrun bytes                             # the leaderboard
+    python -m studies.speedrun bytes paper fast --jobs 2         # train, or resume
+    python -m studies.speedrun bytes paper fast --repetitions 3  # speed, in turn
 
-A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order validation loss;
-it fixes data, block size and evaluation. Run configs are tuned alike: the benchmark's tuning seeds
-are trained with values under `tune`, and the lowest final loss decides.
-Results are the rows of results/speedrun/BENCHMARK.runs.jsonl, of which the leaderboard is made.
+A benchmark (studies/configs/speedrun) is an experiment with a goal, an any-order
+validation loss; it fixes data, block size and evaluation. Run configs are tuned alike:
+the benchmark's tuning seeds are trained with values under `tune`, and the lowest final
+loss decides. Results are the rows of results/speedrun/BENCHMARK.runs.jsonl, of which
+the leaderboard is made.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ class Arguments:
     processes: Count = 1
     """Processes of each run, one for each GPU of this machine, started by torchrun."""
     repetitions: Count | None = None
-    """Instead of training, measure speed by short runs: each run config this often, in turn."""
+    """Instead of training, measure speed by short runs: each run config this often, in
+    turn."""
 
 
 def main() -> None:
@@ -78,11 +80,11 @@ def main() -> None:
             )
     if a.repetitions and a.run_configs:
         measure_speeds(benchmark, a)
-        show(*time_table(benchmark), sep="\n")
+        show("\n".join(time_table(benchmark)))
     elif a.run_configs:
         train(benchmark, a)
     else:
-        show(*table(benchmark), sep="\n")
+        show("\n".join(table(benchmark)))
 
 
 def train(benchmark: Experiment, a: Arguments) -> None:
@@ -91,20 +93,21 @@ def train(benchmark: Experiment, a: Arguments) -> None:
     experiment = only(benchmark, a.run_configs)
     runner = Runner(experiment, results, jobs=a.jobs, processes=a.processes)
     entries = runner.train(a.seeds)[RECIPE]
-    lines = [line(name, entries[name], benchmark.goal) for name in a.run_configs]
-    show(*markdown_table(HEAD, lines), sep="\n")
+    chosen = {name: entries[name] for name in a.run_configs}
+    show("\n".join(results_table(chosen, benchmark.goal)))
 
 
 def only(benchmark: Experiment, names: tuple[str, ...]) -> Experiment:
     """Return the benchmark with these run configs."""
-    chosen = {name: benchmark.recipes[RECIPE][name] for name in names}
+    run_configs = benchmark.recipes[RECIPE]
+    chosen = {name: run_configs[name] for name in names}
     return replace(benchmark, recipes={RECIPE: chosen})
 
 
 def load_benchmark(name: str) -> Experiment:
-    """Read studies/configs/speedrun/NAME.toml: `goal`, `base` and `run_configs`. With `from` it
-    names another benchmark, over whose base and run configs it lays its own; `length` scales the
-    numbers of steps of that one."""
+    """Read studies/configs/speedrun/NAME.toml: `goal`, `base` and `run_configs`. With
+    `from` it names another benchmark, over whose base and run configs it lays its own;
+    `length` scales the numbers of steps of that one."""
     with damaged(
         CONFIGS / f"{name}.toml", "compare it with studies/configs/speedrun/gpt2.toml"
     ):
@@ -119,8 +122,10 @@ def load_benchmark(name: str) -> Experiment:
 def read_values(name: str) -> dict:
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
-        raise FileError(f"there is no benchmark {name!r}; choose one of {known}")
+        names = sorted(file.stem for file in CONFIGS.glob("*.toml"))
+        raise FileError(
+            f"there is no benchmark {name!r}; choose one of {', '.join(names)}"
+        )
     values = read_toml(path)
     if "from" not in values:
         return values
@@ -132,11 +137,14 @@ def read_values(name: str) -> dict:
         *source["run_configs"].values(),
     ]
     for table in tables:
-        for key in {"steps", "interval", "train.steps", "eval.interval"} & table.keys():
-            table[key] = round(length * table[key])
+        for key in ("steps", "interval", "train.steps", "eval.interval"):
+            if key in table:
+                table[key] = round(length * table[key])
     for part in ("base", "run_configs"):
-        source[part] = laid_over(source[part], values.pop(part, {}))
-    return source | values
+        changes = values.pop(part, {})
+        values[part] = laid_over(source[part], changes)
+    source.update(values)
+    return source
 
 
 def file_of(benchmark: Experiment, suffix: str) -> Path:
@@ -144,14 +152,15 @@ def file_of(benchmark: Experiment, suffix: str) -> Path:
 
 
 def load_entries(benchmark: Experiment) -> dict[str, dict]:
-    """Return the results of each run config that has some, made of the rows of its runs; also of
-    retired ones, which the benchmark no longer trains."""
+    """Return the results of each run config that has some, made of the rows of its
+    runs; also of retired ones, which the benchmark no longer trains."""
     results = Results(file_of(benchmark, ".runs.jsonl"), complete=True)
+    by_run = {}
     seeds_of: dict[str, int] = {}
     for row in results.rows.values():
-        name, seed = re.fullmatch(
-            r"(.*?)(?:_.*)?_s(\d+)", Path(row["run"]).name
-        ).groups()
+        run = Path(row["run"]).name
+        by_run[run] = row["result"]
+        name, seed = re.fullmatch(r"(.*?)(?:_.*)?_s(\d+)", run).groups()
         seeds_of[name] = max(seeds_of.get(name, 0), int(seed) + 1)
     entries = {}
     for name in benchmark.recipes[RECIPE]:
@@ -161,47 +170,47 @@ def load_entries(benchmark: Experiment) -> dict[str, dict]:
                 runner = Runner(only(benchmark, (name,)), results)
                 entries[name] = runner.train(seeds)[RECIPE][name]
                 break
-    for name, retired in read_retired(benchmark.name).items():
-        place = re.compile(rf"{re.escape(name)}_{retired['runs']}_s\d+")
-        rows = [
-            row["result"]
-            for row in results.rows.values()
-            if place.fullmatch(Path(row["run"]).name)
-        ]
-        runs = sorted(rows, key=lambda result: result["seed"])
-        entries[name] = retired | {"runs": runs}
+    for name, entry in read_retired(benchmark.name).items():
+        pattern = rf"{re.escape(name)}_{entry['runs']}_s\d+"
+        runs = [by_run[run] for run in by_run if re.fullmatch(pattern, run)]
+        runs.sort(key=lambda result: result["seed"])
+        entry["runs"] = runs
+        entries[name] = entry
     return entries
 
 
 def read_retired(name: str) -> dict[str, dict]:
-    """Return the run configs that a benchmark no longer trains: {"description", "tuned",
-    "at_boundary", "runs": the tuned value as it is in the names of their runs}."""
+    """Return the run configs that a benchmark no longer trains: {"description",
+    "tuned", "at_boundary", "runs": the tuned value as it is in the names of their
+    runs}."""
     return read_toml(CONFIGS / f"{name}.toml").get("retired", {})
 
 
 def measure_speeds(benchmark: Experiment, a: Arguments) -> None:
-    """Write the tokens per second of run configs with results, measured in turn, so that other work
-    of the machine affects all of them alike."""
+    """Write the tokens per second of run configs with results, measured in turn, so
+    that other work of the machine affects all of them alike."""
     entries = load_entries(benchmark)
     for name in a.run_configs:
         if name not in entries:
             raise UserError(
                 f"{name} has no results: run it first, without --repetitions"
             )
-    speeds: dict[str, list[float]] = {name: [] for name in a.run_configs}
-    for _, name in itertools.product(range(a.repetitions), speeds):
+    speeds: dict[str, list[float]] = {}
+    for _, name in itertools.product(range(a.repetitions), a.run_configs):
         run_config = benchmark.recipes[RECIPE][name]
         tuned = entries[name]["tuned"]
         config = benchmark.config(RECIPE, run_config, 0, tuned)
-        speeds[name].append(speed_of_short_run(config, a.processes))
-        show(f"{name}: {speeds[name][-1]:,.0f} tokens per second", flush=True)
-    made = {
+        speed = speed_of_short_run(config, a.processes)
+        speeds.setdefault(name, []).append(speed)
+        show(f"{name}: {speed:,.0f} tokens per second", flush=True)
+    report = {
+        "tokens_per_second": speeds,
         "command": command(),
         "commit": commit(),
         "cpu": cpu_name(),
         "versions": versions(),
     }
-    write_json(file_of(benchmark, ".speeds.json"), {"tokens_per_second": speeds} | made)
+    write_json(file_of(benchmark, ".speeds.json"), report)
 
 
 def speed_of_short_run(config: Config, processes: int) -> float:
@@ -209,13 +218,13 @@ def speed_of_short_run(config: Config, processes: int) -> float:
     tokens = config.train.batch_size * config.model.block_size
     steps = max(TIMED_STEPS, math.ceil(TIMED_TOKENS / tokens))
     with tempfile.TemporaryDirectory() as folder:
-        steps_of = replace(config.train, steps=steps, log_interval=steps // 10)
-        optim = replace(
-            config.optim, warmup_steps=min(config.optim.warmup_steps, steps)
-        )
-        validation = replace(config.eval, interval=steps, sequences=1)
+        warmup = min(config.optim.warmup_steps, steps)
         short = replace(
-            config, out=folder, train=steps_of, optim=optim, eval=validation
+            config,
+            out=folder,
+            train=replace(config.train, steps=steps, log_interval=steps // 10),
+            optim=replace(config.optim, warmup_steps=warmup),
+            eval=replace(config.eval, interval=steps, sequences=1),
         )
         return speed_of(finished_run(short, processes))
 
@@ -230,24 +239,21 @@ def time_table(benchmark: Experiment) -> list[str]:
     entries = load_entries(benchmark)
     first = next(iter(speeds))
     durations = [tokens_of(entries[first]) / speed for speed in speeds[first]]
-
-    def share(tokens: float | None, of: list[float]) -> str:
-        pairs = zip(of, durations, strict=True)
-        return (
-            spread_of([tokens / speed / whole for speed, whole in pairs])
-            if tokens
-            else "-"
-        )
-
     lines = []
-    for name, of in speeds.items():
-        tokens = tokens_of(entries[name])
-        rows = entries[name]["runs"]
-        loss = mean_cell([value_of(row, "random") for row in ended(entries[name])])
-        cells = [loss, spread_of([speed / 1000 for speed in of])]
-        cells += [f"{tokens / statistics.median(of):.0f}", share(tokens, of)]
+    for name, own_speeds in speeds.items():
+        entry = entries[name]
+        tokens = tokens_of(entry)
+        to_goal = mean_tokens_to(benchmark.goal, entry["runs"], "random")
+        seconds = tokens / statistics.median(own_speeds)
         lines.append(
-            [name, *cells, share(mean_tokens_to(benchmark.goal, rows, "random"), of)]
+            [
+                name,
+                loss_cell(entry, "random"),
+                spread_of([speed / 1000 for speed in own_speeds]),
+                f"{seconds:.0f}",
+                share_cell(tokens, own_speeds, durations),
+                share_cell(to_goal, own_speeds, durations),
+            ]
         )
     head = [
         "run config",
@@ -255,58 +261,78 @@ def time_table(benchmark: Experiment) -> list[str]:
         "1,000 tokens per second",
         "seconds",
         f"of {first}'s",
+        "to the goal",
     ]
-    return markdown_table([*head, "to the goal"], lines)
+    return markdown_table(head, lines)
 
 
-HEAD = [
-    "run config",
-    "any order",
-    "left to right",
-    "seeds",
-    "tokens",
-    "to the goal",
-    "minutes",
-]
-HEAD += ["tuned", "commit", "description"]
+def share_cell(
+    tokens: float | None, speeds: list[float], durations: list[float]
+) -> str:
+    """Return the time of these tokens at each speed as a share of a duration; a dash
+    for no tokens."""
+    if tokens is None:
+        return "-"
+    shares = []
+    for speed, duration in zip(speeds, durations, strict=True):
+        shares.append(tokens / speed / duration)
+    return spread_of(shares)
 
 
 def table(benchmark: Experiment) -> list[str]:
     """Return the leaderboard: run configs with results, the fewest tokens and the
     lowest loss first. Ingredients that did not pay stay there, though the benchmark no
     longer has them."""
-    known = load_entries(benchmark)
-    place = {
-        n: (tokens_of(e), statistics.mean(losses_of(e).values()))
-        for n, e in known.items()
-    }
-    ranked = sorted(known, key=place.get)
-    lines = markdown_table(
-        HEAD, [line(name, known[name], benchmark.goal) for name in ranked]
-    )
-    lines += ingredients(known)
+    entries = load_entries(benchmark)
+
+    def rank(name: str) -> tuple[int, float]:
+        losses = losses_of(entries[name])
+        return tokens_of(entries[name]), statistics.mean(losses.values())
+
+    ranked = {name: entries[name] for name in sorted(entries, key=rank)}
+    lines = results_table(ranked, benchmark.goal)
+    lines += ingredients(entries)
     if file_of(benchmark, ".speeds.json").exists():
         lines += ["", *time_table(benchmark)]
-    missing = [name for name in benchmark.recipes[RECIPE] if name not in known]
-    return [*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])]
+    missing = [name for name in benchmark.recipes[RECIPE] if name not in entries]
+    if missing:
+        lines += ["", f"Not run yet: {', '.join(missing)}."]
+    return lines
 
 
-def line(name: str, entry: dict, goal: float) -> list[str]:
-    """Return the losses of the seeds, or their mean with its 95% CI; tokens and minutes
-    are means."""
-    rows = ended(entry)
-    reached = mean_tokens_to(goal, entry["runs"], "random")
-    minutes = statistics.mean(
-        r["tokens"][-1] / r["tokens_per_second"] / 60 for r in rows
-    )
-    losses = [
-        mean_cell([value_of(row, kind) for row in rows]) for kind in ("random", "l2r")
-    ]
-    tokens = [
-        "-" if n is None else f"{n / 1e6:.2f}M" for n in (tokens_of(entry), reached)
-    ]
-    told = [tuned_cell(entry), commits_of(entry["runs"]), entry["description"]]
-    return [name, *losses, str(len(rows)), *tokens, f"{minutes:.1f}", *told]
+def results_table(entries: dict[str, dict], goal: float) -> list[str]:
+    """Return a line for each run config: the losses of the seeds, or their mean with
+    its 95% CI; tokens and minutes are means."""
+    lines = []
+    for name, entry in entries.items():
+        rows = ended(entry)
+        minutes = [row["tokens"][-1] / row["tokens_per_second"] / 60 for row in rows]
+        to_goal = mean_tokens_to(goal, entry["runs"], "random")
+        lines.append(
+            [
+                name,
+                loss_cell(entry, "random"),
+                loss_cell(entry, "l2r"),
+                str(len(rows)),
+                millions(tokens_of(entry)),
+                "-" if to_goal is None else millions(to_goal),
+                f"{statistics.mean(minutes):.1f}",
+                tuned_cell(entry),
+                commits_of(entry["runs"]),
+                entry["description"],
+            ]
+        )
+    head = ["run config", "any order", "left to right", "seeds", "tokens"]
+    head += ["to the goal", "minutes", "tuned", "commit", "description"]
+    return markdown_table(head, lines)
+
+
+def loss_cell(entry: dict, kind: str) -> str:
+    return mean_cell([value_of(row, kind) for row in ended(entry)])
+
+
+def millions(tokens: float) -> str:
+    return f"{tokens / 1e6:.2f}M"
 
 
 def ended(entry: dict) -> list[dict]:
@@ -320,25 +346,30 @@ def tokens_of(entry: dict) -> int:
 
 def losses_of(entry: dict) -> dict[int, float]:
     """Return the loss under the training orders by seed."""
-    return {row["seed"]: row["losses"]["training"][-1] for row in ended(entry)}
+    losses = {}
+    for row in ended(entry):
+        losses[row["seed"]] = row["losses"]["training"][-1]
+    return losses
 
 
-def ingredients(known: dict[str, dict]) -> list[str]:
+def ingredients(entries: dict[str, dict]) -> list[str]:
     """Return what one change to "fast" gives, seed by seed: run configs "fast-..." with
     equal tokens."""
-    if "fast" not in known:
+    if "fast" not in entries:
         return []
-    fast = losses_of(known["fast"])
+    tokens = tokens_of(entries["fast"])
+    fast = losses_of(entries["fast"])
     lines = []
-    for name, entry in sorted(known.items()):
-        if name.startswith("fast-") and tokens_of(entry) == tokens_of(known["fast"]):
-            losses = losses_of(entry)
-            differences = [losses[seed] - fast[seed] for seed in losses if seed in fast]
-            lines.append([name, mean_cell(differences, "+.3f"), entry["description"]])
-    return [
-        "",
-        *markdown_table(["one change", "loss minus fast's", "description"], lines),
-    ]
+    for name, entry in sorted(entries.items()):
+        if name.startswith("fast-") and tokens_of(entry) == tokens:
+            differences = []
+            for seed, loss in losses_of(entry).items():
+                if seed in fast:
+                    differences.append(loss - fast[seed])
+            difference = mean_cell(differences, "+.3f")
+            lines.append([name, difference, entry["description"]])
+    head = ["one change", "loss minus fast's", "description"]
+    return ["", *markdown_table(head, lines)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """bench train: the same training step of every system.
 
-All systems take a step in turn, so that other work of the machine affects them alike. The median
-step counts; ratios come with the least and the largest over the repetitions.
+All systems take a step in turn, so that other work of the machine affects them alike.
+The median step counts; ratios come with the least and the largest over the repetitions.
 """
 
 import dataclasses
@@ -42,8 +42,9 @@ SYSTEMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(BenchOptions):
-    """Take the same training steps with every system and compare. Data and orders are drawn before
-    the clock starts. A system that is compiled again after the warm-up is an error."""
+    """Take the same training steps with every system and compare. Data and orders are
+    drawn before the clock starts. A system that is compiled again after the warm-up is
+    an error."""
 
     systems: Annotated[
         tuple[Literal[*SYSTEMS], ...],
@@ -52,7 +53,8 @@ class TrainOptions(BenchOptions):
     batch_size: Count = 2
     """Sequences in a step, which is one forward and one backward pass."""
     length: Count | None = None
-    """Tokens in a sequence; by default the model's block size (tiny: 128, others: 1024)."""
+    """Tokens in a sequence; by default the model's block size (tiny: 128, others:
+    1024)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     compile: bool = True
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
@@ -68,11 +70,12 @@ class TrainOptions(BenchOptions):
 
 
 def bench_train(o: TrainOptions) -> dict:
-    """Run the benchmark, report, and return what --json holds. Raises UserError for settings that
-    no system can run."""
+    """Run the benchmark, report, and return what --json holds. Raises UserError for
+    settings that no system can run."""
     outputs = o.check()
     device = pick_device(o.device)
-    o = dataclasses.replace(o, length=o.length or SIZES[o.size][0].block_size)
+    model, _ = SIZES[o.size]
+    o = dataclasses.replace(o, length=o.length or model.block_size)
     if o.compile and device.type == "cpu" and not has_compiler():
         raise UserError(
             "compiling on a CPU needs a C++ compiler and there is none: --no-compile"
@@ -82,9 +85,8 @@ def bench_train(o: TrainOptions) -> dict:
     steps = measure(systems, o)
     peak = peak_flops(device, dtype)
     rows = [summary(system, steps, peak) for system in systems]
-    return common.publish(
-        o, outputs, dtype, device, {"peak_flops": peak, "rows": rows}, report
-    )
+    figures = {"peak_flops": peak, "rows": rows}
+    return common.publish(o, outputs, dtype, device, figures, report)
 
 
 class Trainee:
@@ -143,9 +145,9 @@ class Trainee:
             optimizer.zero_grad(set_to_none=True)
         self.average.update()
         common.synchronize(self.device)
-        done = {"loss": loss.item(), "seconds": time.perf_counter() - started}
-        common.tell(f"step {step}, {self.name}: {done['seconds']:.3g} s")
-        return done
+        measured = {"loss": loss.item(), "seconds": time.perf_counter() - started}
+        common.tell(f"step {step}, {self.name}: {measured['seconds']:.3g} s")
+        return measured
 
     def warm_up(self) -> list[dict]:
         """Return the first steps; on a GPU with the memory of weights, average and what
@@ -153,15 +155,15 @@ class Trainee:
         if self.device.type != "cuda":
             return [self.step(step) for step in range(self.options.warmup)]
         before = torch.cuda.memory_allocated(self.device)
-        done = []
+        steps = []
         for step in range(self.options.warmup):
             torch.cuda.reset_peak_memory_stats(self.device)
-            done.append(self.step(step))
+            steps.append(self.step(step))
         weights = sum(p.nbytes for p in self.model.parameters())
         self.memory = (
             2 * weights + torch.cuda.max_memory_allocated(self.device) - before
         )
-        return done
+        return steps
 
 
 def measure(systems: list[Trainee], o: TrainOptions) -> dict[str, list[dict]]:
@@ -178,8 +180,8 @@ def summary(system: Trainee, steps: dict[str, list[dict]], peak: float | None) -
     """Return the row of a system; peak: operations per second."""
     o = system.options
     seconds = {}
-    for name, taken in steps.items():
-        seconds[name] = [step["seconds"] for step in taken[o.warmup :]]
+    for name, of_system in steps.items():
+        seconds[name] = [step["seconds"] for step in of_system[o.warmup :]]
     own = seconds[system.name]
     median = statistics.median(own)
     speed = o.batch_size * o.length / median
@@ -207,7 +209,8 @@ def report(result: dict) -> list[str]:
     for row in result["rows"]:
         ratio = ""
         if "times_gpt" in row:
-            ratio = "{:.3f} ({:.3f} - {:.3f})".format(*row["times_gpt"])
+            median, least, largest = row["times_gpt"]
+            ratio = f"{median:.3f} ({least:.3f} - {largest:.3f})"
         mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
         peak = "unknown"
         if row["peak_bytes"] is not None:
@@ -219,9 +222,10 @@ def report(result: dict) -> list[str]:
     head = ["system", "x gpt (min - max)", "step ms (min - max)"]
     head += ["tokens/s", "MFU", "peak MB"]
     legend = (
-        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a step, "
-        f"{s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after {s['warmup']} of "
-        "warm-up. x gpt: step relative to the GPT's. MFU: operations of forward and backward "
-        "relative to the device's data sheet. peak: the most memory of a step, on a GPU."
+        f"Size {s['size']}, {s['batch_size']} sequences of {s['length']} tokens in a "
+        f"step, {s['optimizer']}, {s['dtype']}; median of {s['repeats']} steps after "
+        f"{s['warmup']} of warm-up. x gpt: step relative to the GPT's. MFU: operations "
+        "of forward and backward relative to the device's data sheet. peak: the most "
+        "memory of a step, on a GPU."
     )
     return [legend, "", *markdown_table(head, lines)]

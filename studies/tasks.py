@@ -1,15 +1,16 @@
-"""Tasks in which order matters, or does not: systems of equal size, decoded in many ways.
+"""Tasks in which order matters, or does not: systems of equal size, decoded in many
+ways.
 
-    python -m studies.tasks --jobs 2                 # train what is missing of all tasks, decode
-    python -m studies.tasks star sudoku6 --jobs 2    # of these; results/tasks/star.runs.jsonl, ...
-    python -m studies.tasks star --seeds 1 --quick   # does it run? A few steps of every system
-    python -m studies.tasks details star             # every system and decoder of what has results
-    python -m studies.tasks page                     # the page and the figure of all tasks
+    python -m studies.tasks --jobs 2                # train what is missing, and decode
+    python -m studies.tasks star sudoku6 --jobs 2   # results/tasks/star.runs.jsonl, ...
+    python -m studies.tasks star --seeds 1 --quick  # does it run? A few steps of each
+    python -m studies.tasks details star            # every system and decoder
+    python -m studies.tasks page                    # the page and the figure of all
 
-Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing dataset is
-made first. Finished runs are not trained again, nor those with a row in
-results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is resumed. The
-page, the figure and the details are made of these rows.
+Systems, decoders and tasks are those of studies/configs/tasks/systems.toml. A missing
+dataset is made first. Finished runs are not trained again, nor those with a row in
+results/tasks/star.runs.jsonl (remove it to repeat them), and an interrupted run is
+resumed. The page, the figure and the details are made of these rows.
 """
 
 import contextlib
@@ -54,8 +55,8 @@ QUICK_RECORDS = 100
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
     tasks: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Tasks of studies/configs/tasks/systems.toml, by default all and then the page; `details`, or
-    `details` and tasks; or `page`."""
+    """Tasks of studies/configs/tasks/systems.toml, by default all and then the page;
+    `details`, or `details` and tasks; or `page`."""
 
 
 def main() -> None:
@@ -63,29 +64,30 @@ def main() -> None:
     check_values(a)
     torch.set_num_threads(1)  # decoding is timed
     tasks, decoders = load_tasks()
-    first, *others = a.tasks or (None,)
-    names = others if first == "details" else a.tasks
     if a.tasks == ("page",):
         write_page(tasks, decoders)
         return
+    only_details = a.tasks[:1] == ("details",)
+    names = a.tasks[1:] if only_details else a.tasks
     for name in names:
         if name not in tasks:
             raise UserError(f"there is no task {name!r}; choose of {', '.join(tasks)}")
     chosen = {name: tasks[name] for name in names or tasks}
-    if first == "details":
+    if only_details:
         show(details(chosen, load_results(chosen, decoders)), end="")
         return
-    complete = True
+    is_complete = not a.quick and not a.tasks
     for name, experiment in chosen.items():
         run(name, experiment, decoders, a)
-        complete &= not a.quick and (a.seeds or experiment.seeds) >= experiment.seeds
-    if complete and not a.tasks:
+        if a.seeds and a.seeds < experiment.seeds:
+            is_complete = False
+    if is_complete:
         write_page(tasks, decoders)
 
 
 def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
-    """Return an experiment for each task, with what it asks as its title, and decoding options by
-    name."""
+    """Return an experiment for each task, with what it asks as its title, and decoding
+    options by name."""
     values = read_toml(CONFIGS / "systems.toml")
     run_configs = values.pop("run_configs")
     tune = values.pop("tune")
@@ -108,21 +110,23 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
 def run(
     task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments
 ) -> Entries:
-    """Train what is missing of a task, decode, print the results and return the systems."""
+    """Train what is missing of a task, decode, print the results and return the
+    systems."""
     if not (ROOT / "data" / task / "meta.json").exists():
         prepare(PrepareStudy(task), DATASETS)
     file = None if a.quick else RESULTS / f"{task}.runs.jsonl"
-    runner = Runner(experiment, Results(file), jobs=a.jobs, quick=a.quick)
+    results = Results(file)
+    runner = Runner(experiment, results, jobs=a.jobs, quick=a.quick)
     entries = answered(task, runner, decoders, a.seeds or experiment.seeds)
-    show(*task_table(entries), sep="\n")
+    show("\n".join(task_table(entries)))
     return entries
 
 
 def load_results(
     tasks: dict[str, Experiment], decoders: dict[str, dict]
 ) -> dict[str, Entries]:
-    """Return the systems of each task, made of the rows of its runs, without tasks that lack
-    one."""
+    """Return the systems of each task, made of the rows of its runs, without tasks that
+    lack one."""
     results = {}
     for task, experiment in tasks.items():
         rows = Results(RESULTS / f"{task}.runs.jsonl", complete=True)
@@ -135,8 +139,8 @@ def load_results(
 def answered(
     task: str, runner: Runner, decoders: dict[str, dict], seeds: int
 ) -> Entries:
-    """Return the systems of a task with the "decoders" of each run: how it answers, decoded in each
-    way that it can be. Trains and decodes what has no row."""
+    """Return the systems of a task with the "decoders" of each run: how it answers,
+    decoded in each way that it can be. Trains and decodes what has no row."""
     experiment = runner.experiment
     systems = experiment.recipes[RECIPE]
     entries = runner.train(seeds)[RECIPE]
@@ -173,13 +177,15 @@ def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions
 
 
 def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
-    """`Answers.summary` of a run on the test split, after a warm-up."""
+    """Return `Answers.summary` of a run on the test split, after a warm-up."""
     finished_run(config)
     loaded = load(config.run_folder)
     alone = Processes(0, 1, torch.device("cpu"))
     questions = open_questions(config.data.folder, "test", loaded, limit, TASKS)
-    answer(loaded, questions.first(options.batch_size), options, config.seed, alone)
-    return answer(loaded, questions, options, config.seed, alone).summary()
+    few = questions.first(options.batch_size)
+    answer(loaded, few, options, config.seed, alone)
+    answers = answer(loaded, questions, options, config.seed, alone)
+    return answers.summary()
 
 
 def write_page(tasks: dict[str, Experiment], decoders: dict[str, dict]) -> None:

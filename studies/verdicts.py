@@ -1,12 +1,13 @@
 """Differences between run configs with 95% intervals, and verdicts on primary claims.
 
-Welch's t test, since run configs differ in their spread over seeds and pairing them by seed
-removes none of it. The runs of a config are one sample, however often a claim names it. Beside it
-the ranks of the runs (Mann and Whitney), which a claim can have its verdict from: one failed run in
-eight doubles a mean's interval and leaves ranks nearly as they are. Where runs succeed or fail, a
-claim can be about the number of runs that succeed, by Fisher's exact test. Holm's correction over
-all primary claims of an experiment, whose family-wise error is then at most LEVEL; a p value within
-a factor of two of LEVEL is called borderline. Other claims get an interval and no verdict.
+Welch's t test, since run configs differ in their spread over seeds and pairing them by
+seed removes none of it. The runs of a config are one sample, however often a claim
+names it. Beside it the ranks of the runs (Mann and Whitney), which a claim can have its
+verdict from: one failed run in eight doubles a mean's interval and leaves ranks nearly
+as they are. Where runs succeed or fail, a claim can be about the number of runs that
+succeed, by Fisher's exact test. Holm's correction over all primary claims of an
+experiment, whose family-wise error is then at most LEVEL; a p value within a factor of
+two of LEVEL is called borderline. Other claims get an interval and no verdict.
 """
 
 import itertools
@@ -34,14 +35,16 @@ UNMEASURED = "not measured"
 NOTHING = 0.1
 
 Entries = dict[str, dict]
-"""By run config: {"runs": [the result of each seed]}, as `runner.train` returns them."""
+"""By run config: {"runs": [the result of each seed]}, as `runner.train` returns
+them."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure is lower than another. A side is a term, or a difference A - B of two terms. A
-    term is RUN_CONFIG, RUN_CONFIG:KIND, RUN_CONFIG:KIND@SHARE or a number. SHARE is the share of
-    the tokens after which a loss is read, by default 1. KIND is by default that of the experiment:
+    """One figure is lower than another. A side is a term, or a difference A - B of two
+    terms. A term is RUN_CONFIG, RUN_CONFIG:KIND, RUN_CONFIG:KIND@SHARE or a number.
+    SHARE is the share of the tokens after which a loss is read, by default 1. KIND is
+    by default that of the experiment:
 
     a name          a loss, or a measured figure
     ONE-2*OTHER     of two figures of one run
@@ -56,14 +59,15 @@ class Claim:
     # recipes under which it gets a verdict
     primary: list[str] = field(default_factory=list)
     ranks: bool = False  # the verdict is from ranks, for data where some runs fail
-    # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which are those
-    # whose figure is at least this. Both sides are one term.
+    # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which
+    # are those whose figure is at least this. Both sides are one term.
     success: float | None = None
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """(a - b) / (c - d) of four sides, as those of a claim, seed by seed; none unless c > d."""
+    """(a - b) / (c - d) of four sides, as those of a claim, seed by seed; none unless c
+    > d."""
 
     says: str
     of: tuple[str, str]
@@ -84,10 +88,11 @@ class Figure:
 def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
     """Return a measured figure of a run, or else its loss at the first evaluation after
     a share of its tokens. None if the run did not end or has no such figure."""
-    if match := re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind):
-        one = figure_of(row, match[1], share)
-        other = figure_of(row, match[3], share)
-        return combined([1, -float(match[2])], [one, other])
+    weighted = re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind)
+    if weighted:
+        one, factor, other = weighted.groups()
+        figures = [figure_of(row, one, share), figure_of(row, other, share)]
+        return combined([1, -float(factor)], figures)
     if share == 1 and kind in row.get("measured", {}):
         value, error = row["measured"][kind]
         return Figure(value, error or 0.0)
@@ -100,11 +105,12 @@ def figure_of(row: dict, kind: str, share: float = 1.0) -> Figure | None:
         count = reached or row["tokens"][-1]
         return Figure(count / 1e6, censored=reached is None)
     if kind.startswith("lowest_"):
-        lowest = kind.removeprefix("lowest_")
-        return Figure(min(losses[lowest])) if lowest in losses else None
+        values = losses.get(kind.removeprefix("lowest_"))
+        return Figure(min(values)) if values else None
     if kind not in losses:
         return None
-    # Its Monte Carlo error differs from seed to seed, so that the spread over seeds contains it.
+    # Its Monte Carlo error differs from seed to seed, so that the spread over seeds
+    # contains it.
     for tokens, loss in zip(row["tokens"], losses[kind], strict=True):
         if tokens >= share * row["tokens"][-1]:
             return Figure(loss)
@@ -140,21 +146,23 @@ class Side(NamedTuple):
 
 
 def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
-    """Return a claim with its difference, higher - lower; None if a run config is missing.
+    """Return a claim with its difference, higher - lower; None if a run config is
+    missing.
 
-    {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank", "seeds",
-    "successes", "verdict"}: p values are of the difference plus the margin, p by Welch's test and
-    p_rank by ranks; the verdict is only what stands in the way of one, or nothing. Of a claim about
-    successes the mean is a difference of shares, p is Fisher's, and "successes" are those of higher
-    and of lower."""
+    {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank",
+    "seeds", "successes", "verdict"}: p values are of the difference plus the margin, p
+    by Welch's test and p_rank by ranks; the verdict is only what stands in the way of
+    one, or nothing. Of a claim about successes the mean is a difference of shares, p is
+    Fisher's, and "successes" are those of higher and of lower."""
     coefficients = coefficients_of(claim, kind)
     figures = figures_of(coefficients, entries)
     if figures is None:
         return None
+    unit = " M tokens" if "tokens_to_" in claim.lower else ""
     judgement = {
         "says": claim.says,
         "margin": claim.margin,
-        "unit": " M tokens" if "tokens_to_" in claim.lower else "",
+        "unit": unit,
         "ranks": claim.ranks,
         "mean": None,
         "half_width": None,
@@ -165,11 +173,15 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         "successes": None,
         "verdict": "",
     }
-    if not all(any(of_side) for of_side in figures.values()):
-        return judgement | {"verdict": UNMEASURED}
+    for of_side in figures.values():
+        if not any(of_side):
+            judgement["verdict"] = UNMEASURED
+            return judgement
     if claim.success is not None:
-        higher, lower = (figures[side_of(s, kind)] for s in (claim.higher, claim.lower))
-        return judgement | compared_by_successes(higher, lower, claim.success)
+        higher = figures[side_of(claim.higher, kind)]
+        lower = figures[side_of(claim.lower, kind)]
+        judgement.update(compared_by_successes(higher, lower, claim.success))
+        return judgement
     samples = samples_of(coefficients, figures)
     mean, half_width, p = compared(list(samples.values()), claim.margin)
     judgement["mean"] = mean
@@ -178,57 +190,67 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     median, p_rank = compared_by_ranks(samples, claim.margin)
     judgement["median"] = median
     judgement["p_rank"] = p_rank
-    has_ended = True
-    is_bound = False
-    for side, of_side in figures.items():
-        for figure in of_side:
-            if not figure:
-                has_ended = False
-            elif figure.censored and coefficients[side] < 0:
-                is_bound = True
-    if not has_ended or is_bound:
+    if is_unfinished(coefficients, figures):
         judgement["verdict"] = UNFINISHED  # the runs that ended may be the lucky ones
     elif any(on_the_plateau(side, entries) for side in coefficients):
         judgement["verdict"] = PLATEAU
     return judgement
 
 
+def is_unfinished(
+    coefficients: dict[Side, int], figures: dict[Side, list[Figure | None]]
+) -> bool:
+    """Return whether a run did not end, or a side that is subtracted is a lower
+    bound."""
+    for side, of_side in figures.items():
+        is_subtracted = coefficients[side] < 0
+        for figure in of_side:
+            if figure is None or (figure.censored and is_subtracted):
+                return True
+    return False
+
+
 def coefficients_of(claim: Claim, kind: str) -> dict[Side, int]:
-    """Return the sides of a claim with their coefficients in higher - lower; a side that it names
-    twice is one, and a side that cancels is left out."""
+    """Return the sides of a claim with their coefficients in higher - lower; a side
+    that it names twice is one, and a side that cancels is left out."""
     coefficients: Counter[Side] = Counter()
     for sign, text in ((1, claim.higher), (-1, claim.lower)):
         first, *subtracted = text.split(" - ")
         coefficients[side_of(first, kind)] += sign
         for term in subtracted:
             coefficients[side_of(term, kind)] -= sign
-    return {
-        side: coefficient for side, coefficient in coefficients.items() if coefficient
-    }
+    for side in list(coefficients):
+        if coefficients[side] == 0:
+            del coefficients[side]
+    return coefficients
 
 
 def samples_of(
     coefficients: dict[Side, int], figures: dict[Side, list[Figure | None]]
 ) -> dict[str, list[Figure | None]]:
-    """Return the independent samples of a difference, a list with a figure for each seed: by run
-    config (or number) the sum of its sides with their coefficients. The difference is the sum of
-    the means of all samples."""
+    """Return the independent samples of a difference, a list with a figure for each
+    seed: by run config (or number) the sum of its sides with their coefficients. The
+    difference is the sum of the means of all samples."""
+    sides_of: dict[str, list[Side]] = {}
+    for side in coefficients:
+        sides_of.setdefault(side.name, []).append(side)
     samples = {}
-    for name in dict.fromkeys(side.name for side in coefficients):
-        sides = [side for side in coefficients if side.name == name]
+    for name, sides in sides_of.items():
         factors = [coefficients[side] for side in sides]
-        seeds = zip(*(figures[side] for side in sides), strict=True)
-        samples[name] = [combined(factors, of_seed) for of_seed in seeds]
+        samples[name] = []
+        for seed in range(len(figures[sides[0]])):
+            of_seed = [figures[side][seed] for side in sides]
+            samples[name].append(combined(factors, of_seed))
     return samples
 
 
 def compared(
     samples: list[list[Figure | None]], margin: float = 0.0
 ) -> tuple[float, float | None, float | None]:
-    """Return the sum of the means of independent samples, half the width of its 95% interval, and
-    the two-sided p value of the sum + margin, by Welch's t test; the sum alone if a sample is of a
-    single run. The error of texts that all seeds share is not in the spread over seeds, and is
-    added to it."""
+    """Return the sum of the means of independent samples, half the width of its 95%
+    interval, and the two-sided p value of the sum + margin, by Welch's t test; the sum
+    alone if a sample is of a single run. The error of texts that all seeds share is not
+    in the spread over seeds, and is added to it."""
     from scipy import stats
 
     means = []
@@ -242,7 +264,8 @@ def compared(
         size = len(values)
         sizes.append(size)
         means.append(statistics.mean(values))
-        shared.append(statistics.mean(figure.shared_error for figure in figures) ** 2)
+        shared_errors = [figure.shared_error for figure in figures]
+        shared.append(statistics.mean(shared_errors) ** 2)
         if size > 1:
             part = statistics.variance(values) / size
             parts.append(part)
@@ -263,87 +286,93 @@ def compared(
 def compared_by_ranks(
     samples: dict[str, list[Figure | None]], margin: float = 0.0
 ) -> tuple[float | None, float | None]:
-    """Return a difference as the median over pairs of runs (Hodges and Lehmann), and the two-sided
-    p value of the difference + margin by ranks: of two run configs by the test of Mann and Whitney,
-    of one against a number by Wilcoxon's signed ranks. None and None for sums over more run
-    configs, or if a sample is of a single run."""
-    values = {
-        name: [figure.value for figure in sample if figure]
-        for name, sample in samples.items()
-    }
-    number = math.fsum(sample[0] for name, sample in values.items() if is_number(name))
-    of_runs = [sample for name, sample in values.items() if not is_number(name)]
+    """Return a difference as the median over pairs of runs (Hodges and Lehmann), and
+    the two-sided p value of the difference + margin by ranks: of two run configs by the
+    test of Mann and Whitney, of one against a number by Wilcoxon's signed ranks. None
+    and None for sums over more run configs, or if a sample is of a single run."""
+    numbers = []
+    of_runs = []
+    for name, sample in samples.items():
+        values = [figure.value for figure in sample if figure]
+        if is_number(name):
+            numbers.append(values[0])
+        else:
+            of_runs.append(values)
     if len(of_runs) not in (1, 2) or min(map(len, of_runs)) < 2:
         return None, None
     from scipy import stats
 
-    if len(of_runs) == 1:
-        (sample,) = of_runs
-        pairs = itertools.combinations_with_replacement(sample, 2)
-        median = statistics.median((one + other) / 2 for one, other in pairs) + number
-        differences = [value + number + margin for value in sample]
-        p = float(stats.wilcoxon(differences).pvalue) if any(differences) else 1.0
-        return median, p
-    first, second = of_runs
-    pairs = itertools.product(first, second)
-    median = statistics.median(one + other for one, other in pairs) + number
+    number = math.fsum(numbers)
+    first = of_runs[0]
     shifted = [value + number + margin for value in first]
-    opposed = [-value for value in second]
-    distinct = len({*shifted, *opposed}) == len(shifted) + len(opposed)
-    method = "exact" if distinct else "asymptotic"
-    return median, float(stats.mannwhitneyu(shifted, opposed, method=method).pvalue)
+    if len(of_runs) == 1:
+        pairs = itertools.combinations_with_replacement(first, 2)
+        median = statistics.median((one + other) / 2 for one, other in pairs)
+        p = stats.wilcoxon(shifted).pvalue if any(shifted) else 1.0
+    else:
+        second = of_runs[1]
+        pairs = itertools.product(first, second)
+        median = statistics.median(one + other for one, other in pairs)
+        opposed = [-value for value in second]
+        has_ties = len({*shifted, *opposed}) < len(shifted) + len(opposed)
+        method = "asymptotic" if has_ties else "exact"
+        p = stats.mannwhitneyu(shifted, opposed, method=method).pvalue
+    return median + number, float(p)
 
 
 def compared_by_successes(
     higher: list[Figure | None], lower: list[Figure | None], least: float
 ) -> dict:
-    """Return the difference in the share of runs that succeed, the number of those of each side,
-    and the two-sided p value of Fisher's exact test. A run succeeds if its figure is at least
-    `least`; one that did not end fails."""
+    """Return the difference in the share of runs that succeed, the number of those of
+    each side, and the two-sided p value of Fisher's exact test. A run succeeds if its
+    figure is at least `least`; one that did not end fails."""
     from scipy import stats
 
     successes = []
+    failures = []
+    shares = []
     for figures in (higher, lower):
-        successes.append(sum(bool(f) and f.value >= least for f in figures))
-    failures = [len(higher) - successes[0], len(lower) - successes[1]]
-    return {
-        "mean": successes[0] / len(higher) - successes[1] / len(lower),
-        "p": float(stats.fisher_exact([successes, failures]).pvalue),
-        "successes": successes,
-    }
+        count = sum(1 for figure in figures if figure and figure.value >= least)
+        successes.append(count)
+        failures.append(len(figures) - count)
+        shares.append(count / len(figures))
+    p = stats.fisher_exact([successes, failures]).pvalue
+    return {"mean": shares[0] - shares[1], "p": float(p), "successes": successes}
 
 
 def combined(
     factors: Sequence[float], figures: Sequence[Figure | None]
 ) -> Figure | None:
-    """Return the sum of figures of one run, each times its factor; None if one is missing."""
+    """Return the sum of figures of one run, each times its factor; None if one is
+    missing."""
     if not all(figures):
         return None
     value = 0.0
-    errors = []
+    error = 0.0
     for factor, figure in zip(factors, figures, strict=True):
         value += factor * figure.value
-        errors.append(factor * figure.shared_error)
-    return Figure(value, math.hypot(*errors))
+        error = math.hypot(error, factor * figure.shared_error)
+    return Figure(value, error)
 
 
 def with_verdicts(claims: list[dict], tests: int) -> None:
-    """Give the primary claims of an experiment their verdicts, by Holm's step-down procedure. One
-    that its runs cannot decide (plateau, unfinished runs) counts as a test that failed.
+    """Give the primary claims of an experiment their verdicts, by Holm's step-down
+    procedure. One that its runs cannot decide (plateau, unfinished runs) counts as a
+    test that failed.
 
-    tests: number of primary claims of the experiment; those that are not run yet count as
-    tests that failed, too."""
+    tests: number of primary claims of the experiment; those that are not run yet count
+    as tests that failed, too."""
     p_of = {}
     for number, claim in enumerate(claims):
         p = claim["p_rank"] if claim["ranks"] else claim["p"]
         p_of[number] = 1.0 if claim["verdict"] or p is None else p
     adjusted = 0.0
     for rank, number in enumerate(sorted(p_of, key=p_of.get)):
+        claim = claims[number]
         adjusted = max(adjusted, min(1.0, (tests - rank) * p_of[number]))
-        claims[number]["p_holm"] = adjusted
-        claims[number]["verdict"] = claims[number]["verdict"] or verdict_of(
-            claims[number]
-        )
+        claim["p_holm"] = adjusted
+        if not claim["verdict"]:
+            claim["verdict"] = verdict_of(claim)
 
 
 def verdict_of(claim: dict) -> str:
@@ -359,8 +388,9 @@ def verdict_of(claim: dict) -> str:
 
 
 def on_the_plateau(side: Side, entries: Entries) -> bool:
-    """Return whether a side is a loss that in some run is near the unigram entropy of the text that
-    it is of: such a run has learned frequencies only, and says nothing about the claim."""
+    """Return whether a side is a loss that in some run is near the unigram entropy of
+    the text that it is of: such a run has learned frequencies only, and says nothing
+    about the claim."""
     if side.is_number:
         return False
     is_tested = side.kind.startswith("eval_")
@@ -382,11 +412,18 @@ def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
     figures = figures_of(sides, entries)
     if figures is None:
         return None
-    seeds = zip(*(figures[side] for side in sides), strict=True)
-    whole = [of_seed for of_seed in seeds if all(of_seed)]
-    parts = [(a.value - b.value, c.value - d.value) for a, b, c, d in whole]
-    values = [part / of for part, of in parts if of > 0]
-    return {"says": ratio.says, "values": values if len(values) == len(parts) else []}
+    a, b, c, d = [figures[side] for side in sides]
+    values = []
+    for seed in range(len(a)):
+        if not (a[seed] and b[seed] and c[seed] and d[seed]):
+            continue
+        whole = c[seed].value - d[seed].value
+        if whole <= 0:
+            values = []
+            break
+        part = a[seed].value - b[seed].value
+        values.append(part / whole)
+    return {"says": ratio.says, "values": values}
 
 
 def figures_of(
@@ -408,8 +445,10 @@ def figures_of(
 
 
 def side_of(text: str, kind: str) -> Side:
-    """Return the side that RUN_CONFIG:KIND@SHARE or a number means; `kind` is the default."""
-    name, kind_of_side, share = re.fullmatch(r"([^:]*):?([^@]*)@?(.*)", text).groups()
+    """Return the side that RUN_CONFIG:KIND@SHARE or a number means; `kind` is the
+    default."""
+    parts = re.fullmatch(r"([^:]*):?([^@]*)@?(.*)", text)
+    name, kind_of_side, share = parts.groups()
     return Side(name, kind_of_side or kind, float(share or 1))
 
 

@@ -414,6 +414,31 @@ def test_no_color_is_used_twice_in_a_panel(name):
             assert len(set(colors)) == len(names)
 
 
+def test_the_axis_names_the_loss_that_all_curves_draw():
+    losses = {"random": [3.0, 2.5], "training": [2.0, 1.5]}
+    row = {"tokens": [1e6, 2e6], "losses": losses, "measured": {}}
+    entries = {
+        "fixed": {"description": "one order", "runs": [row] * 4},
+        "random": {"description": "all orders", "runs": [row] * 4},
+    }
+    drawn = []
+    for names in ([], ["fixed"], ["fixed", "random"]):
+        experiment = experiments.Experiment(
+            name="X",
+            kind="eval_random",
+            figure_losses=dict.fromkeys(names, "training"),
+        )
+        _, axes = figures.new_figure()
+        figures.draw_curves(experiment, axes, entries)
+        labels = axes.get_legend_handles_labels()[1]
+        drawn.append((axes.get_ylabel(), labels[0]))
+    assert drawn == [
+        ("loss, any order, nats per token", "one order"),
+        ("loss, any order, nats per token", "one order: training orders"),
+        ("loss, training orders, nats per token", "one order"),
+    ]
+
+
 def test_systems_have_their_colors_and_variants_others():
     names = ["l2r", "random", "encoder", "encoder_dropout", "two_stream", "l2r50"]
     styles = figures.styles_of(names)
