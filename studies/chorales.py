@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -107,11 +108,11 @@ def example(pitches: np.ndarray, predicted: Collection[str]) -> str:
         is_given = bool(predicted) and voice not in predicted
         notes.append((is_given, name_of(int(pitch))))
     text = ""
-    for given, group in groupby(notes, key=lambda note: note[0]):
+    for is_given, group in groupby(notes, key=itemgetter(0)):
         part = "".join(f" {name}" for _, name in group)
         if not text:
             part = part.removeprefix(" ")
-        text += as_prompt(part) if given else part
+        text += as_prompt(part) if is_given else part
     return text
 
 

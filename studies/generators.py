@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator, default_rng
 
 from aogpt.data.catalogue import Dataset, Request
 from aogpt.data.sources import Corpus
@@ -40,14 +41,16 @@ class Made(Dataset):
         for place, split in enumerate(self.splits):
             count = self.numbers[place]
             seed = [place, count]
-            rng = np.random.default_rng(seed)
+            rng = default_rng(seed)
             documents = self.documents(split, rng, count)
-            facts = self.origin | {"seed": seed, "documents": count}
+            facts = dict(self.origin)
+            facts["seed"] = seed
+            facts["documents"] = count
             corpora[split] = Corpus(documents, [facts], reading=request.reading)
         return corpora
 
 
-Maker = Callable[[np.random.Generator], str]  # of a document
+Maker = Callable[[Generator], str]  # of a document
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,7 @@ class Generated(Made):
     def origin(self) -> dict[str, str]:
         return {"generated": self.make.__name__}
 
-    def documents(
-        self, split: str, rng: np.random.Generator, count: int
-    ) -> Iterator[str]:
+    def documents(self, split: str, rng: Generator, count: int) -> Iterator[str]:
         for _ in range(count):
             yield self.make(rng)
 
@@ -86,9 +87,10 @@ class Shuffled(Dataset):
 def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
     """Yield the ASCII characters of each document, in chunks in random order; the rest
     is dropped."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     for text in corpus.documents:
-        ascii_text = text.encode("ascii", errors="ignore").decode()
+        kept = text.encode("ascii", errors="ignore")
+        ascii_text = kept.decode()
         last = len(ascii_text) - SHUFFLED
         for start in range(0, last + 1, SHUFFLED):
             chunk = ascii_text[start : start + SHUFFLED]
@@ -96,7 +98,7 @@ def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
             yield "".join(chunk[place] for place in places)
 
 
-def polya(rng: np.random.Generator) -> str:
+def polya(rng: Generator) -> str:
     """Return a sequence of draws. The urn holds POLYA_WEIGHT of each letter before
     them."""
     counts = np.full(len(LETTERS), POLYA_WEIGHT)
@@ -104,22 +106,25 @@ def polya(rng: np.random.Generator) -> str:
     for uniform in rng.random(POLYA_LENGTH):
         cumulative = counts.cumsum()
         height = uniform * cumulative[-1]
-        letter = int(np.searchsorted(cumulative, height, side="right"))
+        letter = np.searchsorted(cumulative, height, side="right")
         counts[letter] += 1
         drawn.append(LETTERS[letter])
     return "".join(drawn)
 
 
-def polya_nats(text: str, weight: float = POLYA_WEIGHT) -> float:
+def polya_nats(text: str) -> float:
     """Return -log probability of a sequence of draws. With n_v draws of letter v of V
     and weight a, the probability is G(V a) / G(V a + n) prod_v G(n_v + a) / G(a),
     lgamma = log G."""
-    total = len(LETTERS) * weight
-    nats = math.lgamma(total + len(text)) - math.lgamma(total)
+    nats = log_growth(len(LETTERS) * POLYA_WEIGHT, len(text))
     for letter in LETTERS:
-        count = text.count(letter)
-        nats -= math.lgamma(count + weight) - math.lgamma(weight)
+        nats -= log_growth(POLYA_WEIGHT, text.count(letter))
     return nats
+
+
+def log_growth(weight: float, count: int) -> float:
+    """Return log G(weight + count) / G(weight)."""
+    return math.lgamma(weight + count) - math.lgamma(weight)
 
 
 @functools.cache
@@ -143,12 +148,13 @@ Row = tuple[int, ...]  # of numbers of a Latin square
 def fits_below(row: Row, above: list[Row]) -> bool:
     """Return whether no column of a square would have a number twice."""
     for column, number in enumerate(row):
-        if any(other[column] == number for other in above):
+        numbers = [other[column] for other in above]
+        if number in numbers:
             return False
     return True
 
 
-def latin5(rng: np.random.Generator) -> str:
+def latin5(rng: Generator) -> str:
     """Return a random Latin square: a reduced one, columns and then rows but the first
     shuffled."""
     squares = reduced_squares()
@@ -157,7 +163,8 @@ def latin5(rng: np.random.Generator) -> str:
     others = 1 + rng.permutation(LATIN_SIZE - 1)
     rows = [0, *others]
     shuffled = square[:, columns][rows]
-    return "".join(LETTERS[cell] for cell in shuffled.flatten())
+    letters = [LETTERS[number] for number in shuffled.flatten()]
+    return "".join(letters)
 
 
 def latin5_nats(square: str) -> float:

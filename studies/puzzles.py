@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from numpy.random import Generator, default_rng
 
 from aogpt.data.prompts import as_prompt
 from studies.generators import Made
@@ -35,7 +35,7 @@ class Task:
     # of answers: 1 where the limit is that of samples, else 0
     temperature = property(lambda self: 1.0 if self.limit else 0.0)
 
-    def example(self, key: str, rng: np.random.Generator) -> str:
+    def example(self, key: str, rng: Generator) -> str:
         """Return the text made from a key, its prompt marked (prompts.py)."""
         return as_prompt(key) + self.answer(key, rng)
 
@@ -77,9 +77,7 @@ class Puzzles(Made):
     def origin(self) -> dict[str, str]:
         return {"task": self.task.name}
 
-    def documents(
-        self, split: str, rng: np.random.Generator, count: int
-    ) -> Iterator[str]:
+    def documents(self, split: str, rng: Generator, count: int) -> Iterator[str]:
         """Yield examples whose keys belong to a split."""
         task = self.task
         drawn = set()
@@ -92,7 +90,7 @@ class Puzzles(Made):
             yield task.example(key, rng)
 
 
-def letters(rng: np.random.Generator, count: int, of: int = len(LETTERS)) -> str:
+def letters(rng: Generator, count: int, of: int = len(LETTERS)) -> str:
     """Return different ones of the first `of` letters, in random order."""
     places = rng.permutation(of)[:count]
     return "".join(LETTERS[place] for place in places)
@@ -343,7 +341,7 @@ class Addition(Task):
 @functools.cache
 def facts() -> list[tuple[str, str]]:
     """Return (A, B) of all facts: different names, the same for every seed."""
-    rng = np.random.default_rng(20230921)
+    rng = default_rng(20230921)
     names: list[str] = []
     while len(names) < 2 * FACTS:
         drawn = rng.integers(len(LETTERS), size=NAME)
@@ -444,7 +442,7 @@ class Letters(Task):
         return self.change(key[:-1], rng)
 
 
-def one_replaced(word: str, rng: np.random.Generator) -> str:
+def one_replaced(word: str, rng: Generator) -> str:
     place = rng.integers(len(word))
     return word[:place] + "?" + word[place + 1 :]
 
@@ -486,11 +484,11 @@ def shuffle_limit(groups: Sequence[int]) -> float:
     return right
 
 
-def mirrored(word: str, rng: np.random.Generator) -> str:
+def mirrored(word: str, rng: Generator) -> str:
     return word[::-1]
 
 
-def copied(word: str, rng: np.random.Generator) -> str:
+def copied(word: str, rng: Generator) -> str:
     return word
 
 
@@ -498,7 +496,7 @@ def copy_limit(groups: Sequence[int]) -> float:
     return 1.0
 
 
-def shuffled(word: str, rng: np.random.Generator) -> str:
+def shuffled(word: str, rng: Generator) -> str:
     places = rng.permutation(len(word))
     return "".join(word[place] for place in places)
 

@@ -89,22 +89,24 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     """Return an experiment for each task, with what it asks as its title, and decoding
     options by name."""
     values = read_toml(CONFIGS / "systems.toml")
-    run_configs = values.pop("run_configs")
-    tune = values.pop("tune")
-    tables = values.pop("tasks")
-    decoders = values.pop("decoders")
     tasks = {}
-    for task, changes in tables.items():
-        settings = dict(values)
-        settings["name"] = f"tasks/{task}"
-        settings["title"] = changes.pop("says")
-        settings["seeds"] = changes.pop("seeds", values["seeds"])
-        changes.setdefault("tune", tune)
+    for task, changes in values["tasks"].items():
+        title = changes.pop("says")
+        seeds = changes.pop("seeds", values["seeds"])
+        changes.setdefault("tune", values["tune"])
         changes["data.folder"] = f"data/{task}"
         changes["model.block_size"] = TASKS[task].length
-        settings["recipes"] = {RECIPE: read_run_configs(run_configs, task, changes)}
-        tasks[task] = Experiment(**settings)
-    return tasks, decoders
+        systems = read_run_configs(values["run_configs"], task, changes)
+        tasks[task] = Experiment(
+            name=f"tasks/{task}",
+            title=title,
+            setting=values["setting"],
+            base=values["base"],
+            recipes={RECIPE: systems},
+            seeds=seeds,
+            tuning_seeds=values["tuning_seeds"],
+        )
+    return tasks, values["decoders"]
 
 
 def run(
@@ -153,14 +155,15 @@ def answered(
                 RECIPE, systems[system], seed, entry["tuned"], runner.quick
             )
         for name, values in decoders.items():
-            words = [f"{key} {value}" for key, value in values.items()]
-            commands = [[f"limit {limit}", *words]]
+            words = [f"limit {limit}"]
+            for key, value in values.items():
+                words.append(f"{key} {value}")
             # Times are compared: one system after the other.
             for system, config in configs.items():
                 options = decoding_options(values, task, config)
                 if options:
                     make = functools.partial(decode, config, options, limit)
-                    result = runner.results.of(config, commands, make)
+                    result = runner.results.of(config, [words], make)
                     entries[system]["runs"][seed]["decoders"][name] = result
     return reported(experiment, {RECIPE: entries})[RECIPE]
 
@@ -192,7 +195,8 @@ def write_page(tasks: dict[str, Experiment], decoders: dict[str, dict]) -> None:
     """Write the page and the figure of all tasks that have results."""
     results = load_results(tasks, decoders)
     image = figure(results)
-    write_atomically(RESULTS / "tasks.png", lambda file: file.write(image))
+    file = RESULTS / "tasks.png"
+    write_atomically(file, lambda stream: stream.write(image))
     write_text(RESULTS / "README.md", page(results))
     show("wrote results/tasks")
 

@@ -279,8 +279,10 @@ def compared(
     degrees = min(sizes) - 1
     if sum(shares_of_degrees):
         degrees = sum(parts) ** 2 / sum(shares_of_degrees)
-    p = 2 * float(stats.t.sf(abs(mean + margin) / error, degrees))
-    return mean, t_quantile(degrees) * error, p
+    half_width = t_quantile(degrees) * error
+    t = abs(mean + margin) / error
+    p = 2 * float(stats.t.sf(t, degrees))
+    return mean, half_width, p
 
 
 def compared_by_ranks(
@@ -369,7 +371,8 @@ def with_verdicts(claims: list[dict], tests: int) -> None:
     adjusted = 0.0
     for rank, number in enumerate(sorted(p_of, key=p_of.get)):
         claim = claims[number]
-        adjusted = max(adjusted, min(1.0, (tests - rank) * p_of[number]))
+        p = (tests - rank) * p_of[number]
+        adjusted = max(adjusted, min(1.0, p))
         claim["p_holm"] = adjusted
         if not claim["verdict"]:
             claim["verdict"] = verdict_of(claim)
@@ -408,7 +411,8 @@ def on_the_plateau(side: Side, entries: Entries) -> bool:
 
 def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
     """Return a ratio for each seed; None if a run config is missing."""
-    sides = [side_of(text, kind) for text in (*ratio.of, *ratio.to)]
+    texts = [*ratio.of, *ratio.to]
+    sides = [side_of(text, kind) for text in texts]
     figures = figures_of(sides, entries)
     if figures is None:
         return None
