@@ -571,10 +571,13 @@ def one_stage_distribution(conditional, length, steps):
                         share = probability / math.factorial(size)
                         following[state] = following.get(state, 0) + share
         reached = following
-    assert all(
-        len(context) == length for context in reached if reached[context].sum() > 0
-    )
-    return sum(weight for context, weight in reached.items() if len(context) == length)
+    total = 0
+    for context, weight in reached.items():
+        if len(context) == length:
+            total = total + weight
+        else:
+            assert weight.sum() == 0
+    return total
 
 
 def _certainty(conditional, target, vocab_size, length, by):

@@ -133,7 +133,7 @@ def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tm
     try:
         for recipe in RECIPES:
             run(monkeypatch, train, *train_words(recipe, data, tmp_path))
-            words = (tmp_path / recipe, "--datasets", data, "--max-sequences", 2)
+            words = [tmp_path / recipe, "--datasets", data, "--max-sequences", 2]
             run(monkeypatch, eval_ppl, *words)
     finally:
         recorder.stop()

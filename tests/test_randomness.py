@@ -26,31 +26,29 @@ RANDOM = OrderConfig("random")
 TOKENS = random_tokens(11, len(ROWS), LENGTH, 0)
 OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
 
+MODEL = make_system("AO-GPT", 0)
+
+
+def bits(stream, rows, width):
+    """Take numbers of a stream as its use does."""
+    return lambda: randomness.philox_bits(7, 3, rows, width, stream)
+
+
 # Every use of one seed by scripts that may run on the same model; draw, step and prompt
 # 3.
 USES = {
     "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
-    "likelihoods": lambda: token_nll(
-        make_system("AO-GPT", 0), TOKENS, RANDOM, 7, 3, ROWS, 9
-    ),
+    "likelihoods": lambda: token_nll(MODEL, TOKENS, RANDOM, 7, 3, ROWS, 9),
     "ELBO": lambda: evaluation_masks(7, 3, ROWS, 9, LENGTH),
-    "ensembles": lambda: cheap_gains(
-        make_system("AO-GPT", 0), TOKENS, (2,), 7, 3, ROWS, 9
-    ),
+    "ensembles": lambda: cheap_gains(MODEL, TOKENS, (2,), 7, 3, ROWS, 9),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
-    "shuffle": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.SHUFFLE),
-    "lengths": lambda: randomness.philox_bits(7, 3, range(1), 30, randomness.LENGTHS),
-    "resampled tokens": lambda: randomness.philox_bits(
-        7, 3, ROWS, 9, randomness.RESAMPLED_TOKENS
-    ),
-    "resampling": lambda: randomness.philox_bits(
-        7, 3, range(1), 1, randomness.RESAMPLING
-    ),
-    "seeds of infills": lambda: randomness.philox_bits(
-        7, 3, range(1), 1, randomness.INFILL_SEEDS
-    ),
-    "dropout": lambda: randomness.philox_bits(7, 3, ROWS, 1, randomness.DROPOUT),
+    "shuffle": bits(randomness.SHUFFLE, range(1), 30),
+    "lengths": bits(randomness.LENGTHS, range(1), 30),
+    "resampled tokens": bits(randomness.RESAMPLED_TOKENS, ROWS, 9),
+    "resampling": bits(randomness.RESAMPLING, range(1), 1),
+    "seeds of infills": bits(randomness.INFILL_SEEDS, range(1), 1),
+    "dropout": bits(randomness.DROPOUT, ROWS, 1),
 }
 
 
@@ -97,22 +95,22 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
         if place.startswith(("tests/", "studies/")) or place == "model.py":
             continue
         for node in ast.walk(ast.parse((ROOT / place).read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(
-                "randomness"
-            ):
-                used.update(alias.name for alias in node.names if alias.name in streams)
-            if (
-                isinstance(node, ast.Attribute)
-                and getattr(node.value, "id", "") == "randomness"
-            ):
-                used.update([node.attr] if node.attr in streams else ())
-            if isinstance(node, ast.Attribute) and node.attr == "manual_seed":
-                generators.append(place)
+            if isinstance(node, ast.ImportFrom):
+                if (node.module or "").endswith("randomness"):
+                    used.update(alias.name for alias in node.names)
+            if isinstance(node, ast.Attribute):
+                if getattr(node.value, "id", "") == "randomness":
+                    used[node.attr] += 1
+                if node.attr == "manual_seed":
+                    generators.append(place)
+    used = {name: used[name] for name in used if name in streams}
     # ORDERS: the default of orders and of masks. A run trains on one or the other.
     # text_model.py scores along the orders of eval_ppl.py, and app.py draws what
     # sample.py draws.
-    again = dict.fromkeys(("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"), 2)
-    assert used == dict.fromkeys(streams, 1) | again
+    expected = dict.fromkeys(streams, 1)
+    for name in ("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"):
+        expected[name] = 2
+    assert used == expected
     # The seed of dropout has a stream, those of the initial weights are hashed from
     # their names; the last takes no numbers. hub_model.py is code for transformers,
     # without our streams. kernel_check.py compares two computations with a constant
@@ -147,17 +145,15 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
     N = 1200
     passages = Passages(
-        torch.zeros(N, 8).long(),
-        torch.zeros(N).long(),
-        torch.full((N,), 8),
-        torch.arange(N),
+        tokens=torch.zeros(N, 8).long(),
+        start=torch.zeros(N).long(),
+        end=torch.full((N,), 8),
+        document=torch.arange(N),
     )
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
     eval_infill.fill_in(loaded, passages, True, options, 0)
-    place = (
-        torch.empty(N, 8)
-        .long()
-        .scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
-    )
-    cells = (place // 2 * 4 + made["got"].tokens // 64).flatten().bincount(minlength=16)
-    assert accept(cells, torch.full((16,), 1 / 16, dtype=torch.float64))
+    place = torch.empty(N, 8).long()
+    place.scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
+    cells = place // 2 * 4 + made["got"].tokens // 64
+    counts = cells.flatten().bincount(minlength=16)
+    assert accept(counts, torch.full((16,), 1 / 16, dtype=torch.float64))
