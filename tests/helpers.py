@@ -84,13 +84,13 @@ def some_slow(cases, is_quick, reason):
     return marked
 
 
-def prepared(name, out, *source, **options):
-    """prepare.py in this process, with bytes as tokens unless told otherwise; its
-    folder."""
-    options = {"tokenizer": "bytes"} | options
+def prepared(name, out, *source, tokenizer="bytes", **options):
+    """Prepare a dataset in this process; returns its folder."""
+    settings = PrepareStudy if name in STUDIES else Prepare
+    chosen = settings(name, out=out, source=source, tokenizer=tokenizer, **options)
     if name in STUDIES:
-        return prepare(PrepareStudy(name, out=out, source=source, **options), STUDIES)
-    return prepare(Prepare(name, out=out, source=source, **options))
+        return prepare(chosen, STUDIES)
+    return prepare(chosen)
 
 
 def documents(folder, split="test"):
@@ -115,24 +115,29 @@ def write_jsonl(path, texts, field="text"):
 def tiny_config(data, out, name="run", steps=40, **changes):
     """A run of a second. Dropout is on: its random numbers, too, must survive a
     resume."""
-    sizes = {
-        "vocab_size": 320,
-        "block_size": LENGTH,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 32,
-    }
-    batches = {"batch_size": 8, "micro_batch_size": 4}
     config = configuration.Config(
         name=name,
         out=str(out),
         seed=7,
-        model=ModelConfig(**sizes, cond_dim=8, dropout=0.1),
+        model=ModelConfig(
+            vocab_size=320,
+            block_size=LENGTH,
+            n_layer=2,
+            n_head=2,
+            n_embd=32,
+            cond_dim=8,
+            dropout=0.1,
+        ),
         order=OrderConfig("mixture", 0.25),
         data=configuration.DataConfig(str(data)),
         optim=configuration.OptimConfig(lr=3e-3, warmup_steps=5, ema_decay=0.9),
         train=configuration.TrainConfig(
-            steps, **batches, device="cpu", compile=False, log_interval=1
+            steps=steps,
+            batch_size=8,
+            micro_batch_size=4,
+            device="cpu",
+            compile=False,
+            log_interval=1,
         ),
         eval=configuration.EvalConfig(interval=5, sequences=7),
         checkpoint=configuration.CheckpointConfig(interval=4, keep=2),
@@ -144,9 +149,9 @@ def change(config, **changes):
     """change(config, optim__lr=1.0) sets optim.lr."""
     for key, value in changes.items():
         table, _, name = key.rpartition("__")
-        if table:
-            name, value = table, replace(getattr(config, table), **{name: value})
-        config = replace(config, **{name: value})
+        owner = getattr(config, table) if table else config
+        changed = replace(owner, **{name: value})  # the name is a variable
+        config = replace(config, **{table: changed}) if table else changed
     return config
 
 
@@ -171,14 +176,9 @@ def run_script(*arguments, check=True, timeout=600, **environment):
     succeeds."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
-    options = {
-        "cwd": ROOT,
-        "env": env,
-        "capture_output": True,
-        "text": True,
-        "timeout": timeout,
-    }
-    done = subprocess.run(command, **options)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
     output = f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not (check and done.returncode), output
     return done
@@ -193,13 +193,14 @@ def run_main(module, monkeypatch, capsys, *words):
 
 def torchrun(processes, *arguments, **keywords):
     """`run_script` under torchrun with that many processes on this machine."""
-    launcher = (
+    return run_script(
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc_per_node={processes}",
+        *arguments,
+        **keywords,
     )
-    return run_script(*launcher, *arguments, **keywords)
 
 
 def assert_user_error(done, *words):
@@ -274,7 +275,8 @@ def assert_same_losses(config, reference, tolerance):
     for key in ("loss", "val_loss_l2r", "val_loss_random"):
         ours = metrics(config, key)
         expected = metrics(reference, key)
-        assert ours.keys() == expected.keys() and len(ours) > 1
+        assert ours.keys() == expected.keys()
+        assert len(ours) > 1
         ours = list(ours.values())
         expected = list(expected.values())
         np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance, err_msg=key)
@@ -315,10 +317,9 @@ def read_checkpoint(path):
     """What a checkpoint holds, its tensors under "tensors", without what depends on
     processes."""
     values = store.read_values(path)
-    tensors = store.read_all(path, values)
-    return {k: v for k, v in values.items() if k not in ("parts", "sha256")} | {
-        "tensors": tensors
-    }
+    contents = {k: v for k, v in values.items() if k not in ("parts", "sha256")}
+    contents["tensors"] = store.read_all(path, values)
+    return contents
 
 
 def newest(config):
@@ -358,7 +359,8 @@ def data_of(document: str) -> dict:
     parser.handle_data = data
     parser.feed(document)
     parser.close()
-    assert tags.count("script") == len(scripts) == 2 and "img" not in tags
+    assert tags.count("script") == len(scripts) == 2
+    assert "img" not in tags
     return json.loads(scripts[0])
 
 

@@ -1,5 +1,6 @@
 """Benchmarks: figures agree, and every listed system can be reported."""
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -23,16 +24,17 @@ IDS = 15
 CPU = torch.device("cpu")
 
 
-def tiny_model(**settings):
-    sizes = {
-        "vocab_size": 17,
-        "block_size": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 24,
-    }
-    model = build_model(ModelConfig(**sizes | {"cond_dim": 6} | settings))
+def tiny_model(**changes):
+    config = ModelConfig(
+        vocab_size=17, block_size=16, n_layer=2, n_head=2, n_embd=24, cond_dim=6
+    )
+    model = build_model(dataclasses.replace(config, **changes))
     return reference.randomise(model, 0, scale=0.7)
+
+
+def tiny(options, device="cpu", repeats=2, **settings):
+    """Return options of a benchmark (the class `options`) for the smallest model."""
+    return options(size="tiny", device=device, repeats=repeats, **settings)
 
 
 @pytest.mark.parametrize("mode", ["mdm --steps 4", "mdm --steps 40", "even --steps 5"])
@@ -53,12 +55,15 @@ def test_a_part_of_a_plan_has_the_same_calls(mode):
         unmasked = []
         forwards = 0
         for part in parts_of(system, plan, calls):
-            options = {
-                "generator": seeded(0),
-                "vocab_size": IDS,
-                "progress": unmasked.append,
-            }
-            forwards += generate(model, part, tokens, **options).token_forwards
+            samples = generate(
+                model,
+                part,
+                tokens,
+                generator=seeded(0),
+                vocab_size=IDS,
+                progress=unmasked.append,
+            )
+            forwards += samples.token_forwards
         assert unmasked == sizes[:, calls].sum(dim=0).tolist()
         assert forwards == int((inputs[system] * (sizes > 0))[:, calls].sum())
 
@@ -83,13 +88,7 @@ def test_the_floor_counts_bytes_and_operations():
 @pytest.mark.slow(reason="times four systems")
 def test_systems_with_steps_of_their_own_are_timed_once(tmp_path, script):
     """And an encoder that is not compiled has an engine of its own."""
-    words = [
-        "--size=tiny",
-        "--batch-size=2",
-        "--lengths=16",
-        "--device=cpu",
-        "--repeats=1",
-    ]
+    words = "--size tiny --batch-size 2 --lengths 16 --device cpu --repeats 1".split()
     words += ["--steps", 4, 8, "--draft", 4, "--json", tmp_path / "json"]
     systems = ["speculative", "gpt", "encoder", "encoder-eager"]
     status, _, said = script(bench, "decode", *words, "--systems", *systems)
@@ -105,64 +104,56 @@ def test_systems_with_steps_of_their_own_are_timed_once(tmp_path, script):
         assert said.count(f"steps, {system}: ") == (2 if own else 4)  # with a warm-up
         assert ("times_floor" in first) == (system == "gpt")
         assert first["calls"] == {"gpt": 16}.get(system, first["calls"])
-    options = DecodeOptions(**TINY, compile=True)
+    options = tiny(DecodeOptions, compile=True)
     made = decoding_speed.DecodeBench(options, 2, 16, CPU, torch.float32)
     assert made.engine("ours", (2, 16)) is made.engine("speculative", (2, 16))
 
 
-SLOW = pytest.mark.slow(reason="two benchmarks, each in full")
+FEW = "--batch-size 1 --device cpu --repeats 1"
+DECODE = f"decode --lengths 12 24 --group 6 {FEW}"
+TRAIN = f"train --length 16 --warmup 1 --no-compile --size tiny {FEW}"
+DECODING_SYSTEMS = " ".join(decoding_speed.SYSTEMS)
+TRAINING_SYSTEMS = " ".join(step_speed.SYSTEMS)
 
 
-def every_choice():
-    """Of both benchmarks."""
-    few = ["--batch-size", 1, "--device", "cpu", "--repeats", 1]
-    decode = ["decode", "--lengths", 12, 24, "--group", 6, *few]
-    train = ["train", "--length", 16, "--warmup", 1, "--no-compile", *few]
-    every = [*decode, "--size", "tiny", "--memory"]
-    yield pytest.param([*every, "--systems", *decoding_speed.SYSTEMS], marks=SLOW)
-    for optimizer in ("adamw", "muon"):
-        every = ["--systems", *step_speed.SYSTEMS]
-        yield pytest.param(
-            [*train, "--size", "tiny", "--optimizer", optimizer, *every], marks=SLOW
-        )
-    for size in ("tiny", "bench"):
-        yield pytest.param(
-            [*decode, "--size", size, "--systems", "ours", "rotary"], marks=SLOW
-        )
-    for dtype in ("bfloat16", "float32"):
-        for command, system in ((decode, "ours"), (train, "gpt")):
-            words = [*command, "--size", "tiny", "--dtype", dtype, "--systems", system]
-            yield pytest.param(words, marks=SLOW)
-
-
-@pytest.mark.parametrize("words", list(every_choice()))
-def test_every_choice_that_an_option_lists_is_run_and_reported(tmp_path, script, words):
+@pytest.mark.slow(reason="two benchmarks, each in full")
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{DECODE} --size tiny --memory --systems {DECODING_SYSTEMS}",
+        f"{DECODE} --size tiny --systems ours rotary",
+        f"{DECODE} --size bench --systems ours rotary",
+        f"{DECODE} --size tiny --dtype bfloat16 --systems ours",
+        f"{DECODE} --size tiny --dtype float32 --systems ours",
+        f"{TRAIN} --optimizer adamw --systems {TRAINING_SYSTEMS}",
+        f"{TRAIN} --optimizer muon --systems {TRAINING_SYSTEMS}",
+        f"{TRAIN} --dtype bfloat16 --systems gpt",
+        f"{TRAIN} --dtype float32 --systems gpt",
+    ],
+)
+def test_every_choice_that_an_option_lists_is_run_and_reported(
+    tmp_path, script, command
+):
     """In a report that has them all, written before it is printed."""
+    words = command.split()
     status, out, err = script(bench, *words, "--json", tmp_path / "o.json")
     assert status == 0, err
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     assert {row["system"] for row in rows} == set(words[words.index("--systems") + 1 :])
-    assert all(f"| {row['system']} " in out for row in rows) and "weights of" in err
-
-
-TINY = {"size": "tiny", "device": "cpu", "repeats": 2}
+    assert all(f"| {row['system']} " in out for row in rows)
+    assert "weights of" in err
 
 
 @pytest.mark.slow(reason="times every system")
 def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, script):
-    words = [
-        "--size=tiny",
-        "--batch-size=3",
-        "--lengths=32",
-        "--device=cpu",
-        "--repeats=2",
-    ]
+    words = "--size tiny --batch-size 3 --lengths 32 --device cpu --repeats 2".split()
     words += ["--steps", 4, 32, "--json", tmp_path / "json"]
     words += ["--shares", tmp_path / "shares"]
     status, printed, _ = script(bench, "decode", *words)
     assert status == 0
     shares = json.loads((tmp_path / "shares").read_text())
-    assert sum(shares["shares"].values()) == pytest.approx(1) and shares["steps"] == 32
+    assert sum(shares["shares"].values()) == pytest.approx(1)
+    assert shares["steps"] == 32
     assert min(shares["shares"][part] for part in ("attention", "matrix products")) > 0
     result = json.loads((tmp_path / "json").read_text())
     rows = {(row["system"], row["steps"]): row for row in result["rows"]}
@@ -171,7 +162,8 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
     for (system, steps), row in rows.items():
         ours = rows["ours", steps]
         seconds = row["all_seconds"]
-        assert len(seconds) == 2 and row["ms_per_call"] > 0
+        assert len(seconds) == 2
+        assert row["ms_per_call"] > 0
         assert row["seconds"] == pytest.approx(statistics.median(seconds))
         assert row["times_ours"] == pytest.approx(row["seconds"] / ours["seconds"])
         partly = system in ("no-cache", "encoder") and row["calls"] > 8
@@ -182,36 +174,38 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
         _, plan = (mdm_plan(3, 32, steps, generator) for _ in range(2))
         sizes = group_sizes(plan)
         assert {rows[system, steps]["calls"] for system in systems} == {sizes.shape[1]}
-        assert rows["encoder", steps]["token_forwards"] == 32 * int(
-            sizes.count_nonzero()
-        )
+        predicted = 32 * int(sizes.count_nonzero())
+        assert rows["encoder", steps]["token_forwards"] == predicted
         known = int((sizes.cumsum(dim=1) * (sizes > 0)).sum())
         assert rows["no-cache", steps]["token_forwards"] == known
-        assert 3 * 32 <= rows["ours", steps]["token_forwards"] <= 3 * (2 * 32 + steps)
-        assert rows["ours", steps]["times_floor"] > 0
-        tokens = (
-            rows["ours", steps]["tokens_per_second"] * rows["ours", steps]["seconds"]
-        )
+        ours = rows["ours", steps]
+        assert 3 * 32 <= ours["token_forwards"] <= 3 * (2 * 32 + steps)
+        assert ours["times_floor"] > 0
+        tokens = ours["tokens_per_second"] * ours["seconds"]
         assert tokens == pytest.approx(3 * 32)
     assert result["versions"]["torch"] == torch.__version__
-    assert result["machine"]["name"] in printed and result["machine"]["threads"] == 1
+    assert result["machine"]["name"] in printed
+    assert result["machine"]["threads"] == 1
     table = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 6
-    assert " ~" in table[-1] and "only the ratios" in printed
+    assert " ~" in table[-1]
+    assert "only the ratios" in printed
 
 
 @pytest.mark.slow(reason="allocates what it measures")
 def test_memory_is_that_of_buffers_and_working_tensors():
-    options = {"lengths": (32, 128), "batch_size": (1, 2), "memory": True, "repeats": 1}
-    options["group"] = 4
-    systems = ("ours", "l2r", "encoder")
-    result = decoding_speed.bench_decode(
-        DecodeOptions(**TINY | options, systems=systems)
+    options = tiny(
+        DecodeOptions,
+        lengths=(32, 128),
+        batch_size=(1, 2),
+        memory=True,
+        repeats=1,
+        group=4,
+        systems=("ours", "l2r", "encoder"),
     )
-    rows = {
-        (r["system"], r["batch_size"], r["length"]): r["peak_bytes"]
-        for r in result["rows"]
-    }
+    rows = {}
+    for row in decoding_speed.bench_decode(options)["rows"]:
+        rows[row["system"], row["batch_size"], row["length"]] = row["peak_bytes"]
     assert len(rows) == 2 * 2 * 3
     for system in ("ours", "l2r"):
         for size in (1, 2):
@@ -234,7 +228,7 @@ def test_impossible_settings_are_refused_by_name(monkeypatch):
         (step_speed.bench_train, TrainOptions, {}, "C[+][+] compiler .* --no-compile"),
     ):
         with pytest.raises(ValueError, match=words):
-            measure(options(**TINY | settings))
+            measure(tiny(options, **settings))
 
 
 @pytest.mark.slow(reason="compiles two systems")
@@ -261,7 +255,8 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     assert torch.equal(systems[1].batch(3)[1], torch.arange(32).expand(2, 32))
     orders = {tuple(ours.batch(step)[1].flatten().tolist()) for step in range(10)}
     steps = step_speed.measure(systems, options)
-    assert len(graphs) == 2 and len(orders) == 10
+    assert len(graphs) == 2
+    assert len(orders) == 10
     assert {name: len(taken) for name, taken in steps.items()} == {
         "aogpt": 10,
         "gpt": 10,
@@ -271,23 +266,23 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
 @needs_compiler
 @pytest.mark.slow(reason="every system is trained")
 def test_figures_of_every_system_of_training_agree(capsys):
-    options = {"batch_size": 3, "length": 64, "systems": tuple(step_speed.SYSTEMS)}
-    made, eager = (
-        step_speed.bench_train(TrainOptions(**TINY | options, compile=compile))["rows"]
-        for compile in (True, False)
+    systems = tuple(step_speed.SYSTEMS)
+    compiled = tiny(
+        TrainOptions, batch_size=3, length=64, systems=systems, compile=True
     )
-    rows = {r["system"]: r for r in made}
+    eager = dataclasses.replace(compiled, compile=False)
+    rows = {row["system"]: row for row in step_speed.bench_train(compiled)["rows"]}
+    eager_rows = step_speed.bench_train(eager)["rows"]
     printed = capsys.readouterr().out
     assert rows.keys() == step_speed.SYSTEMS.keys()
-    assert all(f"| {system}" in printed for system in rows) and "unknown" in printed
+    assert all(f"| {system}" in printed for system in rows)
+    assert "unknown" in printed
     for row in rows.values():
         assert row["seconds"] == pytest.approx(statistics.median(row["all_seconds"]))
         assert row["tokens_per_second"] == pytest.approx(3 * 64 / row["seconds"])
         assert row["mfu"] is None, "no CPU has a known peak"
         median, low, high = row["times_gpt"]
-        assert (
-            median == pytest.approx(row["seconds"] / rows["gpt"]["seconds"])
-            and low <= high
-        )
-    for row in eager:
+        assert median == pytest.approx(row["seconds"] / rows["gpt"]["seconds"])
+        assert low <= high
+    for row in eager_rows:
         assert row["losses"] == pytest.approx(rows[row["system"]]["losses"], abs=1e-4)

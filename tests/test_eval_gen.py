@@ -2,6 +2,7 @@
 are had."""
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -11,13 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LENGTH, MODES, read_lines, some_slow, torchrun
+from helpers import (
+    LENGTH,
+    MODES,
+    column,
+    prepared,
+    read_lines,
+    some_slow,
+    torchrun,
+    write_jsonl,
+    write_rows,
+)
 
 import eval_gen
 import sample
 from aogpt.checkpoints import load as load_checkpoint
 from aogpt.checkpoints import load_model, store
-from aogpt.data.prepare import Prepare, prepare
 from aogpt.data.tokenizers import BytesTokenizer
 from aogpt.evaluation import judges, scoring
 from aogpt.runtime.errors import UserError
@@ -49,13 +59,15 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
         add_prefix_space=False, use_regex=False
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    names = {"bos_token": end, "eos_token": end}
     tokenizer.add_special_tokens([end])
     if start:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{end} $A", special_tokens=[(end, len(symbols))]
         )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end
+    )
+    fast.save_pretrained(folder)
 
 
 def save_bigram(folder, context=64, start=False):
@@ -65,24 +77,23 @@ def save_bigram(folder, context=64, start=False):
 
     log_probs = torch.tensor(BIGRAM, dtype=torch.float64).log()
     V = len(log_probs)
-    sizes = {
-        "vocab_size": V,
-        "n_embd": V,
-        "n_layer": 1,
-        "n_head": 1,
-        "n_positions": context,
-    }
-    ids = {"bos_token_id": V - 1, "eos_token_id": V - 1}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **ids, tie_word_embeddings=False))
+    config = GPT2Config(
+        vocab_size=V,
+        n_embd=V,
+        n_layer=1,
+        n_head=1,
+        n_positions=context,
+        bos_token_id=V - 1,
+        eos_token_id=V - 1,
+        tie_word_embeddings=False,
+    )
+    model = GPT2LMHeadModel(config)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
         model.transformer.wte.weight.copy_(torch.eye(V))
-        low, high = (
-            F.layer_norm(torch.eye(V, dtype=torch.float64)[0], (V,))
-            .sort()
-            .values[[0, -1]]
-        )
+        unit = torch.eye(V, dtype=torch.float64)[0]
+        low, high = F.layer_norm(unit, (V,)).aminmax()
         model.transformer.ln_f.weight.fill_(1)
         model.transformer.ln_f.bias.fill_(-low)
         model.lm_head.weight.copy_(log_probs.T / (high - low))
@@ -104,30 +115,29 @@ def byte_judge(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("bytes")
     torch.manual_seed(3)
-    sizes = {
-        "vocab_size": 257,
-        "n_embd": 8,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 64,
-    }
-    GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5)).save_pretrained(folder)
+    config = GPT2Config(
+        vocab_size=257,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+        initializer_range=0.5,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
     save_tokenizer(folder, [symbol for _, symbol in sorted(bytes_to_unicode().items())])
     return folder
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Write rows, or lines as they are, to a .jsonl file."""
+    """Write rows to a .jsonl file; returns its path."""
+    return functools.partial(write_rows, tmp_path / "samples.jsonl")
 
-    def call(*rows):
-        lines = [
-            row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows
-        ]
-        (tmp_path / "samples.jsonl").write_text("".join(lines))
-        return tmp_path / "samples.jsonl"
 
-    return call
+@pytest.fixture
+def write_texts(tmp_path):
+    """Write samples of which there is only text to a .jsonl file; returns its path."""
+    return functools.partial(write_jsonl, tmp_path / "samples.jsonl")
 
 
 @pytest.fixture
@@ -143,6 +153,11 @@ def report(script, tmp_path):
     return call
 
 
+def with_ids(text):
+    """A row of a file of samples with its tokens, which are bytes."""
+    return {"text": text, "tokens": list(text.encode())}
+
+
 def load(name):
     return judges.load_judge(str(name), CPU)
 
@@ -156,29 +171,23 @@ def scores_of(result, row=0):
 def assert_same(a, b):
     """The same names and numbers; float32 sums in another order differ by about
     1e-7."""
-    for one, other in [
-        (a, b),
-        *zip(a.pop("per_sample"), b.pop("per_sample"), strict=True),
-    ]:
+    samples = zip(a.pop("per_sample"), b.pop("per_sample"), strict=True)
+    for one, other in [(a, b), *samples]:
         assert one.keys() == other.keys()
         for key, value in one.items():
-            is_float = isinstance(value, float)
-            near = (
-                pytest.approx(other[key], rel=1e-6, nan_ok=True)
-                if is_float
-                else other[key]
-            )
-            assert value == near, key
+            expected = other[key]
+            if isinstance(value, float):
+                expected = pytest.approx(expected, rel=1e-6, nan_ok=True)
+            assert value == expected, key
 
 
 def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
-    report, write, bigram
+    report, write_texts, bigram
 ):
     """`cb` costs 3 bits; the first token of each text is not scored."""
-    result = report(
-        "--samples", write({"text": TEXT}, {"text": "cb"}), "--judge", bigram
-    )
-    row, (first, second) = result["rows"][0], result["rows"][0]["per_sample"]
+    result = report("--samples", write_texts([TEXT, "cb"]), "--judge", bigram)
+    row = result["rows"][0]
+    first, second = row["per_sample"]
     for got, bits, count in ((first, BITS, 5), (second, 3, 1), (row, BITS + 3, 6)):
         assert got["perplexity"] == pytest.approx(2 ** (bits / count), rel=1e-6)
         assert got["scored_tokens"] == count
@@ -186,62 +195,59 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
     # aaa, b, cc; and c, b
     of_first = (3 * math.log(2) + math.log(6) + 2 * math.log(3)) / 6
     assert row["entropy"] == pytest.approx((of_first + math.log(2)) / 2)
-    assert (
-        row["tokens_judged"] == "text"
-        and row["tokenizer"] is None
-        and row["nfe"] is None
-    )
-    assert result["judge"]["start_token"] is False and result["judge"]["context"] == 64
+    assert row["tokens_judged"] == "text"
+    assert row["tokenizer"] is None
+    assert row["nfe"] is None
+    assert result["judge"]["start_token"] is False
+    assert result["judge"]["context"] == 64
     assert "transformers" in result["versions"]
 
 
-def test_copies_of_one_sample_do_not_look_fine(script, report, write, bigram):
+def test_copies_of_one_sample_do_not_look_fine(script, report, write_texts, bigram):
     """All else is that of the sample alone."""
-    copies = write(*[{"text": TEXT}] * 20)
+    copies = write_texts([TEXT] * 20)
     of_copies = report("--samples", copies, "--judge", bigram)["rows"][0]
     _, out, _ = script(eval_gen, "--samples", copies, "--judge", bigram)
-    own = report("--samples", write({"text": TEXT}), "--judge", bigram)["rows"][0]
-    assert own["distinct_samples"] == 1 and own["self_bleu"] is None
-    assert of_copies["distinct_samples"] == 1 and of_copies["samples"] == 20
+    own = report("--samples", write_texts([TEXT]), "--judge", bigram)["rows"][0]
+    assert own["distinct_samples"] == 1
+    assert own["self_bleu"] is None
+    assert of_copies["distinct_samples"] == 1
+    assert of_copies["samples"] == 20
     assert of_copies["self_bleu"] == pytest.approx(1)
     assert of_copies["perplexity"] == pytest.approx(own["perplexity"])
-    assert "| different |" in out and "| self-BLEU |" in out
-    mixed = write({"text": "abca"}, {"text": "bbcc"}, {"text": "abca"})
+    assert "| different |" in out
+    assert "| self-BLEU |" in out
+    mixed = write_texts(["abca", "bbcc", "abca"])
     row = report("--samples", mixed, "--judge", bigram)["rows"][0]
     assert row["distinct_samples"] == 2
-    assert [s["self_bleu"] == pytest.approx(1) for s in row["per_sample"]] == [
-        True,
-        False,
-        True,
-    ]
+    first, other, copy = column(row["per_sample"], "self_bleu")
+    assert first == pytest.approx(1)
+    assert copy == pytest.approx(1)
+    assert other != pytest.approx(1)
 
 
 def test_samples_are_compared_to_the_n_grams_of_a_reference(
-    report, write, byte_judge, tmp_path
+    report, write, write_texts, byte_judge, tmp_path
 ):
     """Pieces of the text itself are as near to it as other text is; repetition is
     not."""
     source = tmp_path / "text.txt"
     folder = tmp_path / "text"
     source.write_text(" ".join(np.random.default_rng(0).choice(list("aaabbc"), 40_000)))
-    options = {"split": "test", "tokenizer": "bytes", "out": folder}
-    prepare(Prepare("text", source=(source,), **options))
+    prepared("text", folder, source, split="test")
     text = source.read_text()
-    few = ("--judge", byte_judge, "--reference", folder)
-    near = [
-        {"text": text[n : n + 200], "tokens": list(text[n : n + 200].encode())}
-        for n in (0, 800)
-    ]
-    found = report("--samples", write(*near), *few)["rows"][0]
-    as_text = report(
-        "--samples", write(*({"text": row["text"]} for row in near)), *few
-    )["rows"][0]
-    far = report("--samples", write({"text": "a a " * 100}), *few)["rows"][0]
-    for n in (1, 2, 3):
-        assert (
-            found[f"js_{n}"] == as_text[f"js_{n}"] < 0.05 < far[f"js_{n}"] < math.log(2)
-        )
-        assert found[f"js_{n}_text"] < 0.05
+    pieces = [text[:200], text[800:1000]]
+
+    def row_of(samples):
+        words = ["--judge", byte_judge, "--reference", folder]
+        return report("--samples", samples, *words)["rows"][0]
+
+    by_ids = row_of(write([with_ids(piece) for piece in pieces]))
+    by_text = row_of(write_texts(pieces))
+    far = row_of(write_texts(["a a " * 100]))
+    for key in ("js_1", "js_2", "js_3"):
+        assert by_ids[key] == by_text[key] < 0.05 < far[key] < math.log(2)
+        assert by_ids[f"{key}_text"] < 0.05
     assert "JS-3" in (tmp_path / "result.md").read_text()
 
 
@@ -251,29 +257,28 @@ def pages(tmp_path):
     source = tmp_path / "pages.txt"
     letters = np.random.default_rng(0).choice(list("aaabbc  e"), 20_000)
     source.write_text("".join(letters))
-    options = {"split": "test", "tokenizer": "bytes", "out": tmp_path / "pages"}
-    prepare(Prepare("text", source=(source,), **options))
-    return tmp_path / "pages", source.read_text()
+    folder = prepared("text", tmp_path / "pages", source, split="test")
+    return folder, source.read_text()
 
 
 def test_mauve_is_high_for_pieces_of_the_text_and_low_for_copies(
-    script, report, write, byte_judge, run, pages
+    script, report, write_texts, byte_judge, run, pages
 ):
     pytest.importorskip("mauve")
     folder, text = pages
     pieces = [text[n : n + 30] for n in range(0, 40 * 300, 300)]
     for judge in (byte_judge, run):
         words = ["--judge", judge, "--reference", folder, "--mauve"]
-        near = report("--samples", write(*({"text": t} for t in pieces)), *words)
-        far = report("--samples", write(*[{"text": "zq" * 15}] * 40), *words)
-        near = near["rows"][0]
-        far = far["rows"][0]
-        assert 0 <= far["mauve"] < 0.1 and near["mauve"] > 0.7
+        (near,) = report("--samples", write_texts(pieces), *words)["rows"]
+        (far,) = report("--samples", write_texts(["zq" * 15] * 40), *words)["rows"]
+        assert 0 <= far["mauve"] < 0.1
+        assert near["mauve"] > 0.7
         assert near["mauve_text"] > 0.7
-        again = report("--samples", write(*({"text": t} for t in pieces)), *words)
-        assert again["rows"][0]["mauve"] == near["mauve"]
-    _, out, _ = script(eval_gen, "--samples", write({"text": "ab"}), *words)
-    assert "| MAUVE |" in out and "MAUVE of as many passages" in out
+        (again,) = report("--samples", write_texts(pieces), *words)["rows"]
+        assert again["mauve"] == near["mauve"]
+    _, out, _ = script(eval_gen, "--samples", write_texts(["ab"]), *words)
+    assert "| MAUVE |" in out
+    assert "MAUVE of as many passages" in out
 
 
 def test_features_are_means_of_the_last_hidden_state(byte_judge, run):
@@ -288,13 +293,12 @@ def test_features_are_means_of_the_last_hidden_state(byte_judge, run):
     model = load_model(run)
     hidden = model.hidden(torch.tensor([ids]), torch.arange(5)[None])
     (own,) = load(run).features([ids], 1)
-    np.testing.assert_allclose(
-        own, hidden[0].mean(dim=0).detach().numpy(), rtol=1e-4, atol=1e-6
-    )
+    expected = hidden[0].mean(dim=0).detach().numpy()
+    np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_mauve_without_text_or_package_is_refused(fails, write, run, monkeypatch):
-    words = ["--samples", write({"text": "ab"}), "--judge", run, "--mauve"]
+def test_mauve_without_text_or_package_is_refused(fails, write_texts, run, monkeypatch):
+    words = ["--samples", write_texts(["ab"]), "--judge", run, "--mauve"]
     monkeypatch.setitem(sys.modules, "mauve", None)
     assert "pip install mauve-text" in fails(*words, "--reference", "data")
     monkeypatch.setitem(sys.modules, "mauve", type(sys)("mauve"))
@@ -304,7 +308,8 @@ def test_mauve_without_text_or_package_is_refused(fails, write, run, monkeypatch
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):
     """a after end-of-text costs 3 bits, c 2 bits; windows of 4 of abaa|cc."""
     judge = load(save_bigram(tmp_path, context=5, start=True))
-    assert judge.start and judge.context == 4
+    assert judge.start
+    assert judge.context == 4
     for size in (1, 2, 3, 50):
         scores = judge.score([judge.encode(text) for text in ("ab", TEXT, "a")], size)
         assert [count for _, count in scores] == [2, 6, 1]
@@ -326,15 +331,16 @@ def test_end_of_text_in_a_sample_is_the_judges_end_of_text(tmp_path):
     assert nll / math.log(2) == pytest.approx(3 + 1, rel=1e-6)
 
 
-def test_only_the_same_ids_are_scored_directly(report, write, byte_judge, bigram):
-    assert load(byte_judge).has_ids_of("bytes") and not load(bigram).has_ids_of("bytes")
-    rows = [
-        {"text": text, "tokens": list(text.encode())} for text in (TEXT, "caf\u00e9 ab")
-    ]
-    ids = report("--samples", write(*rows), "--judge", byte_judge)["rows"][0]
-    texts = [{"text": row["text"]} for row in rows]
-    text = report("--samples", write(*texts), "--judge", byte_judge)["rows"][0]
-    through = report("--samples", write(*rows), "--judge", bigram)["rows"][0]
+def test_only_the_same_ids_are_scored_directly(
+    report, write, write_texts, byte_judge, bigram
+):
+    assert load(byte_judge).has_ids_of("bytes")
+    assert not load(bigram).has_ids_of("bytes")
+    texts = [TEXT, "caf\u00e9 ab"]
+    rows = [with_ids(text) for text in texts]
+    (ids,) = report("--samples", write(rows), "--judge", byte_judge)["rows"]
+    (text,) = report("--samples", write_texts(texts), "--judge", byte_judge)["rows"]
+    (through,) = report("--samples", write(rows), "--judge", bigram)["rows"]
     judged = [row["tokens_judged"] for row in (ids, text, through)]
     assert judged == ["ids", "text", "retokenised"]
     for one, other in zip(ids["per_sample"], text["per_sample"], strict=True):
@@ -346,48 +352,42 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
 ):
     """The judge's tokenizer knows a, b and c only. Such a row of a file is an error
     instead."""
-    tokens = [list(text.encode()) for text in ("xyz", TEXT)]
-    rows = [
-        {"text": bytes(ids).decode(), "tokens": ids, "step": [0] * len(ids)}
-        for ids in tokens
-    ]
+    rows = []
+    for text in ("xyz", TEXT):
+        row = with_ids(text)
+        row["step"] = [0] * len(text)
+        rows.append(row)
     samples = scoring.SampleSet("run", rows, {}, None, "bytes")
     row = scoring.score_samples(samples, load(bigram), 4, ALONE)
-    assert (
-        row["unscored_samples"] == 1
-        and row["samples"] == 2
-        and row["scored_tokens"] == 5
-    )
+    assert row["unscored_samples"] == 1
+    assert row["samples"] == 2
+    assert row["scored_tokens"] == 5
     assert row["perplexity"] == pytest.approx(2 ** (BITS / 5), rel=1e-6)
-    assert (
-        math.isnan(row["per_sample"][0]["perplexity"])
-        and row["distinct_1"] == (1 + 1 / 2) / 2
-    )
+    assert math.isnan(row["per_sample"][0]["perplexity"])
+    assert row["distinct_1"] == (1 + 1 / 2) / 2
 
 
 def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, plain):
     """Against token_log_probs in float64; the run has a start token, so all tokens are
     scored."""
-    tokens = [list(b"the order of any"), list(b"mask")]
-    path = write(*({"text": bytes(ids).decode(), "tokens": ids} for ids in tokens))
+    rows = [with_ids("the order of any"), with_ids("mask")]
+    path = write(rows)
     for name in (run, plain):
         result = report("--samples", path, "--judge", name)
         model = load_model(name).double()
         row = result["rows"][0]
         expected = []
-        for ids in tokens:
+        for ids in column(rows, "tokens"):
             order = torch.arange(len(ids))[None]
-            expected.append(
-                -float(token_log_probs(model, torch.tensor([ids]), order).sum())
-            )
-        np.testing.assert_allclose(
-            [s["nll"] for s in row["per_sample"]], expected, rtol=1e-5
-        )
-        assert [s["scored_tokens"] for s in row["per_sample"]] == [16, 4]
-        assert row["perplexity"] == pytest.approx(
-            math.exp(sum(expected) / 20), rel=1e-5
-        )
-        assert row["tokens_judged"] == "ids" and row["tokenizer"] == "bytes"
+            log_probs = token_log_probs(model, torch.tensor([ids]), order)
+            expected.append(-float(log_probs.sum()))
+        nll = column(row["per_sample"], "nll")
+        np.testing.assert_allclose(nll, expected, rtol=1e-5)
+        assert column(row["per_sample"], "scored_tokens") == [16, 4]
+        perplexity = math.exp(sum(expected) / 20)
+        assert row["perplexity"] == pytest.approx(perplexity, rel=1e-5)
+        assert row["tokens_judged"] == "ids"
+        assert row["tokenizer"] == "bytes"
         assert f"{store.find(name)[-1]} (step" in result["judge"]["source"]
 
 
@@ -399,9 +399,8 @@ def test_our_own_judge_without_a_start_token_does_not_score_the_first(run, monke
     window = torch.tensor([tokens[:LENGTH]])  # the second window has nothing to score
     log_probs = token_log_probs(loaded.model, window, torch.arange(LENGTH)[None])[0, 1:]
     ((nll, count),) = judge.score([tokens], 1)
-    assert count == LENGTH - 1 and nll == pytest.approx(
-        -float(log_probs.sum()), rel=1e-6
-    )
+    assert count == LENGTH - 1
+    assert nll == pytest.approx(-float(log_probs.sum()), rel=1e-6)
     assert judge.encode("a<|endoftext|>\u00e9") == [97, BytesTokenizer.eot, 0xC3, 0xA9]
 
 
@@ -452,15 +451,18 @@ def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
     monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)
     words = [run, "--judge", run, "--num-samples", 100_000_000, "--steps", 1]
     status, _, err = script(eval_gen, *words)
-    assert status == 2 and "that is enough" in err
+    assert status == 2
+    assert "that is enough" in err
     assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
 
 
 @pytest.mark.slow(reason="starts two processes")
 @pytest.mark.parametrize("count", [1, 5])
-def test_two_processes_give_the_numbers_of_one(report, run, write, tmp_path, count):
+def test_two_processes_give_the_numbers_of_one(
+    report, run, write_texts, tmp_path, count
+):
     """Also with fewer samples than processes, and for samples of a file."""
-    path = write(*({"text": f"any order {i}"} for i in range(3)))
+    path = write_texts([f"any order {i}" for i in range(3)])
     common = [run, "--samples", path, "--judge", run, "--num-samples", count]
     common += ["--steps", 4, "--seed", 3]
     torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json")
@@ -476,7 +478,8 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     path = tmp_path / "prompted.jsonl"
     script(sample, run, "--prompt", "the ", "--num-samples", 2, "--jsonl", path)
     row = report("--samples", path, "--judge", run)["rows"][0]
-    assert row["given_tokens"] == 8 and row["tokens"] == 2 * LENGTH
+    assert row["given_tokens"] == 8
+    assert row["tokens"] == 2 * LENGTH
     _, out, _ = script(eval_gen, "--samples", path, "--judge", run)
     assert "8 tokens were given, not generated" in out
 
@@ -492,31 +495,31 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
     rows = json.loads((tmp_path / "gen.json").read_text())["rows"]
     text = (tmp_path / "gen.md").read_text()
     samplers = [row["sampler"] for row in rows]
-    keys = [(s["run"], s["temperature"], s["top_p"], s["steps"]) for s in samplers]
-    settings = ((1, 1), (0.9, 0.95), (0.3, 0.5))
-    assert keys == [
-        (str(r), *s, n) for r in (run, encoder) for s in settings for n in (2, 8)
-    ]
-    expected = {
-        "noise": "float32",
-        "dtype": "float32",
-        "top_k": 50,
-        "seed": 0,
-        "length": LENGTH,
-    }
-    for s in samplers:
-        assert expected.items() <= s.items()
-        assert (
-            "(step" in s["checkpoint"] and s["versions"]["torch"] == torch.__version__
-        )
+    names = ("run", "temperature", "top_p", "steps")
+    expected = []
+    for folder in (run, encoder):
+        for temperature, top_p in ((1, 1), (0.9, 0.95), (0.3, 0.5)):
+            for steps in (2, 8):
+                expected.append([str(folder), temperature, top_p, steps])
+    assert [[sampler[name] for name in names] for sampler in samplers] == expected
+    for sampler in samplers:
+        assert sampler["noise"] == sampler["dtype"] == "float32"
+        assert sampler["top_k"] == 50
+        assert sampler["seed"] == 0
+        assert sampler["length"] == LENGTH
+        assert "(step" in sampler["checkpoint"]
+        assert sampler["versions"]["torch"] == torch.__version__
     for row in rows:
-        assert 0 < row["nfe"] <= row["sampler"]["steps"] and row["seconds"] > 0
+        assert 0 < row["nfe"] <= row["sampler"]["steps"]
+        assert row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 12
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
-    assert all(line in text for line in table) and "python eval_gen.py" in text
-    assert "noise float32" in out and "noise float32" in text
+    assert all(line in text for line in table)
+    assert "python eval_gen.py" in text
+    assert "noise float32" in out
+    assert "noise float32" in text
 
 
 @pytest.mark.parametrize(
@@ -530,10 +533,8 @@ def test_a_run_in_another_mode_sweeps_what_that_mode_has(
     rows = report(*common, option, *sizes)["rows"]
     key = option[2:].replace("-", "_")
     assert [row["sampler"][key] for row in rows] == sizes
-    assert (
-        all(row["sampler"]["steps"] is None for row in rows)
-        and rows[1]["nfe"] < rows[0]["nfe"]
-    )
+    assert all(row["sampler"]["steps"] is None for row in rows)
+    assert rows[1]["nfe"] < rows[0]["nfe"]
 
 
 @pytest.fixture
@@ -568,23 +569,26 @@ def fails(script):
             ["--samples", "nowhere.jsonl"],
             "--samples nowhere.jsonl: there is no such file",
         ),
-        (["--samples", ["{"]], "line 1: this is not JSON"),
+        (["--samples", "BROKEN"], "line 1: this is not JSON"),
         (["--samples", [{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
         (["--samples", []], "there is no sample in it"),
     ],
 )
 def test_bad_arguments_are_refused(
-    fails, write, run, encoder, plain, arguments, message
+    fails, write, run, encoder, plain, tmp_path, arguments, message
 ):
-    paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain}
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    paths = {"RUN": run, "ENCODER": encoder, "PLAIN": plain, "BROKEN": broken}
     arguments = [
-        write(*a) if isinstance(a, list) else paths.get(a, a) for a in arguments
+        write(word) if isinstance(word, list) else paths.get(word, word)
+        for word in arguments
     ]
     assert message in fails(*arguments, "--judge", run)
 
 
 def test_what_is_no_judge_is_refused(
-    fails, write, run, encoder, bigram, tmp_path, monkeypatch
+    fails, write_texts, run, encoder, bigram, tmp_path, monkeypatch
 ):
     """A name that is no path is looked for on Hugging Face; pickled weights are not
     read."""
@@ -592,9 +596,9 @@ def test_what_is_no_judge_is_refused(
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = GPT2LMHeadModel.from_pretrained(bigram)
-    pickled, partial, empty = (
-        tmp_path / name for name in ("pickled", "partial", "empty")
-    )
+    pickled = tmp_path / "pickled"
+    partial = tmp_path / "partial"
+    empty = tmp_path / "empty"
     empty.mkdir()
     for folder in (pickled, partial):
         shutil.copytree(bigram, folder)
@@ -606,7 +610,7 @@ def test_what_is_no_judge_is_refused(
         if "lm_head" not in name
     }
     model.save_pretrained(partial, state_dict=state)
-    options = "--samples", write({"text": TEXT}), "--judge"
+    options = ["--samples", write_texts([TEXT]), "--judge"]
     for judge, message in (
         (encoder, "is an encoder"),
         ("no-such-judge", "--judge no-such-judge could not be loaded"),
@@ -626,14 +630,11 @@ def test_empty_samples_and_those_of_one_token_are_counted_and_said(
     script, run, byte_judge, tmp_path, judge
 ):
     """As --until-end writes them. A judge without a start token scores none of them."""
-    rows = [
-        {"text": text, "tokens": list(text.encode())} for text in ("", "a", "any model")
-    ]
+    rows = [with_ids(text) for text in ("", "a", "any model")]
+    folder = run if judge == "own" else byte_judge
     for name, some in (("all", rows), ("empty", rows[:1])):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in some))
-        words = "--samples", path, "--judge", run if judge == "own" else byte_judge
-        status, out, err = script(eval_gen, *words)
+        path = write_rows(tmp_path / f"{name}.jsonl", some)
+        status, out, err = script(eval_gen, "--samples", path, "--judge", folder)
         unscored = 1 if judge == "own" or name == "empty" else 2
         assert status == 0 and f"{unscored} of them too short to be scored" in out, err
 
@@ -642,9 +643,13 @@ def test_notes_name_every_setting_that_is_not_at_its_default(script, run):
     words = ["--judge", run, "--num-samples", 2, "--length", 9, "--mode", "l2r"]
     status, out, err = script(eval_gen, run, *words)
     assert status == 0, err
-    assert "min_p" not in out and "noise" not in out and "schedule" not in out
+    assert "min_p" not in out
+    assert "noise" not in out
+    assert "schedule" not in out
     changed = ["--min-p", 0.25, "--repetition-penalty", 1.5, "--ban", "e"]
     status, out, err = script(eval_gen, run, *words, *changed, "--refine", 1)
     assert status == 0, err
-    assert "min_p 0.25" in out and "repetition_penalty 1.5" in out
-    assert "ban ('e',)" in out and "refine_by" not in out
+    assert "min_p 0.25" in out
+    assert "repetition_penalty 1.5" in out
+    assert "ban ('e',)" in out
+    assert "refine_by" not in out
