@@ -39,11 +39,9 @@ from aogpt.training.saving import StopRequest
 
 def full(tensor):
     """A tensor as it was, all of it."""
-    return (
-        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
-        .detach()
-        .clone()
-    )
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
 
 
 def full_state(state):
@@ -139,13 +137,15 @@ def orthogonal(config, procs):
         made = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
         assert sum(made) == count
         if config.train.parallel == "fsdp":
-            pairs = zip(matrices, updates, strict=False)
-            placed = {"device_mesh": mesh, "placements": [Shard(0)]}
             updates = [
                 DTensor.from_local(
-                    u, **placed, shape=m.shape, stride=m.stride()
+                    update,
+                    device_mesh=mesh,
+                    placements=[Shard(0)],
+                    shape=matrix.shape,
+                    stride=matrix.stride(),
                 ).full_tensor()
-                for m, u in pairs
+                for matrix, update in zip(matrices, updates, strict=False)
             ]
         for theirs in procs.gather(updates) or []:
             assert all(map(torch.equal, theirs, updates))
@@ -245,13 +245,17 @@ def do(*jobs):
 
 def launch(world, *jobs):
     """As torchrun does, without the fork."""
-    place = {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "run_id": secrets.token_hex(8),
-    }
-    nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world, "max_restarts": 0}
-    elastic_launch(LaunchConfig(**nodes, **place, start_method="fork"), do)(*jobs)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        max_restarts=0,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=secrets.token_hex(8),
+        start_method="fork",
+    )
+    elastic_launch(config, do)(*jobs)
 
 
 def main(*words):

@@ -85,9 +85,8 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert (o.schedule, o.warmup_steps, o.min_lr_ratio) == ("cosine", 2000, 0.1)
     assert (o.grad_clip, o.ema_decay) == (1.0, 0.0 if system == "sigmagpt" else 0.9999)
     assert (t.steps, t.batch_size * m.block_size) == (500_000, 2**19)
-    assert (
-        config.data.folder == "data/openwebtext" and not config.data.random_length_prob
-    )
+    assert config.data.folder == "data/openwebtext"
+    assert not config.data.random_length_prob
 
 
 def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
@@ -120,7 +119,8 @@ def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read
     config = Config(name="run \N{PARTY POPPER} \x7f")
     assert load(b"\xef\xbb\xbf" + configuration.to_toml(config).encode()) == config
     lr = load("[optim]\nlr = 1").optim.lr
-    assert lr == 1 and type(lr) is float
+    assert lr == 1
+    assert type(lr) is float
 
 
 NOT_TOML = "run.toml is not a TOML file"
@@ -304,7 +304,8 @@ def test_micro_batches_fit_the_number_of_processes(world, share, most):
         Config(), train__batch_size=world * share, train__micro_batch_size=most
     )
     size = config.micro_batch_size(world)
-    assert share % size == 0 and size <= most
+    assert share % size == 0
+    assert size <= most
     assert not any(
         share % larger == 0 for larger in range(size + 1, min(share, most) + 1)
     )
@@ -332,7 +333,10 @@ def test_a_bad_file_ends_the_script_with_status_2_and_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("[optim]\nwarmup_step = 1")
     status, out, err = script(train, path)
-    assert status == 2 and not out and words in err and err.count("\n") == 1
+    assert status == 2
+    assert not out
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
@@ -340,7 +344,8 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
 ):
     monkeypatch.setenv("COLUMNS", str(columns))
     status, shown, _ = script(train, "--help")
-    assert status == 0 and max(map(len, shown.splitlines())) <= columns
+    assert status == 0
+    assert max(map(len, shown.splitlines())) <= columns
     first = "\n".join(shown.splitlines()[:28])
     for key in (
         "name",
@@ -357,4 +362,5 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     # texts of several lines are wrapped anew: only their last line is short
     text = boxes[boxes.index("l2r, r2l: left") : boxes.index("--order.l2r-prob")]
     *full, _, _ = text.splitlines()
-    assert len(full) > 4 and min(len(line.rstrip()) for line in full[1:]) > columns - 30
+    assert len(full) > 4
+    assert min(len(line.rstrip()) for line in full[1:]) > columns - 30

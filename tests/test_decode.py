@@ -348,7 +348,8 @@ def test_truncated_sampling_matches_enumeration(mode, choice):
     counts = sampled_counts(enumerated("AO-GPT", 1)[0], plan, 21, choice=choice)
     expected = expected_distribution(mode, "AO-GPT", 1, choice)
     if (expected > 0).sum() == 1:
-        assert counts.argmax() == expected.argmax() and counts.max() == SAMPLES
+        assert counts.argmax() == expected.argmax()
+        assert counts.max() == SAMPLES
     else:
         assert accept(counts, expected)
 
@@ -419,7 +420,8 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
     )
     assert torch.equal(got.length, lengths)
     past = torch.arange(N) >= lengths[:, None]
-    assert not got.tokens[past].any() and not got.log_probs[past].any()
+    assert not got.tokens[past].any()
+    assert not got.log_probs[past].any()
     assert (got.step[past] == -1).all()
     enumerate_them = reference.conditionals
     if system in ENCODERS:
@@ -460,7 +462,8 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
     plan = dataclasses.replace(plan, order=plan.order[:1].expand(len(sequences), -1))
     got = generate(model, plan, forced=sequences)
     p = got.log_probs.double().sum(dim=1).exp()
-    assert torch.equal(got.tokens, sequences) and abs(p.sum().item() - 1) < 1e-6
+    assert torch.equal(got.tokens, sequences)
+    assert abs(p.sum().item() - 1) < 1e-6
     if not mode.startswith("random") and system not in ("RADD", "SEDD"):
         expected = expected_distribution(mode, system, seed)
         torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-8)
@@ -563,8 +566,17 @@ LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
 
 @functools.cache
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
-    sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
-    model = make_system(system, seed, dtype, 0.7, TOKENS, **sizes)
+    model = make_system(
+        system,
+        seed,
+        dtype,
+        0.7,
+        TOKENS,
+        block_size=16,
+        n_head=2,
+        n_embd=24,
+        cond_dim=6,
+    )
     # token vectors of size 1 would leave every prediction certain
     if model.config.tied_head:
         with torch.no_grad():
@@ -581,11 +593,11 @@ def fits(system, mode):
     """Whether a system decodes in a mode: without targets all positions have one
     prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
-    return (
-        conditioned
-        or mode not in SPECULATIVE
-        and (system in ENCODERS or mode not in ADAPTIVE)
-    )
+    if conditioned:
+        return True
+    if mode in SPECULATIVE:
+        return False
+    return system in ENCODERS or mode not in ADAPTIVE
 
 
 def every_mode_of(*systems):
@@ -688,7 +700,8 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
         if length:
             assert (got.log_probs[b, :length] - log_probs).abs().max() < 1e-5
     free = exists & ~given
-    assert (got.log_probs[free] < 0).all() and (got.log_probs[~free] == 0).all()
+    assert (got.log_probs[free] < 0).all()
+    assert (got.log_probs[~free] == 0).all()
 
 
 @pytest.mark.parametrize("system", [*DECODERS, ONE_BY_ONE])
@@ -707,8 +720,9 @@ def test_the_simple_sampler_is_the_engine(system, mode):
     uniforms = uniforms_for(4)
     got = generate(model, plan, tokens, uniforms=uniforms)
     for b, sizes in enumerate(group_sizes(plan).tolist()):
-        row = plan.order[b], [n for n in sizes if n], uniforms[b], tokens[b]
-        ours, log_probs = simple_generate(model, *row)
+        ours, log_probs = simple_generate(
+            model, plan.order[b], [n for n in sizes if n], uniforms[b], tokens[b]
+        )
         assert torch.equal(ours, got.tokens[b])
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5  # kept in float32
 
@@ -749,13 +763,15 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     uniforms = uniforms_for(7, seed=5)
     choice = TokenChoice(0.9, 0.9)
 
-    def draw(inputs, **changes):
-        settings = {"uniforms": uniforms, "choice": choice} | changes
-        return generate(model, plan, inputs, **settings)
+    def draw(inputs, uniforms=uniforms, **settings):
+        return generate(
+            model, plan, inputs, uniforms=uniforms, choice=choice, **settings
+        )
 
     before = tokens.clone()
     few = draw(tokens, vocab_size=5)
-    assert torch.equal(tokens, before) and (few.tokens[~given] < 5).all()
+    assert torch.equal(tokens, before)
+    assert (few.tokens[~given] < 5).all()
     other_inputs = tokens.where(given, (tokens + 1) % TOKENS)
     assert torch.equal(draw(other_inputs, vocab_size=5).tokens, few.tokens)
 
@@ -802,14 +818,28 @@ def test_samples_of_a_seed_are_the_same_and_leave_the_global_generator_alone(mod
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     """At this width batches of 1 and 8 take other kernels, and some tokens are drawn
     again."""
-    sizes = {"vocab_size": 8192, "n_embd": 256, "n_head": 4, "block_size": 64}
-    model = make_system("AO-GPT", 1, torch.float32, **sizes)
-    plan = make_plan(mode, 8, 64)
-    random = {"uniforms": uniforms_for(8, 64, seed=2), "choice": TokenChoice(top_p=0.9)}
-    whole = generate(model, plan, **random)
-    assert torch.equal(
-        generate(model, plan, batch_size=1, **random).tokens, whole.tokens
+    model = make_system(
+        "AO-GPT",
+        1,
+        torch.float32,
+        vocab_size=8192,
+        n_embd=256,
+        n_head=4,
+        block_size=64,
     )
+    plan = make_plan(mode, 8, 64)
+    uniforms = uniforms_for(8, 64, seed=2)
+    whole, alone = (
+        generate(
+            model,
+            plan,
+            batch_size=size,
+            uniforms=uniforms,
+            choice=TokenChoice(top_p=0.9),
+        )
+        for size in (8, 1)
+    )
+    assert torch.equal(alone.tokens, whole.tokens)
 
 
 class OnDevice(torch.Tensor):
@@ -821,17 +851,21 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, values):
         assert values.dtype != torch.float64, "this device has no float64"
-        layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        make = torch.Tensor._make_wrapper_subclass
-        layout["dtype"] = values.dtype
-        return make(cls, values.shape, device="meta", **layout)
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            device="meta",
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+        )
 
     def __init__(self, values):
         self.values = values
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
-        keywords = keywords or {}
+        keywords = dict(keywords or {})
         name = function.__name__
         leaves = [x for x in tree_leaves((arguments, keywords)) if torch.is_tensor(x)]
         here = any(isinstance(x, cls) for x in leaves)
@@ -840,9 +874,11 @@ class OnDevice(torch.Tensor):
             assert all(isinstance(x, cls) or not x.dim() for x in leaves), function
         if target is not None:
             here = torch.device(target).type == "meta"
-            keywords = keywords | {"device": "cpu"}
-        plain = tree_map_only(cls, lambda x: x.values, (arguments, keywords))
-        result = function(*plain[0], **plain[1])
+            keywords["device"] = "cpu"
+        arguments, keywords = tree_map_only(
+            cls, lambda x: x.values, (arguments, keywords)
+        )
+        result = function(*arguments, **keywords)
         return tree_map(lambda x: cls(x) if here and torch.is_tensor(x) else x, result)
 
 
@@ -873,8 +909,14 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
     plan = make_plan(mode, 3, 6, given, seed=2)
-    inputs = {"tokens": random_tokens(TOKENS, 3, 6, 1), "uniforms": uniforms_for(3, 6)}
-    expected = generate(model, plan, choice=TokenChoice(top_p=0.9), **inputs)
+    tokens = random_tokens(TOKENS, 3, 6, 1)
+    uniforms = uniforms_for(3, 6)
+    choice = TokenChoice(top_p=0.9)
+
+    def draw(model):
+        return generate(model, plan, tokens, uniforms=uniforms, choice=choice)
+
+    expected = draw(model)
     monkeypatch.setattr(
         devices, "supports_float64", lambda device: device.type != "meta"
     )
@@ -882,14 +924,14 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
         moved = copy.deepcopy(model)
         for module in moved.modules():
             tensors = [*module._parameters.items(), *module._buffers.items()]
-            for name, values in (
-                (name, values) for name, values in tensors if values is not None
-            ):
+            for name, values in tensors:
+                if values is None:
+                    continue
                 there = OnDevice(values.detach().float())
                 if name in module._parameters:
                     there = torch.nn.Parameter(there, requires_grad=False)
                 setattr(module, name, there)
-        got = generate(moved, plan, choice=TokenChoice(top_p=0.9), **inputs)
+        got = draw(moved)
     assert moved.wte.weight.device.type == "meta"
     assert not isinstance(got.tokens, OnDevice)
     assert_same_samples(got, expected)
@@ -905,9 +947,8 @@ def work(monkeypatch):
 
     def counted_hidden(model, ordered, order, step, *more):
         # not compiled: no padding
-        assert step.inputs == int(step.count.sum()) and step.width == int(
-            step.count.max()
-        )
+        assert step.inputs == int(step.count.sum())
+        assert step.width == int(step.count.max())
         seen["inputs"].append(step.inputs)
         return hidden(model, ordered, order, step, *more)
 
@@ -953,18 +994,14 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
     got = generate(
         text_model(), plan, tokens, uniforms=uniforms, progress=progress.append
     )
-    assert (got.model_calls, got.token_forwards) == (
-        len(work["inputs"]),
-        sum(work["inputs"]),
-    )
+    assert got.model_calls == len(work["inputs"])
+    assert got.token_forwards == sum(work["inputs"])
     assert sum(progress) == int(plan.generated.sum())
     fixed = mode in (*FIXED, "mdm --steps 100", "even --steps 4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
-        assert (
-            got.model_calls == max(steps) == len(progress)
-            and sum(progress) == work["heads"]
-        )
+        assert got.model_calls == max(steps) == len(progress)
+        assert sum(progress) == work["heads"]
     calls = []
     for b, n in enumerate(plan.length.tolist()):
         row = slice(b, b + 1)
@@ -975,7 +1012,8 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
         assert not fixed or alone.token_forwards <= max(0, 2 * n + steps[b] - 1)
         if b == 0 and not prompted:
             assert alone.token_forwards == BY_HAND.get(mode, alone.token_forwards)
-    assert got.nfe.tolist() == calls and got.model_calls >= max(calls)
+    assert got.nfe.tolist() == calls
+    assert got.model_calls >= max(calls)
     if fixed:
         halves = generate(text_model(), plan, tokens, uniforms=uniforms, batch_size=4)
         assert halves.model_calls == max(steps[:4]) + max(steps[4:])
@@ -992,7 +1030,8 @@ def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed
     assert got.model_calls <= LENGTH
     for row, length in zip(got.step.tolist(), LENGTHS.tolist(), strict=True):
         rounds = [row[:length].count(r) for r in range(max(row) + 1)]
-        assert sum(rounds) == length and all(2 <= n <= draft + 1 for n in rounds[:-1])
+        assert sum(rounds) == length
+        assert all(2 <= n <= draft + 1 for n in rounds[:-1])
 
 
 @pytest.mark.parametrize("draft", [2, 3, 5])
@@ -1036,7 +1075,8 @@ def test_where_there_is_nothing_to_generate_no_call_is_made():
         got = generate(text_model(), plan, given, generator=seeded(0))
         assert torch.equal(got.tokens, tokens[:, : got.tokens.shape[1]])
         assert (got.model_calls, got.token_forwards) == (0, 0)
-        assert (got.step == -1).all() and (got.log_probs == 0).all()
+        assert (got.step == -1).all()
+        assert (got.log_probs == 0).all()
 
 
 @pytest.fixture
@@ -1071,7 +1111,8 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
     whole = generate(model, plan, generator=seeded(0))
     sizes = narrow(2)
     got = generate(model, plan, generator=seeded(0), progress=progress.append)
-    assert sizes == [8, 4, 2] and torch.equal(got.tokens, whole.tokens)
+    assert sizes == [8, 4, 2]
+    assert torch.equal(got.tokens, whole.tokens)
     assert sum(progress) == 8 * LENGTH
     assert len(generate(model, plan, generator=seeded(0), batch_size=6)) == 8
     assert sizes == [8, 4, 2, 6, 3, 1]
@@ -1118,7 +1159,8 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
         lambda: generate(model, plan, tokens, generator=seeded(1), compile=True)
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
-    assert torch.equal(eager.tokens, got.tokens) and torch.equal(eager.step, got.step)
+    assert torch.equal(eager.tokens, got.tokens)
+    assert torch.equal(eager.step, got.step)
     assert (eager.log_probs - got.log_probs).abs().max() < 1e-6
     allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
     shapes = [[int(n) for n in shape.split(",") if n.strip()] for shape in allocated]
@@ -1177,9 +1219,8 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
     graphs = counted_graphs.frame_count
     assert 0 < graphs <= got.model_calls  # one for all layers of a shape
     again = run(True)
-    assert counted_graphs.frame_count == graphs and torch.equal(
-        again.tokens, eager.tokens
-    )
+    assert counted_graphs.frame_count == graphs
+    assert torch.equal(again.tokens, eager.tokens)
 
 
 def steps_of(plan):
@@ -1251,7 +1292,10 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
 
 
 PROMPTED = l2r_plan(1, 4, torch.tensor([[True, False, False, False]]))
-DOUBLE = {"dtype": torch.float64}
+
+
+def double(value, *shape):
+    return torch.full(shape, value, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -1263,12 +1307,12 @@ DOUBLE = {"dtype": torch.float64}
         (l2r_plan(1, 4), {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
         (
             l2r_plan(2, 4),
-            {"uniforms": torch.zeros(2, 3, **DOUBLE)},
+            {"uniforms": double(0.0, 2, 3)},
             r"uniforms.*\(2, 3\)",
         ),
         (
             l2r_plan(2, 4),
-            {"uniforms": torch.ones(2, 4, **DOUBLE)},
+            {"uniforms": double(1.0, 2, 4)},
             r"uniforms.*\[0, 1\)",
         ),
         (l2r_plan(1, 4), {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
@@ -1337,12 +1381,12 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature):
-    inputs = (text_model(), l2r_plan(4, LENGTH))
-    choices = (TokenChoice(temperature), TokenChoice(0))
-    low, none = (
-        generate(*inputs, uniforms=uniforms_for(4), choice=c).tokens for c in choices
-    )
-    assert torch.equal(low, none)
+    model = text_model()
+    plan = l2r_plan(4, LENGTH)
+    uniforms = uniforms_for(4)
+    low = generate(model, plan, uniforms=uniforms, choice=TokenChoice(temperature))
+    none = generate(model, plan, uniforms=uniforms, choice=TokenChoice(0))
+    assert torch.equal(low.tokens, none.tokens)
 
 
 def test_generation_under_autocast_runs_with_packed_layers():
@@ -1350,7 +1394,8 @@ def test_generation_under_autocast_runs_with_packed_layers():
     plan = mdm_plan(3, 8, 4, seeded(0))
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
-    assert got.tokens.shape == (3, 8) and got.log_probs.isfinite().all()
+    assert got.tokens.shape == (3, 8)
+    assert got.log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -1383,8 +1428,6 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         assert short.nfe[b] == len({s for s in step if 0 <= s <= last})
         known = [p for p, s in enumerate(step) if s <= last]
         assert torch.equal(short.tokens[b, known], whole.tokens[b, known])
-    if "l2r" in str(mode):
-        assert (
-            short.nfe.sum() < whole.nfe.sum()
-            and short.token_forwards < whole.token_forwards
-        )
+    if "l2r" in mode:
+        assert short.nfe.sum() < whole.nfe.sum()
+        assert short.token_forwards < whole.token_forwards

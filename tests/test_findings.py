@@ -47,7 +47,9 @@ SHIPPED = experiments.experiment_names()
 @pytest.mark.parametrize("name", SHIPPED)
 def test_run_configs_of_a_recipe_are_tuned_alike_and_claims_are_of_them(name):
     experiment = load_experiment(name)
-    assert experiment.title and experiment.source and experiment.setting
+    assert experiment.title
+    assert experiment.source
+    assert experiment.setting
     assert experiment.figure in figures.DRAWINGS
     text = experiment.answer + experiment.caveats + str(experiment.row)
     assert not re.search("supported|undecided", text)  # verdicts are computed
@@ -62,7 +64,8 @@ def check_run_configs(experiment, recipe, run_configs):
     assert len({json.dumps(one.tune) for one in run_configs.values()}) == 1
     first = {}  # by data and steps
     for one in run_configs.values():
-        assert one.description and all(len(grid) >= 3 for grid in one.tune.values())
+        assert one.description
+        assert all(len(grid) >= 3 for grid in one.tune.values())
         config = experiment.config(recipe, one, 0, {})
         other_seed = experiment.config(recipe, one, 1, {})
         differences = configuration.differences(config, other_seed)
@@ -85,7 +88,8 @@ def check_claims(experiment):
         # Of numbers of runs: at one limit, of single terms.
         assert claim.success in (None, experiment.success)
         if claim.success is not None:
-            assert " - " not in claim.lower + claim.higher and not claim.ranks
+            assert " - " not in claim.lower + claim.higher
+            assert not claim.ranks
     for recipe in experiment.recipes:
         assert sum(recipe in claim.primary for claim in experiment.claims) <= 3
     for ratio in experiment.ratios:
@@ -118,7 +122,8 @@ def test_the_pages_are_those_of_the_runs_that_are_shipped(name):
     for entries in recipes.values():
         for entry in entries.values():
             seeds = [row["seed"] for row in entry["runs"]]
-            assert seeds and not set(seeds) & set(experiment.tuning_seeds)
+            assert seeds
+            assert not set(seeds) & set(experiment.tuning_seeds)
 
 
 @pytest.mark.parametrize("name", WITH_PAGES)
@@ -159,10 +164,10 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
     """Against scipy. The Monte Carlo error of a loss is in the spread over seeds
     already."""
     low = [2.0, 2.1, 1.9, 2.05]
-    high = [2.5, 2.7, 2.2, 2.9, 2.6]
-    entries = {"a": by_seed(*low), "b": by_seed(*high[:4])}
+    high = [2.5, 2.7, 2.2, 2.9]
+    entries = {"a": by_seed(*low), "b": by_seed(*high)}
     for claim, expected in (
-        (Claim("", "a", "b"), stats.ttest_ind(high[:4], low, equal_var=False)),
+        (Claim("", "a", "b"), stats.ttest_ind(high, low, equal_var=False)),
         (Claim("", "a", "2.3"), stats.ttest_1samp([2.3 - x for x in low], 0)),
         (Claim("", "a:l2r", "a"), stats.ttest_1samp([x / 2 for x in low], 0)),
     ):
@@ -171,10 +176,12 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
         assert result["p"] == pytest.approx(expected.pvalue)
         assert result["mean"] - result["half_width"] == pytest.approx(interval.low)
         assert result["mean"] + result["half_width"] == pytest.approx(interval.high)
-        assert result["seeds"] == 4 and result["verdict"] == ""
+        assert result["seeds"] == 4
+        assert result["verdict"] == ""
     within = judged(Claim("", "b", "a", margin=0.6), "training", entries)
-    shifted = stats.ttest_ind([x + 0.6 for x in low], high[:4], equal_var=False)
-    assert within["p"] == pytest.approx(shifted.pvalue) and within["mean"] < 0
+    shifted = stats.ttest_ind([x + 0.6 for x in low], high, equal_var=False)
+    assert within["p"] == pytest.approx(shifted.pvalue)
+    assert within["mean"] < 0
     assert judged(Claim("", "a", "1"), "training", {"a": by_seed(2.0)})["p"] is None
 
 
@@ -208,28 +215,29 @@ def test_the_difference_of_two_gaps_has_the_errors_of_all_four_sides():
 
 def test_an_error_that_all_seeds_share_is_added_once():
     gains = [0.3, 0.5, 0.4, 0.6]
-    entries = {"a": {"runs": [measured(gain=[gain, 0.2]) for gain in gains]}}
-    entries["same"] = {"runs": [measured(gain=[0.3, 0.1])] * 4}
+    entries = {
+        "a": {"runs": [measured(gain=[gain, 0.2]) for gain in gains]},
+        "same": {"runs": [measured(gain=[0.3, 0.1])] * 4},
+    }
     found = judged(Claim("", "0", "a:gain"), "training", entries)
     error = math.hypot(np.std(gains, ddof=1) / 2, 0.2)
     assert found["p"] == pytest.approx(2 * stats.t.sf(0.45 / error, 3))
     found = judged(Claim("", "0", "same:gain"), "training", entries)
     assert found["p"] == pytest.approx(2 * stats.t.sf(3, 3))
-    assert (
-        judged(Claim("", "a:speed", "1"), "training", entries)["verdict"]
-        == "not measured"
-    )
+    unknown = judged(Claim("", "a:speed", "1"), "training", entries)
+    assert unknown["verdict"] == verdicts.UNMEASURED
     assert judged(Claim("", "c:gain", "1"), "training", entries) is None
 
 
 def test_a_claim_with_a_loss_on_the_unigram_plateau_or_a_run_that_did_not_end_is_undecided():
-    text = {"unigram": [3.0, None], "unigram_test": [2.6, None]}
-    a = text | {"eval_random": [2.55, None], "ptb_random": [2.95, None]}
-    c = text | {"eval_random": [2.4, None], "ptb_random": [2.0, None]}
+
+    def of_text(*losses, **scores):
+        return by_seed(*losses, unigram=[3.0, None], unigram_test=[2.6, None], **scores)
+
     entries = {
-        "a": by_seed(2.95, 2.5, **a),
-        "b": by_seed(2.5, 2.6, **text),
-        "c": by_seed(2.1, 2.2, **c),
+        "a": of_text(2.95, 2.5, eval_random=[2.55, None], ptb_random=[2.95, None]),
+        "b": of_text(2.5, 2.6),
+        "c": of_text(2.1, 2.2, eval_random=[2.4, None], ptb_random=[2.0, None]),
     }
 
     def verdict(lower, higher):
@@ -259,11 +267,10 @@ def test_tokens_to_a_goal_are_a_lower_bound_where_a_run_does_not_reach_it():
     }
     claim = Claim("", "soon:tokens_to_2.5", "late:tokens_to_2.5")
     found = judged(claim, "x", entries)
-    soon = 1.5, 1 + 0.1 / 0.6
-    assert (
-        found["mean"] == pytest.approx((4 + 3) / 2 - sum(soon) / 2)
-        and found["verdict"] == ""
-    )
+    soon = (1.5 + 1 + 0.1 / 0.6) / 2
+    late = (4 + 3) / 2
+    assert found["mean"] == pytest.approx(late - soon)
+    assert found["verdict"] == ""
     turned = Claim("", "late:tokens_to_2.5", "soon:tokens_to_2.5")
     assert judged(turned, "x", entries)["verdict"] == verdicts.UNFINISHED
 
@@ -318,8 +325,10 @@ def test_successes_are_compared_by_fishers_test():
     claim = Claim("", "bad", "good", success=0.9)
     found = judged(claim, "training", entries)
     expected = stats.fisher_exact([[8, 0], [1, 7]]).pvalue
-    assert found["p"] == pytest.approx(expected) and found["mean"] == 7 / 8
-    assert found["successes"] == [8, 1] and found["verdict"] == ""
+    assert found["p"] == pytest.approx(expected)
+    assert found["mean"] == 7 / 8
+    assert found["successes"] == [8, 1]
+    assert found["verdict"] == ""
     assert pages.difference_cell(found) == "8 against 1 of 8 runs"
     found["primary"] = True
     verdicts.with_verdicts([found], 1)
@@ -331,13 +340,13 @@ def test_successes_are_compared_by_fishers_test():
     assert turned["verdict"] == OPPOSITE
     figures = [[0.95] * 7 + [0.9], [0.4] * 7 + [1.0]]
     mean, p = audit_findings.counted(figures, 0.9)
-    assert mean == found["mean"] and p == pytest.approx(expected)
+    assert mean == found["mean"]
+    assert p == pytest.approx(expected)
     for row in entries["good"]["runs"][:2]:
         row |= {"tokens": [], "losses": {}, "measured": {}}
     assert judged(claim, "training", entries)["successes"] == [6, 1]
-    entries["good"] = {
-        "runs": [row | {"losses": {}} for row in entries["good"]["runs"]]
-    }
+    for row in entries["good"]["runs"]:
+        row["losses"] = {}
     assert judged(claim, "training", entries)["verdict"] == verdicts.UNMEASURED
 
 
@@ -387,18 +396,16 @@ def test_a_page_tells_what_run_configs_cost_and_reach_with_fewer_tokens():
     assert cells[3][2:-1] == ["1,234", "3.75", "4,000", "1.900", "1.950 (0.75, 0.62)"]
     assert cells[2][1] == "d: `--model.target rotary --model.position rotary`"
     assert cells[4][1] == "d: `--model.target none --model.attention full`"
-    assert "equal time.**" not in lines[0] and "not tuned again" in lines[0]
+    assert "equal time.**" not in lines[0]
+    assert "not tuned again" in lines[0]
     for name in SHIPPED:
         shipped = load_experiment(name)
         for entries in shipped.recipes.values():
             assert {*shipped.equal_time, *shipped.equal_time.values()} <= entries.keys()
-    config = [
-        load_experiment("E22").config(
-            "fast", load_experiment("E22").recipes["fast"][n], 0, {}
-        )
-        for n in ("two_stream", "two_stream_half")
-    ]
-    assert config[0].train.steps == 2 * config[1].train.steps
+    run_configs = experiment.recipes["fast"]
+    whole = experiment.config("fast", run_configs["two_stream"], 0, {})
+    half = experiment.config("fast", run_configs["two_stream_half"], 0, {})
+    assert whole.train.steps == 2 * half.train.steps
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -443,7 +450,8 @@ def test_systems_have_their_colors_and_variants_others():
     names = ["l2r", "random", "encoder", "encoder_dropout", "two_stream", "l2r50"]
     styles = figures.styles_of(names)
     places = [figures.PALETTE.index(styles[name].color) for name in names]
-    assert places[:3] == [1, 0, 2] and places[4] == 3
+    assert places[:3] == [1, 0, 2]
+    assert places[4] == 3
     assert not {places[3], places[5]} & set(figures.SYSTEMS.values())
     assert styles["encoder_dropout"].line == "--"
     assert styles["l2r50"].line == "-"  # not a kind of l2r
@@ -507,34 +515,26 @@ def test_ranks_of_two_run_configs_are_compared_exactly():
     """Against all ways to divide the runs between two configs, and scipy's signed
     ranks."""
     first = [0.3, 0.9, 0.35, 0.4]
-    second = [0.5, 0.55, 0.6, 0.45, 0.7]
-    entries = {"a": by_seed(*first), "b": by_seed(*second[:4])}
+    second = [0.5, 0.55, 0.6, 0.45]
+    entries = {"a": by_seed(*first), "b": by_seed(*second)}
     found = judged(Claim("", "a", "b"), "training", entries)
     sums = [sum(ranks) for ranks in itertools.combinations(range(1, 9), 4)]
-    ranks = sum(stats.rankdata(first + second[:4])[:4])
+    ranks = sum(stats.rankdata(first + second)[:4])
     p = np.mean([abs(one - 18) >= abs(ranks - 18) for one in sums])
-    assert (
-        found["p_rank"]
-        == pytest.approx(p)
-        == pytest.approx(
-            audit_findings.ranked([second[:4], [-value for value in first]], 0)
-        )
-    )
-    assert found["median"] == pytest.approx(
-        np.median([high - low for high in second[:4] for low in first])
-    )
+    assert found["p_rank"] == pytest.approx(p)
+    audited = audit_findings.ranked([second, [-value for value in first]], 0)
+    assert found["p_rank"] == pytest.approx(audited)
+    differences = np.subtract.outer(second, first)
+    assert found["median"] == pytest.approx(np.median(differences))
     shifted = judged(Claim("", "a", "b", margin=0.2), "training", entries)
-    expected = stats.mannwhitneyu(
-        [value + 0.2 for value in second[:4]], first, method="exact"
-    )
+    higher = [value + 0.2 for value in second]
+    expected = stats.mannwhitneyu(higher, first, method="exact")
     assert shifted["p_rank"] == pytest.approx(expected.pvalue)
     one = judged(Claim("", "a", "0.32", margin=0.01), "training", entries)
-    assert one["p_rank"] == pytest.approx(
-        stats.wilcoxon([0.33 - x for x in first]).pvalue
-    )
-    assert (
-        judged(Claim("", "a", "1"), "training", {"a": by_seed(2.0)})["p_rank"] is None
-    )
+    expected = stats.wilcoxon([0.33 - value for value in first])
+    assert one["p_rank"] == pytest.approx(expected.pvalue)
+    single = judged(Claim("", "a", "1"), "training", {"a": by_seed(2.0)})
+    assert single["p_rank"] is None
 
 
 def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
@@ -542,46 +542,46 @@ def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
         "learns": by_seed(*np.linspace(0.04, 0.05, 7), 0.3),
         "fails": by_seed(*np.linspace(0.09, 0.11, 8)),
     }
-    claims = [
-        judged(Claim("", "learns", "fails", ranks=ranks), "training", entries)
-        for ranks in (False, True)
-    ]
-    for claim in claims:
-        verdicts.with_verdicts([claim], 1)
-    assert [claim["verdict"] for claim in claims] == [UNDECIDED, SUPPORTED]
-    assert (
-        claims[1]["p_holm"]
-        == claims[0]["p_rank"]
-        == pytest.approx(16 / 12870 * 9, rel=1)
-    )
+    means = judged(Claim("", "learns", "fails"), "training", entries)
+    verdicts.with_verdicts([means], 1)
+    assert means["verdict"] == UNDECIDED
+    ranks = judged(Claim("", "learns", "fails", ranks=True), "training", entries)
+    verdicts.with_verdicts([ranks], 1)
+    assert ranks["verdict"] == SUPPORTED
+    assert ranks["p_holm"] == means["p_rank"]
+    assert ranks["p_holm"] == pytest.approx(16 / 12870 * 9, rel=1)
 
 
 def test_reports_of_losses_and_answers_are_read():
     """The seed of a fixed order is not a part of a figure's name: it differs from run
     to run."""
-    row = {
-        "dataset": "books",
-        "ensemble": 1,
-        "monte_carlo_error": None,
-        "gain": None,
-        "nll": 2.0,
-    }
-    orders = "fixed_random:seed=3", "fixed_blockwise:block=4,seed=3", "random"
-    report = {"results": [row | {"orders": text} for text in orders]}
-    report["results"].append(
-        row | {"orders": "random", "ensemble": 64, "gain": 0.5, "gain_error": 0.1}
-    )
-    figures = measures.of_perplexity(report)
-    names = ["fixed_random", "fixed_blockwise4", "random", "random_m64"]
-    expected = [f"eval_{name}" for name in names] + [
-        f"nats_books_{name}" for name in names
+
+    def result(orders, ensemble=1, gain=None, gain_error=None):
+        return {
+            "dataset": "books",
+            "orders": orders,
+            "ensemble": ensemble,
+            "monte_carlo_error": None,
+            "gain": gain,
+            "gain_error": gain_error,
+            "nll": 2.0,
+        }
+
+    results = [
+        result("fixed_random:seed=3"),
+        result("fixed_blockwise:block=4,seed=3"),
+        result("random"),
+        result("random", ensemble=64, gain=0.5, gain_error=0.1),
     ]
-    assert sorted(figures) == sorted([*expected, "gain_random_m64"])
+    figures = measures.of_perplexity({"results": results})
+    expected = {"gain_random_m64"}
+    for name in ("fixed_random", "fixed_blockwise4", "random", "random_m64"):
+        expected |= {f"eval_{name}", f"nats_books_{name}"}
+    assert figures.keys() == expected
     assert figures["gain_random_m64"] == [0.5, 0.1]
-    answers = {
-        "results": [{"task": "sudoku6", "exact_match": 0.25, "standard_error": 0.02}]
-    }
-    assert measures.of_answers(answers) == {"exact_sudoku6": [0.25, 0.02]}
+    answer = {"task": "sudoku6", "exact_match": 0.25, "standard_error": 0.02}
+    figures = measures.of_answers({"results": [answer]})
+    assert figures == {"exact_sudoku6": [0.25, 0.02]}
 
 
 def test_seeds_begin_above_those_of_a_pilot_and_a_recipe_may_have_fewer():
@@ -603,7 +603,8 @@ def test_no_option_of_a_measure_is_given_twice(name):
 def test_a_measure_is_of_some_recipes_and_run_configs():
     measure = measures.Measure("x.py", (), run_configs=("a",), recipes=("r",))
     assert measure.applies_to("r", "a")
-    assert not measure.applies_to("r", "b") and not measure.applies_to("s", "a")
+    assert not measure.applies_to("r", "b")
+    assert not measure.applies_to("s", "a")
     assert measures.Measure("x.py", ()).applies_to("s", "b")
 
 
@@ -645,7 +646,9 @@ def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     )
     tried = [tuple(values.values()) for values, _ in found]
     best = tuple(runner.best_of(RunConfig("x", {}, rates), found).values())
-    assert best == (1, 4) and {(2, 4), (1, 2), (1, 8)} <= set(tried) and len(tried) < 20
+    assert best == (1, 4)
+    assert {(2, 4), (1, 2), (1, 8)} <= set(tried)
+    assert len(tried) < 20
 
 
 def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypatch):
@@ -672,11 +675,9 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         ({"tune_by": "lowest_training"}, [5.0, 1.0, 1.0]),
         ({"as": "a", "chosen": ("b",)}, [2.0]),
     ):
-        others = configs | {
-            "b": dataclasses.replace(configs["b"], tuned_as=more.get("as", ""))
-        }
         options = dict(more)
-        options.pop("as", None)
+        second = dataclasses.replace(configs["b"], tuned_as=options.pop("as", ""))
+        others = dict(configs, b=second)
         chosen = options.pop("chosen", ())
         experiment = experiments.Experiment(name="X", recipes={"r": others}, **options)
         made = runner.Runner(experiment, runner.Results(), chosen=chosen)
@@ -701,14 +702,14 @@ def test_results_at_hand_count_when_tuning():
 
     for lr, seed in itertools.product((2.0, 3.0, 4.0), experiment.tuning_seeds):
         save(lr, seed)
-    best = [runner.best_of(one, made.tune("r", [one]))["optim.lr"]]
+    assert runner.best_of(one, made.tune("r", [one])) == {"optim.lr": 3.0}
     for seed in experiment.tuning_seeds:
         save(5.0, seed)
-    best.append(runner.best_of(one, made.tune("r", [one]))["optim.lr"])
-    assert best == [3.0, 5.0]
+    assert runner.best_of(one, made.tune("r", [one])) == {"optim.lr": 5.0}
 
 
 def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
+    one = RunConfig("a", {}, {})
     for losses, tried in (
         ([5, 4, 3, 2], [1, 2, 3]),
         ([9, 9, 5, 2, 4, 3, 9], [2, 3, 4]),
@@ -720,15 +721,12 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
     ):
         grid = {"x": list(range(len(losses)))}
         found = runner.search(grid, lambda values, at=losses: at[values["x"]])
-        assert found == [
-            ({"x": place}, losses[place]) for place in tried if len(losses) > 1
-        ]
+        assert found == [({"x": place}, losses[place]) for place in tried]
         if found:
-            assert losses[runner.best_of(RunConfig("a", {}, {}), found)["x"]] == min(
-                losses
-            )
+            best = runner.best_of(one, found)
+            assert losses[best["x"]] == min(losses)
     with pytest.raises(ValueError, match="no run of a ended: lower the values"):
-        runner.best_of(RunConfig("a", {}, {}), [({"x": 1}, math.inf)])
+        runner.best_of(one, [({"x": 1}, math.inf)])
 
 
 EXPERIMENT = """
@@ -777,14 +775,18 @@ class OneByOne(Executor):
 @pytest.fixture
 def tiny(data, tmp_path, monkeypatch, run_here):
     """An experiment of seconds: a run config that learns nothing, one that does."""
-    sizes = {"model__n_layer": 1, "train__micro_batch_size": 8}
     base = tiny_config(
-        data, tmp_path, steps=20, eval__interval=5, eval__draws=2, **sizes
+        data,
+        tmp_path,
+        steps=20,
+        eval__interval=5,
+        eval__draws=2,
+        model__n_layer=1,
+        train__micro_batch_size=8,
     )
     pages.titles()  # kept: they are read from the folder that is replaced here
-    values = tomllib.loads(EXPERIMENT) | {
-        "base": tomllib.loads(configuration.to_toml(base))
-    }
+    values = tomllib.loads(EXPERIMENT)
+    values["base"] = tomllib.loads(configuration.to_toml(base))
     for module in (experiments, pages):
         monkeypatch.setattr(module, "CONFIGS", tmp_path)
     for module in (experiments, pages, findings):
@@ -822,37 +824,42 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     claims = pages.judgements(experiment, recipes)["slow"]
     for entry in entries.values():
         best = min(entry["tuning"], key=lambda tried: tried["loss"])
-        assert entry["tuned"] == best["tuned"] and len(entry["tuning"]) == 2
+        assert entry["tuned"] == best["tuned"]
+        assert len(entry["tuning"]) == 2
     assert [one["seed"] for one in entries["moving"]["runs"]] == [0, 1]
-    still, moving = (
-        [one["losses"]["random"][-1] for one in entries[name]["runs"]]
-        for name in entries
-    )
-    difference = sum(still) / 2 - sum(moving) / 2
+    means = {}
+    for name, entry in entries.items():
+        losses = [one["losses"]["random"][-1] for one in entry["runs"]]
+        means[name] = statistics.mean(losses)
+    difference = means["still"] - means["moving"]
     assert claims[0]["mean"] == pytest.approx(difference)
-    assert claims[0]["primary"] and claims[0]["verdict"] in (SUPPORTED, UNDECIDED)
-    assert claims[1]["mean"] < 0 and claims[1]["verdict"] == ""
+    assert claims[0]["primary"]
+    assert claims[0]["verdict"] in (SUPPORTED, UNDECIDED)
+    assert claims[1]["mean"] < 0
+    assert claims[1]["verdict"] == ""
     first = entries["moving"]["runs"][0]
-    assert (
-        first["measured"]["eval_l2r"][0]
-        < entries["still"]["runs"][0]["losses"]["l2r"][-1]
-    )
+    untrained = entries["still"]["runs"][0]["losses"]["l2r"][-1]
+    assert first["measured"]["eval_l2r"][0] < untrained
     name = f"moving_beta2{entries['moving']['tuned']['optim.beta2']}_s0"
     config = tiny / "runs" / "E7" / "slow" / name / "config.toml"
     tokens = read_tokens(configuration.load_toml(config).data.folder, "val")
     shares = [np.mean(tokens == token) for token in np.unique(tokens)]
     entropy = -sum(share * math.log(share) for share in shares)
     assert first["measured"]["unigram"][0] == pytest.approx(entropy)
-    assert len(first["losses"]["random_error"]) == 4 and first["tokens_per_second"] > 0
-    assert "| moving" in out and "also looked at" in out and claims[0]["verdict"] in out
+    assert len(first["losses"]["random_error"]) == 4
+    assert first["tokens_per_second"] > 0
+    assert "| moving" in out
+    assert "also looked at" in out
+    assert claims[0]["verdict"] in out
     figure = tiny / "results" / "E7.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert entries["moving"]["at_boundary"] and "(boundary)" in out
-    assert entries["moving"]["parameters"] > 10_000 and "parameters" in out
+    assert entries["moving"]["at_boundary"]
+    assert "(boundary)" in out
+    assert entries["moving"]["parameters"] > 10_000
+    assert "parameters" in out
     page = (tiny / "results" / "E7.md").read_text()
-    assert (
-        "# E7. learning" in page and f"learn: {difference:.3f} (2 seeds) nats." in page
-    )
+    assert "# E7. learning" in page
+    assert f"learn: {difference:.3f} (2 seeds) nats." in page
     assert f"**{claims[0]['verdict']}**" in page
     # Nothing is trained again, with the folders of the runs or with the rows alone.
     monkeypatch.setattr(runs, "run_alone", None)
@@ -861,14 +868,17 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
         assert (tiny / "results" / "E7.md").read_text() == page
         shutil.rmtree(tiny / "runs", ignore_errors=True)
     details = run(monkeypatch, capsys, "details", "E7")
-    assert details and out.startswith(details)
+    assert details
+    assert out.startswith(details)
     # With fewer seeds there is a figure, and the page stays that of all.
     figure.unlink()
     run(monkeypatch, capsys, "E7", "--seeds", "1")
-    assert (tiny / "runs" / "part" / "E7.png").exists() and not figure.exists()
+    assert (tiny / "runs" / "part" / "E7.png").exists()
+    assert not figure.exists()
     assert (tiny / "results" / "E7.md").read_text() == page
     run(monkeypatch, capsys, "page")
-    assert (tiny / "results" / "E7.md").read_text() == page and figure.exists()
+    assert (tiny / "results" / "E7.md").read_text() == page
+    assert figure.exists()
     assert "[learning](E7.md)" in (tiny / "results" / "README.md").read_text()
     assert (tiny / "README.md").read_text().startswith("It learns: ")
 
@@ -896,11 +906,13 @@ def test_details_of_runs_that_were_not_tuned_say_so():
             run_row |= {"commit": "abc", "measured": {}}
     experiment = dataclasses.replace(load_experiment("E22"), claims=[])
     details = "\n".join(pages.details_of(experiment, {"fast": entries}))
-    assert "lr 0.001 (not tuned)" in details and "Nothing was tuned" in details
+    assert "lr 0.001 (not tuned)" in details
+    assert "Nothing was tuned" in details
     assert "Rates are tuned on" not in details
     entries["a"]["tuning"] = [{"tuned": {"optim.lr": 1e-3}, "loss": 2.0}]
     details = "\n".join(pages.details_of(experiment, {"fast": entries}))
-    assert "Rates are tuned on" in details and "Nothing was tuned" not in details
+    assert "Rates are tuned on" in details
+    assert "Nothing was tuned" not in details
 
 
 def test_a_cell_says_whose_rate_a_run_config_has_and_whether_it_was_tuned():
@@ -911,11 +923,15 @@ def test_a_cell_says_whose_rate_a_run_config_has_and_whether_it_was_tuned():
         "at_boundary": False,
     }
     assert pages.tuned_cell(entry) == "lr 0.001, muon_lr 0.02"
-    half = entry | {"tuned_as": "whole", "at_boundary": True}
-    assert pages.tuned_cell(half) == "lr 0.001, muon_lr 0.02 (boundary) (as whole)"
-    quick = half | {"tuning": [], "at_boundary": False}
-    assert pages.tuned_cell(quick) == "lr 0.001, muon_lr 0.02 (not tuned)"
-    assert pages.tuned_cell(quick | {"tuned": {}, "tuned_as": ""}) == ""
+    entry["tuned_as"] = "whole"
+    entry["at_boundary"] = True
+    assert pages.tuned_cell(entry) == "lr 0.001, muon_lr 0.02 (boundary) (as whole)"
+    entry["tuning"] = []
+    entry["at_boundary"] = False
+    assert pages.tuned_cell(entry) == "lr 0.001, muon_lr 0.02 (not tuned)"
+    entry["tuned"] = {}
+    entry["tuned_as"] = ""
+    assert pages.tuned_cell(entry) == ""
 
 
 def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs():
@@ -946,10 +962,8 @@ def test_the_losses_at_equal_operations_are_those_of_a_line_through_two_budgets(
             statistics.mean(pages.value_of(row, "eval_random") for row in runs)
             for runs in (entries[name]["runs"], entries[f"{name}_half"]["runs"])
         )
-        costs = pages.costs_beside(
-            entries[f"{name}_half"], entries[name], entries["rotary"]
-        )
-        for cost in costs:
+        half_entry = entries[f"{name}_half"]
+        for cost in pages.costs_beside(half_entry, entries[name], entries["rotary"]):
             loss = half - (half - whole) * math.log2(1 / cost)
             assert f"{loss:.3f}" in page
 
@@ -1005,8 +1019,7 @@ def test_results_are_kept_of_the_runs_that_were_not_changed_since(
     monkeypatch.setattr(runs, "run_alone", seen)
     recipes = tomllib.loads((tiny / "E7.toml").read_text())["recipes"]
     write(tiny, {"recipes": {"slow": recipes["slow"]}})
-    chosen = "E7", "--seeds", "1"
-    run(monkeypatch, capsys, *chosen)
+    run(monkeypatch, capsys, "E7", "--seeds", "1")
     file = tiny / "results" / "E7.runs.jsonl"
     lines = file.read_text().splitlines()
     assert len(trained) == len(lines) == 4 + 2  # tuned on another seed
@@ -1017,13 +1030,14 @@ def test_results_are_kept_of_the_runs_that_were_not_changed_since(
     run_configs["moving"]["optim.lr"] = 2e-2
     write(tiny, {"run_configs": run_configs})
     trained.clear()
-    run(monkeypatch, capsys, *chosen)
+    run(monkeypatch, capsys, "E7", "--seeds", "1")
     first = Path(json.loads(lost)["run"]).name
     changed = [name for name in trained if name.startswith("moving")]
-    assert len(changed) == 3 and sorted(trained) == sorted([*changed, first])
+    assert len(changed) == 3
+    assert sorted(trained) == sorted([*changed, first])
     file.write_text("{")
     with pytest.raises(ValueError, match=r"E7\.runs\.jsonl line 1: this is not JSON"):
-        run(monkeypatch, capsys, *chosen)
+        run(monkeypatch, capsys, "E7", "--seeds", "1")
 
 
 def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
@@ -1038,9 +1052,11 @@ def test_a_run_config_goes_on_from_a_helper_of_its_recipe_in_stages(tiny):
     experiment = load_experiment("E7")
     one = experiment.recipes["slow"]["moving"]
     first = experiment.helper_configs("slow")["first"]
-    assert first.seed == experiments.HELPER_SEED and first.order.kind == "l2r"
+    assert first.seed == experiments.HELPER_SEED
+    assert first.order.kind == "l2r"
     # the middle of two values
-    assert first.optim.beta2 == 0.95 and not first.train.init_from
+    assert first.optim.beta2 == 0.95
+    assert not first.train.init_from
     config = experiment.config("slow", one, 1, {})
     assert config.train.init_from == str(first.run_folder)
     assert [stage.step for stage in config.schedule] == [0, 8]
