@@ -25,36 +25,33 @@ def use(folder: Path) -> dict:
     found = {}
     if case["texts"]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        options = {"add_special_tokens": False}
-        found = {
-            "ids": [tokenizer(text, **options).input_ids for text in case["texts"]]
-        }
-        found |= {
-            "mask": tokenizer.mask_token_id,
-            "back": tokenizer.batch_decode(found["ids"]),
-        }
+        found["ids"] = [
+            tokenizer(text, add_special_tokens=False).input_ids
+            for text in case["texts"]
+        ]
+        found["mask"] = tokenizer.mask_token_id
+        found["back"] = tokenizer.batch_decode(found["ids"])
     if not (folder / "model.safetensors").exists():
         return found
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     with torch.no_grad():
         found["logits"] = model(**case["inputs"]).logits
-    found |= {
-        name: model.generate(**keywords) for name, keywords in case["generate"].items()
-    }
+    for name, keywords in case["generate"].items():
+        found[name] = model.generate(**keywords)
     found["refused"] = {
-        name: refusal(model, *call) for name, call in case["refused"].items()
+        name: refusal(model, method, keywords)
+        for name, (method, keywords) in case["refused"].items()
     }
     if case["card"]:
-        code = re.search(
-            "```python\n(.*)```", (folder / "README.md").read_text(), re.DOTALL
-        )[1]
+        card = (folder / "README.md").read_text()
+        code = re.search("```python\n(.*)```", card, re.DOTALL)[1]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code.replace("FOLDER", str(folder)), {})
         found["printed"] = out.getvalue()
     found["embeddings"] = model.get_input_embeddings() is model.model.wte
     found["rows"] = padded_rows(model, case)
     found["lacking"] = refusal(AutoModel, "from_pretrained", lacking(folder))
-    found |= continued(folder, case)
+    found.update(continued(folder, case))
     # Fine-tuned for a step, and saved as transformers does.
     loss = model(**case["labelled"]).loss
     found["loss"] = loss.item()
@@ -71,45 +68,37 @@ def use(folder: Path) -> dict:
 
 
 def padded_rows(model, case: dict) -> list[tuple]:
-    """What the model gives for rows of 12 and 9 tokens, alone and in one padded batch:
-    logits and filled sequences, by side of the padding."""
-    lengths = (12, 9)
+    """Return what the model gives for rows of 12 and 9 tokens, alone and in one padded
+    batch: logits and filled sequences, by side of the padding."""
+    filling = {"input_ids": case["gap"], "do_sample": False, "order": "l2r"}
     pairs = []
     for side in ("left", "right"):
-        mask = torch.zeros(2, 12, dtype=torch.long)
-        for row, length in enumerate(lengths):
-            start = 12 - length if side == "left" else 0
-            mask[row, start : start + length] = 1
-        for method, inputs in (
-            ("forward", case["inputs"]),
-            (
-                "generate",
-                {"input_ids": case["gap"], "do_sample": False, "order": "l2r"},
-            ),
-        ):
+        mask = torch.ones(2, 12, dtype=torch.long)
+        padding = slice(3) if side == "left" else slice(9, 12)
+        mask[1, padding] = 0
+        for method, inputs in (("forward", case["inputs"]), ("generate", filling)):
             function = getattr(model, method)
-            order = inputs.get("order")
-            batch = dict(inputs)
-            batch["input_ids"] = inputs["input_ids"].clone()
-            alone = []
-            for row in range(2):
-                real = mask[row].nonzero().flatten()
-                one = dict(inputs)
-                one["input_ids"] = batch["input_ids"][row, real][None]
-                if isinstance(order, torch.Tensor):
-                    kept = order[row][mask[row, order[row]] == 1]
-                    one["order"] = (kept - real[0])[None]
-                alone.append(output(function(**one)))
-                batch["input_ids"][row, mask[row] == 0] = 0
-            with_padding = output(function(**batch, attention_mask=mask))
-            for row in range(2):
-                shown = mask[row]
-                if method == "forward" and isinstance(order, torch.Tensor):
-                    shown = mask[row, order[row]]
-                pairs.append(
-                    (method, side, alone[row][0], with_padding[row, shown == 1])
-                )
+            for alone, together in alone_and_together(function, inputs, mask):
+                pairs.append((method, side, alone, together))
     return pairs
+
+
+def alone_and_together(function, inputs, mask):
+    """Yield, for both rows, the output alone and in the padded batch, without padding.
+    Logits are in the order of the inputs, sequences by position."""
+    order = inputs.get("order")
+    batch = dict(inputs)
+    batch["input_ids"] = inputs["input_ids"] * mask
+    together = output(function(**batch, attention_mask=mask))
+    for row, real in enumerate(mask == 1):
+        one = dict(inputs)
+        one["input_ids"] = batch["input_ids"][row, real][None]
+        shown = real
+        if isinstance(order, torch.Tensor):
+            shown = real[order[row]]
+            first = real.nonzero()[0]
+            one["order"] = (order[row][shown] - first)[None]
+        yield output(function(**one))[0], together[row, shown]
 
 
 def output(result):
@@ -136,13 +125,18 @@ def continued(folder: Path, case: dict) -> dict:
     tokens = case["labelled"]["input_ids"]
     padded = torch.nn.functional.pad(tokens, (3, 0))
     mask = torch.nn.functional.pad(torch.ones_like(tokens), (3, 0))
-    greedy = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
     begun = tokens.index_fill(1, torch.tensor(0), model.config.start_token_id)
     with torch.no_grad():
         logits = model(padded, attention_mask=mask).logits[:, 3:]
         after_begin = model(begun).logits
         without_begin = model(begun[:, 1:]).logits
-        made = model.generate(padded, attention_mask=mask, **greedy)
+        made = model.generate(
+            padded,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=5,
+            pad_token_id=0,
+        )
         sampled = model.generate(
             tokens, do_sample=True, top_p=0.9, max_new_tokens=5, pad_token_id=0
         )

@@ -112,11 +112,8 @@ def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
     for file in path.iterdir():
         assert file.stat().st_mode == (tmp_path / "best").stat().st_mode
     save(tmp_path, 8, keep=1, best=8)
-    assert (
-        store.find(tmp_path)
-        == [store.path_of(tmp_path, 8)]
-        == [store.best_of(tmp_path)]
-    )
+    assert store.find(tmp_path) == [store.path_of(tmp_path, 8)]
+    assert store.best_of(tmp_path) == store.path_of(tmp_path, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
 
 
@@ -128,9 +125,8 @@ def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path
         "notes",
         "step_00000009x",
     ]
-    assert (
-        store.read_newest(tmp_path) is store.read_newest(tmp_path / "not there") is None
-    )
+    assert store.read_newest(tmp_path) is None
+    assert store.read_newest(tmp_path / "not there") is None
     for name in ["step_100000000", "step_00000020", "step_00000003", *others]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000004").touch()
@@ -152,7 +148,8 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_trace(tmp_path, 
 
     with pytest.raises(type(error)):
         write_atomically(path, fail)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_only_own_leftovers_are_removed(tmp_path):
@@ -214,13 +211,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage, words = DAMAGES[how]
     damage(newest)
     path, values = store.read_newest(tmp_path)
-    assert path == older and values["step"] == 1
+    assert path == older
+    assert values["step"] == 1
     (warning,) = capsys.readouterr().err.splitlines()
-    assert (
-        f"warning: {newest}" in warning
-        and words in warning
-        and "the one before it" in warning
-    )
+    assert f"warning: {newest}" in warning
+    assert words in warning
+    assert "the one before it" in warning
     with pytest.raises(CheckpointError, match=f"{newest}"):
         load(newest, "raw")
     assert load(tmp_path, "raw").path == str(older)
@@ -337,7 +333,8 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
         assert_same(weights(loaded.model), expected)
         assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, which)
         assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
-        assert not loaded.model.training and loaded.model.config == TINY
+        assert not loaded.model.training
+        assert loaded.model.config == TINY
     assert not torch.equal(state.averages[0].weights["start"], state.model.start)
     for path in (older, tmp_path / "best"):
         assert load(path).path == str(older)
@@ -376,7 +373,8 @@ def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
         save(tmp_path, step, keep=9, best=2)
     for which, step in (("last", 3), ("best", 2), ("1", 1), ("2", 2)):
         loaded = load(tmp_path, checkpoint=which)
-        assert loaded.step == step and loaded.path == str(store.path_of(tmp_path, step))
+        assert loaded.step == step
+        assert loaded.path == str(store.path_of(tmp_path, step))
         assert_same(weights(loaded.model), tiny_state(step).averages[0].weights)
     for which in ("4", "01", "newest", "../x", "-1"):
         with pytest.raises(
@@ -450,7 +448,8 @@ def test_what_a_killed_convert_left_is_removed_by_the_next(tmp_path):
     )
     script += f"convert.convert({str(tmp_path / 'run')!r}, convert.Path({str(tmp_path / 'to')!r}))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
-    assert done.returncode == -9 and len(list(tmp_path.iterdir())) == 2
+    assert done.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 2
     convert(str(tmp_path / "run"), tmp_path / "to")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "to"]
     with pytest.raises(CheckpointError, match="exists already"):

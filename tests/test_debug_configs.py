@@ -45,14 +45,14 @@ def test_a_debug_config_trains_resumes_evaluates_and_samples(
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
     report = tmp_path / "report.json"
-    words = ("--datasets", data, "--max-sequences", 4, "--json", report)
+    words = ["--datasets", data, "--max-sequences", 4, "--json", report]
     printed(eval_ppl, run, *words)
     for result in json.loads(report.read_text())["results"]:
         # eight steps teach it more than the uniform distribution
         assert 0 < result["nll"] < math.log(257)
 
     mode = "l2r" if path.stem in ("gpt", "gpt2") else "mdm"
-    words = ("--mode", mode, "--num-samples", 2, "--prompt", "The ")
+    words = ["--mode", mode, "--num-samples", 2, "--prompt", "The "]
     assert printed(sample, run, *words).count("The ") == 2
 
 

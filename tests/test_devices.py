@@ -31,7 +31,8 @@ def test_a_gpu_becomes_the_current_one_before_anything_is_done_on_it(
     assert chosen == [torch.device(kind, index)]
     with pytest.raises(ValueError, match="PyTorch sees 2 GPUs here"):
         pick_device(f"{kind}:2")
-    assert pick_device("cpu") == torch.device("cpu") and len(chosen) == 1
+    assert pick_device("cpu") == torch.device("cpu")
+    assert len(chosen) == 1
     assert pick_device("auto").type == ("cuda" if kind == "cuda" else "cpu")
 
 
@@ -83,10 +84,12 @@ def test_deterministic_operations_are_asked_for_and_given_back(enabled, monkeypa
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
 
-@pytest.mark.parametrize("device, enabled", [("cuda", True), ("cpu", True)])
-def test_tf32_is_for_gpus_that_are_to_have_it_and_given_back(device, enabled):
-    with pytest.raises(KeyError), tf32(torch.device(device), enabled):
-        expected = "high" if (device, enabled) == ("cuda", True) else "highest"
-        assert torch.get_float32_matmul_precision() == expected
+@pytest.mark.parametrize(
+    "kind, enabled, precision",
+    [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "highest")],
+)
+def test_tf32_is_for_gpus_that_are_to_have_it_and_given_back(kind, enabled, precision):
+    with pytest.raises(KeyError), tf32(torch.device(kind), enabled):
+        assert torch.get_float32_matmul_precision() == precision
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"

@@ -106,13 +106,12 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_
     os.kill(receiving, signal.SIGTERM)
     job.wait()  # with a process one step ahead, the other would wait for it in vain
     step = int(re.search(r"stopped at step (\d+) and saved", job.said)[1])
-    assert (
-        jobs.last_step(config)
-        == store.step_of(store.find(config.run_folder)[-1])
-        == step
-        >= 3
-    )
-    assert "error (rank" not in job.said and 'train.py", line' not in job.said
+    newest = store.find(config.run_folder)[-1]
+    assert jobs.last_step(config) == step
+    assert store.step_of(newest) == step
+    assert step >= 3
+    assert "error (rank" not in job.said
+    assert 'train.py", line' not in job.said
 
 
 @needs_proc
