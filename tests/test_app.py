@@ -46,12 +46,8 @@ def small(system, dtype=torch.float64):
 
 
 def gapped(text, written=GAPPED):
-    return filling.Fill(
-        text,
-        gaps.encode_gaps(written, text.tokenizer, text.block_size).contexts(
-            text.block_size
-        )[0],
-    )
+    encoded = gaps.encode_gaps(written, text.tokenizer, text.block_size)
+    return filling.Fill(text, encoded.contexts(text.block_size)[0])
 
 
 @pytest.fixture
@@ -87,7 +83,8 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
         along = token_log_probs(text.model, x, torch.tensor([order]).expand(257, T))
         got = fill.log_probs(position)
         expected = along[:, len(known)].double()
-        assert (got - expected).abs().max() < tolerance and got.dtype == torch.float64
+        assert (got - expected).abs().max() < tolerance
+        assert got.dtype == torch.float64
         if number == 0 or text.model.config.is_encoder:
             masked = torch.tensor([[token is None for token in fill.tokens]])
             logits = masked_logits(text.model, x[:1].where(~masked, 0), masked)
@@ -110,18 +107,21 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
     blanks = [i for i in range(T) if fill.context[i] is None]
     taken = [position for position, *_ in fill.steps]
     assert abs(fill.sums[-1] - total(given + taken, known)) < tolerance
-    assert fill.sums[0] == 0 and len(fill.sums) == 7
+    assert fill.sums[0] == 0
+    assert len(fill.sums) == 7
     expected = total(given + blanks, known), total(list(range(T)), 0)
     for got, value in zip(fill.left_to_right(), expected, strict=True):
         assert abs(got - value) < tolerance
     for tokens, log_probs in reversed(states):  # undo restores every state, bit for bit
         fill.undo()
-        assert fill.tokens == tokens and fill.blanks == list(log_probs)
+        assert fill.tokens == tokens
+        assert fill.blanks == list(log_probs)
         assert all(
             torch.equal(fill.log_probs(i), values) for i, values in log_probs.items()
         )
     fill.undo()
-    assert fill.tokens == fill.context and fill.sums == [0.0]
+    assert fill.tokens == fill.context
+    assert fill.sums == [0.0]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -132,19 +132,23 @@ def test_one_rule_and_seed_throughout_takes_the_tokens_of_sample_py(rule, system
         fill = gapped(text)
         while (blank := fill.next(rule, seed)) is not None:
             fill.draw(blank, 0.7, seed)
-        options = {"mode": rule, "temperature": 0.7, "seed": seed, "num_samples": 1}
-        assert fill.tokens == text.fill(GAPPED, **options)[0].tokens
+        (sample,) = text.fill(
+            GAPPED, mode=rule, temperature=0.7, seed=seed, num_samples=1
+        )
+        assert fill.tokens == sample.tokens
 
 
 def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
     session = visit("restart", rule="click")
-    assert session.selected is None and session.fill.blanks == [1, 2, 6, 8, 9, 10]
+    assert session.selected is None
+    assert session.fill.blanks == [1, 2, 6, 8, 9, 10]
     for action in ("step", "run", "write"):
         with pytest.raises(ValueError, match="click a blank first"):
             visit(action)
     assert visit("select", clicked=(9, -1)).selected == 9
     assert visit("select", clicked=(0, -1)).selected == 9  # that is no blank
-    assert visit("step").fill.tokens[9] is not None and session.selected is None
+    assert visit("step").fill.tokens[9] is not None
+    assert session.selected is None
     visit("select", clicked=(6, -1))
     assert visit("put", clicked=(6, 120)).fill.tokens[6] == 120
     # of a double click only the first
@@ -155,7 +159,8 @@ def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
             visit("write", own=own)
     assert visit("write", own="to").fill.tokens[1:3] == [*b"to"]
     assert [position for position, *_ in session.fill.steps] == [9, 6, 1, 2]
-    assert visit("undo").fill.blanks == [2, 8, 10] and visit("undo").fill.blanks == [
+    assert visit("undo").fill.blanks == [2, 8, 10]
+    assert visit("undo").fill.blanks == [
         1,
         2,
         8,
@@ -186,16 +191,17 @@ def test_the_text_beside_keeps_pace_in_its_own_order(visit):
 def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(visit):
     session = visit("restart", text="ab[MASK:2-4]cd e[MASK:1-2]f")
     text = session.fill.text
-    best = text.fill("ab[MASK:2-4]cd e[MASK:1-2]f", num_samples=2, mode="l2r", seed=0)[
-        0
-    ]
-    assert session.fill.context == best.context and session.note.startswith(
-        "Lengths of the gaps"
+    best, _ = text.fill(
+        "ab[MASK:2-4]cd e[MASK:1-2]f", num_samples=2, mode="l2r", seed=0
     )
+    assert session.fill.context == best.context
+    assert session.note.startswith("Lengths of the gaps")
     steps = [visit("step").fill for _ in range(2)]
     assert len(steps[-1].steps) == 2
     fill = visit("step", text="x[MASK:2]y").fill
-    assert len(fill.steps) == 1 and len(fill.context) == 4 and not session.note
+    assert len(fill.steps) == 1
+    assert len(fill.context) == 4
+    assert not session.note
     for wrong, words in (
         ("x", "no mask"),
         ("[MASK:99]", "block size"),
@@ -207,7 +213,8 @@ def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(vis
     fill = visit("step", text="x[MASK:2]y").fill
     with pytest.raises(ValueError, match="seed"):
         visit("step", text="x[MASK:2]y", seed=-1)
-    assert session.fill is fill and len(fill.steps) == 1
+    assert session.fill is fill
+    assert len(fill.steps) == 1
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
@@ -219,36 +226,37 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     known = [token["text"] for token in drawn["tokens"] if "step" in token]
     assert "".join(known) == "é\\x07\n<b>b"  # control characters are escaped
     blanks = [token for token in drawn["tokens"] if "blank" in token]
-    assert [(token["blank"], token["next"]) for token in blanks] == [
-        (3, True),
-        (4, False),
-    ]
+    first, second = blanks
+    assert first["blank"] == 3
+    assert first["next"]
+    assert second["blank"] == 4
+    assert not second["next"]
     assert [token["p"] for token in blanks] == [fill.best(i)[0][1] for i in (3, 4)]
-    assert (
-        drawn["choices"][0][:2] == [3, fill.best(3)[0][0]]
-        and len(drawn["choices"]) == 8
-    )
+    assert drawn["choices"][0][:2] == [3, fill.best(3)[0][0]]
+    assert len(drawn["choices"]) == 8
     assert drawn["scores"] == [["in the order taken", fill.sums[-1], 1]]
     for position in (3, 4):
         fill.draw(position, 1.0, 0)
     drawn = filling.view(fill)
-    assert [score for _, score, _ in drawn["scores"]] == [
-        fill.sums[-1],
-        *fill.left_to_right(),
-    ]
-    assert not drawn["choices"] and len(drawn["sums"]) == 4
+    scores = [score for _, score, _ in drawn["scores"]]
+    assert scores == [fill.sums[-1], *fill.left_to_right()]
+    assert not drawn["choices"]
+    assert len(drawn["sums"]) == 4
 
 
 def test_run_draws_again_with_the_next_seed(visit):
     session = visit("run", rule="l2r", seed=3, compare=True, beside_seed=7)
     first = list(session.fill.tokens)
-    assert session.seeds == (3, 7) and not session.fill.blanks
+    assert session.seeds == (3, 7)
+    assert not session.fill.blanks
     again = visit("run").fill.tokens
-    assert again != first and session.seeds == (4, 8)
+    assert again != first
+    assert session.seeds == (4, 8)
     alone = gapped(session.fill.text)
     while (blank := alone.next("l2r", 4)) is not None:
         alone.draw(blank, 1.0, 4)
-    assert again == alone.tokens and not session.beside.blanks
+    assert again == alone.tokens
+    assert not session.beside.blanks
     greedy = visit("run", top_p=0.0, seed=10).fill.tokens
     assert greedy == visit("run", seed=20).fill.tokens != again
 
@@ -269,13 +277,8 @@ def test_no_half_character_is_shown():
     assert texts == ["a", "<0xE2>", "<0x80>", "b", "<0xC3>"]
     fill.put(3, 0x99)
     drawn = filling.view(fill)
-    assert [token["text"] for token in drawn["tokens"]][:5] == [
-        "a",
-        "",
-        "",
-        "\u2019",
-        "b",
-    ]
+    texts = [token["text"] for token in drawn["tokens"]]
+    assert texts[:5] == ["a", "", "", "\u2019", "b"]
 
 
 def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
@@ -299,7 +302,8 @@ def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
     drawn = json.loads(json.dumps(filling.view(session.fill), allow_nan=False))
     assert len(drawn["scores"]) == 2
     session.act(dataclasses.replace(s, text="a[MASK:1-3]c"), "run")
-    assert session.note.startswith("Lengths of the gaps") and not session.fill.blanks
+    assert session.note.startswith("Lengths of the gaps")
+    assert not session.fill.blanks
 
 
 def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):
@@ -394,9 +398,8 @@ def test_a_text_is_filled_in_by_clicks(tab):
     # another one was there
     tab.locator("section .filling", has_text="The old horse").wait_for()
     filled(tab, 0)
-    assert (
-        tab.locator("button.blank").count() == 4 and tab.locator(".choice").count() == 8
-    )
+    assert tab.locator("button.blank").count() == 4
+    assert tab.locator(".choice").count() == 8
     tab.get_by_role("button", name="Step").click()
     filled(tab, 1)
     first = tab.locator(".scores td").nth(1).inner_text()
@@ -418,10 +421,13 @@ def test_a_text_is_filled_in_by_clicks(tab):
     filled(tab, 1, column=1)
     tab.get_by_role("button", name="Run").click()
     filled(tab, 4, column=1)
-    assert tab.locator(".blank").count() == 0 and tab.locator(".scores").count() == 2
+    assert tab.locator(".blank").count() == 0
+    assert tab.locator(".scores").count() == 2
     text = tab.locator(".filling").first.inner_text()
-    assert text.startswith("The old horse") and text.endswith(" home.")
-    assert tab.locator("polyline").count() == 2 and tab.locator("circle").count() == 10
+    assert text.startswith("The old horse")
+    assert text.endswith(" home.")
+    assert tab.locator("polyline").count() == 2
+    assert tab.locator("circle").count() == 10
     assert tab.locator(".scores tr").count() == 8
     tab.get_by_label("Compare two orders").uncheck()
     tab.locator(".scores").nth(1).wait_for(state="detached")
@@ -437,10 +443,8 @@ def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
     box.press("Enter")
     tab.locator(".scores th", has_text="of 9").filter(has_not_text="0 of 9").wait_for()
     assert tab.locator(".filling").text_content().startswith(hostile)
-    assert (
-        tab.title() == "AO-GPT playground"
-        and tab.locator(".filling img, .filling b").count() == 0
-    )
+    assert tab.title() == "AO-GPT playground"
+    assert tab.locator(".filling img, .filling b").count() == 0
 
 
 @IN_BROWSER

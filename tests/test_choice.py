@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import some_slow
 from reference import accept, seeded, tempered, truncated
 
@@ -31,14 +32,27 @@ SHAPES = {
 }
 CHOICES = [
     TokenChoice(),
-    *(TokenChoice(temperature=t) for t in (0.5, 3.0)),
-    *(TokenChoice(top_p=p) for p in (0.0, 1e-9, 0.3, 0.5, 0.9, 1.0 - 1e-12)),
-    *(TokenChoice(top_k=k) for k in (1, 3, 100)),
-    *(TokenChoice(top_p=p, crossing="drop") for p in (0.1, 0.5, 0.9)),
+    TokenChoice(temperature=0.5),
+    TokenChoice(temperature=3.0),
+    TokenChoice(top_p=0.0),
+    TokenChoice(top_p=1e-9),
+    TokenChoice(top_p=0.3),
+    TokenChoice(top_p=0.5),
+    TokenChoice(top_p=0.9),
+    TokenChoice(top_p=1.0 - 1e-12),
+    TokenChoice(top_k=1),
+    TokenChoice(top_k=3),
+    TokenChoice(top_k=100),
+    TokenChoice(top_p=0.1, crossing="drop"),
+    TokenChoice(top_p=0.5, crossing="drop"),
+    TokenChoice(top_p=0.9, crossing="drop"),
     TokenChoice(top_k=3, top_p=0.6),
-    *(TokenChoice(min_p=p) for p in (0.1, 0.5, 1.0)),
-    TokenChoice(0.8, 0.9, min_p=0.2),
-    *(TokenChoice(0.7, 0.85, 5, crossing=crossing) for crossing in ("keep", "drop")),
+    TokenChoice(min_p=0.1),
+    TokenChoice(min_p=0.5),
+    TokenChoice(min_p=1.0),
+    TokenChoice(temperature=0.8, top_p=0.9, min_p=0.2),
+    TokenChoice(temperature=0.7, top_p=0.85, top_k=5),
+    TokenChoice(temperature=0.7, top_p=0.85, top_k=5, crossing="drop"),
 ]
 
 
@@ -79,14 +93,13 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     expected = defined(SHAPES[shape], choice)
     drawn = choose_tokens(logits.expand(GRID, -1), even_uniforms(GRID), choice)
     shares = drawn.bincount(minlength=len(logits)) / GRID
-    allowed = (
-        2.001 / GRID + 4.5 * (expected * (1 - expected) / GRID).clamp(min=0) ** 0.5
-    )
-    assert ((shares - expected).abs() <= allowed).all() and not shares[
-        expected == 0
-    ].any()
+    variance = (expected * (1 - expected) / GRID).clamp(min=0)
+    allowed = 2.001 / GRID + 4.5 * variance.sqrt()
+    assert ((shares - expected).abs() <= allowed).all()
+    assert not shares[expected == 0].any()
     (got,) = probabilities(logits[None], choice)
-    assert got.dtype == torch.float64 and abs(float(got.sum()) - 1) < 1e-12
+    assert got.dtype == torch.float64
+    assert abs(float(got.sum()) - 1) < 1e-12
     assert (((got > 0) == (expected > 0)) | (got < 1e-12)).all()
     assert (got - expected).abs().max() < 1e-6
 
@@ -96,11 +109,12 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     "choice",
     [
         TokenChoice(),
-        TokenChoice(0.6, 0.9),
-        TokenChoice(1.5, top_k=7),
-        TokenChoice(0.8, 0.7, 9),
-    ]
-    + [TokenChoice(noise="float32"), TokenChoice(0.7, 0.8, 5, "float32")],
+        TokenChoice(temperature=0.6, top_p=0.9),
+        TokenChoice(temperature=1.5, top_k=7),
+        TokenChoice(temperature=0.8, top_p=0.7, top_k=9),
+        TokenChoice(noise="float32"),
+        TokenChoice(temperature=0.7, top_p=0.8, top_k=5, noise="float32"),
+    ],
     ids=str,
 )
 def test_drawn_tokens_pass_chi_square(choice, seed, path):
@@ -108,9 +122,8 @@ def test_drawn_tokens_pass_chi_square(choice, seed, path):
     drawn = choose_tokens(
         logits.expand(10_000, 12), random_uniforms(10_000, seed + 100), choice
     )
-    assert accept(
-        drawn.bincount(minlength=12), defined(logits.double().tolist(), choice)
-    )
+    expected = defined(logits.double().tolist(), choice)
+    assert accept(drawn.bincount(minlength=12), expected)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +144,8 @@ def test_greedy_choices_take_the_first_of_the_most_probable_whatever_the_uniform
     for u in (0.0, 0.5, float(JUST_BELOW_ONE)):
         drawn = choose_tokens(logits, torch.full((30,), u, dtype=torch.float64), choice)
         assert drawn.tolist() == first
-    assert (
-        choice.greedy
-        and probabilities(logits, choice).nonzero()[:, 1].tolist() == first
-    )
+    assert choice.greedy
+    assert probabilities(logits, choice).nonzero()[:, 1].tolist() == first
 
 
 @pytest.mark.parametrize(
@@ -163,9 +174,8 @@ def test_no_probability_mass_is_lost_below_float32():
     early = 1 - fresh_uniforms(uniforms, RACES)  # E = -log of the rest, about this
     uniforms = uniforms[early < 2.0**-20]
     assert 1 <= len(uniforms) <= 24  # 8 are expected
-    first, second = (
-        -fresh_uniforms(uniforms, RACES + column).log() for column in (0, 1)
-    )
+    first = -fresh_uniforms(uniforms, RACES).log()
+    second = -fresh_uniforms(uniforms, RACES + 1).log()
     for factor, token in ((1.001, 0), (0.999, 1)):
         weights = torch.stack([factor * first, second], dim=1)
         assert (draw(weights, uniforms) == token).all()
@@ -260,10 +270,9 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
     if vocab == 10:
         logits = logits[:9].repeat(400, 1)
         uniforms = even_uniforms(400).repeat_interleave(9)
-    for choice in [
-        *(TokenChoice(top_p=p) for p in TOP_P[1::2]),
-        TokenChoice(0.7, 0.777, 9),
-    ]:
+    choices = [TokenChoice(top_p=top_p) for top_p in TOP_P[1::2]]
+    choices.append(TokenChoice(temperature=0.7, top_p=0.777, top_k=9))
+    for choice in choices:
         by_row = choose_tokens(logits, uniforms, choice)
         with monkeypatch.context() as patch:
             patch.setattr(token_choice, "_may_branch", lambda x: False)
@@ -271,11 +280,7 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
         expected = probabilities(logits, choice)
         assert (expected.gather(1, by_row[:, None]) > 0).all()
         if vocab == 10:
-            drawn = (
-                torch.zeros(400, 9, 10)
-                .scatter_(2, by_row.view(400, 9, 1), 1)
-                .sum(dim=0)
-            )
+            drawn = F.one_hot(by_row.view(400, 9), num_classes=10).sum(dim=0)
             assert ((drawn > 0) | (expected[:9] < 16 / 400)).all()
 
 
@@ -305,13 +310,12 @@ def test_noise_never_draws_a_token_that_is_cut_off(noise):
     logits = torch.zeros(5000, 6)
     logits[:, 4] = 30.0
     uniforms = random_uniforms(5000, 0)
-    assert (
-        choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise)) == 4
-    ).all()
-    possible = torch.full((5000, 6), -math.inf).index_fill(1, torch.tensor([2, 5]), 0.0)
-    assert set(
-        choose_tokens(possible, uniforms, TokenChoice(noise=noise)).tolist()
-    ) == {2, 5}
+    nucleus = choose_tokens(logits, uniforms, TokenChoice(top_p=0.9, noise=noise))
+    assert (nucleus == 4).all()
+    possible = torch.full((5000, 6), -math.inf)
+    possible[:, [2, 5]] = 0.0
+    drawn = choose_tokens(possible, uniforms, TokenChoice(noise=noise))
+    assert set(drawn.tolist()) == {2, 5}
 
 
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
@@ -326,19 +330,20 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     old = even_uniforms(n) if kind == "grid" else random_uniforms(n, salt)
     old *= 2.0**-30 if kind == "small" else 1
     new = fresh_uniforms(old, salt)
-    assert new.dtype == torch.float64 and float(new.min()) >= 0 and float(new.max()) < 1
+    assert new.dtype == torch.float64
+    assert float(new.min()) >= 0
+    assert float(new.max()) < 1
     assert accept((new * 100).long().bincount(minlength=100), UNIFORM)
     scaled = old / old.max() * (1 - 1e-9)
     for part in (scaled, (scaled * 5000) % 1):
         row = (part * 10).long()
         column = (new * 10).long()
         observed = (row * 10 + column).bincount(minlength=100)
-        shares = (
-            row.bincount(minlength=10).double() / n,
-            column.bincount(minlength=10) / n,
-        )
-        assert accept(observed, torch.outer(shares[0], shares[1].double()).flatten())
-    assert abs(float(torch.corrcoef(torch.stack([old, new]))[0, 1])) < 4 / math.sqrt(n)
+        of_old = row.bincount(minlength=10).double() / n
+        of_new = column.bincount(minlength=10).double() / n
+        assert accept(observed, torch.outer(of_old, of_new).flatten())
+    correlation = torch.corrcoef(torch.stack([old, new]))[0, 1]
+    assert abs(float(correlation)) < 4 / math.sqrt(n)
     several = fresh_uniforms(old[:, None], torch.tensor([salt, salt + 1]))
     assert torch.equal(several[:, 0], new)  # a pure function that broadcasts
     cells = (several * 10).long() @ torch.tensor([10, 1])
@@ -375,9 +380,8 @@ def test_rounding_of_the_logits_moves_no_token():
         logits = 2.5 * torch.randn(100, 50_304, generator=noise)
         uniforms = torch.rand(100, generator=noise, dtype=torch.float64)
         rounded = logits + 1e-6 * torch.randn(logits.shape, generator=noise)
-        one, other = (
-            choose_tokens(x, uniforms, TokenChoice()) for x in (logits, rounded)
-        )
+        one = choose_tokens(logits, uniforms, TokenChoice())
+        other = choose_tokens(rounded, uniforms, TokenChoice())
         moved += int((one != other).sum())
     assert moved <= 1
 
