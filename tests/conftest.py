@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -116,7 +117,9 @@ def script(monkeypatch, capsys):
     def call(module, *arguments):
         monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+            # The script runs as a file, also where pytest runs as a module.
+            patch.setattr(sys.modules["__main__"], "__spec__", None)
             run_main(module.main)
         return stop.value.code or 0, *capsys.readouterr()
 

@@ -58,11 +58,12 @@ def packed_assignments(tree):
 
 
 def is_gathered(value):
-    """A tuple or a dict of values that are written there, or a sum of such."""
+    """A tuple or a dict of values that are written there, or a sum of such. A dict with
+    keys that are computed is none: no call can name such an argument."""
     if isinstance(value, ast.Tuple):
         return bool(value.elts)
     if isinstance(value, ast.Dict):
-        return bool(value.keys)
+        return any(isinstance(key, ast.Constant) for key in value.keys)
     if isinstance(value, ast.BinOp):
         return is_gathered(value.left) or is_gathered(value.right)
     if isinstance(value, ast.IfExp):
