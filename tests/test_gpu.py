@@ -41,7 +41,8 @@ from train import training_loss, update
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
-SIZES = {"vocab_size": 512, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 64}
+VOCAB_SIZE = 512
+BLOCK_SIZE = 64
 BATCH = 8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", DEVICES)]
@@ -52,13 +53,22 @@ def small_configs():
     known = {}
     for file in sorted((ROOT / "configs").glob("*_small*.toml")):
         config = load_toml(file)
-        sizes = SIZES | {"cond_dim": min(config.model.cond_dim, 16)}
-        if config.model.mask_token is not None:
-            sizes["mask_token"] = SIZES["vocab_size"] - 1
-        batch = {"batch_size": BATCH, "micro_batch_size": BATCH}
-        model = dataclasses.replace(config.model, **sizes)
+        mask_token = config.model.mask_token
+        model = dataclasses.replace(
+            config.model,
+            vocab_size=VOCAB_SIZE,
+            block_size=BLOCK_SIZE,
+            n_layer=2,
+            n_head=2,
+            n_embd=64,
+            cond_dim=min(config.model.cond_dim, 16),
+            mask_token=None if mask_token is None else VOCAB_SIZE - 1,
+        )
         small = change(
-            config, model=model, train=dataclasses.replace(config.train, **batch)
+            config,
+            model=model,
+            train__batch_size=BATCH,
+            train__micro_batch_size=BATCH,
         )
         kind = small.model, small.objective, small.order
         if kind not in [(c.model, c.objective, c.order) for c in known.values()]:
@@ -141,10 +151,8 @@ def test_compiled_training_is_eager_training_without_a_graph_break(device):
     expected = loss_and_gradients(model, config, torch.float32)
     torch._dynamo.reset()
     model.compile(dynamic=False)
-    assert (
-        max(relative_errors(loss_and_gradients(model, config, torch.float32), expected))
-        < 1e-5
-    )
+    got = loss_and_gradients(model, config, torch.float32)
+    assert max(relative_errors(got, expected)) < 1e-5
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -175,10 +183,16 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
 def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(
     device, tmp_path
 ):
-    sizes = {"model__n_embd": 64, "model__dropout": 0.0, "optim__warmup_steps": 2}
-    config = tiny_config(helpers.make_data(tmp_path), tmp_path, steps=6, **sizes)
-    config = change(
-        config, train__device=device, train__dtype="float32", checkpoint__interval=3
+    config = tiny_config(
+        helpers.make_data(tmp_path),
+        tmp_path,
+        steps=6,
+        model__n_embd=64,
+        model__dropout=0.0,
+        optim__warmup_steps=2,
+        train__device=device,
+        train__dtype="float32",
+        checkpoint__interval=3,
     )
 
     def losses(name, run=run_script, **changes):
@@ -187,21 +201,19 @@ def test_processes_resumed_and_deterministic_runs_have_the_losses_of_one(
         return list(metrics(of_run, "loss").values())
 
     def parallel(*words):
-        return torchrun(
-            min(2, torch.cuda.device_count()) if device == "cuda" else 2, *words
-        )
+        processes = 2
+        if device == "cuda":
+            processes = min(2, torch.cuda.device_count())
+        return torchrun(processes, *words)
 
     alone = losses("alone")
     for mode in ("ddp", "fsdp"):
-        assert losses(mode, parallel, train__parallel=mode) == pytest.approx(
-            alone, abs=1e-4
-        )
+        together = losses(mode, parallel, train__parallel=mode)
+        assert together == pytest.approx(alone, abs=1e-4)
     losses("halves", train__steps=3)
     assert losses("halves") == pytest.approx(alone, abs=1e-4)
-    once, again = (
-        losses(name, train__deterministic=True) for name in ("once", "again")
-    )
-    assert once == again
+    once = losses("once", train__deterministic=True)
+    assert losses("again", train__deterministic=True) == once
 
 
 def test_tokens_are_drawn_as_on_a_cpu(device):
@@ -248,9 +260,8 @@ def test_cached_decoding_is_the_uncached_model(device, name):
         model, done.tokens.to(device), plan.order.to(device)
     ).cpu()
     cached = done.log_probs.gather(1, plan.order)
-    of_cached, of_uncached = (
-        (x.double() - expected).norm() for x in (cached, uncached)
-    )
+    of_cached = (cached.double() - expected).norm()
+    of_uncached = (uncached.double() - expected).norm()
     assert of_cached < 4 / 3 * of_uncached
 
 

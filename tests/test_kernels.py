@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,28 +42,25 @@ ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="a stand-in for what a GPU 
 # ---- token choice --------------------------------------------------------------------
 
 CHOICES = {
-    "all": {},
-    "hot": {"temperature": 1.4},
-    "nucleus": {"temperature": 0.9, "top_p": 0.95},
-    "small nucleus": {"temperature": 1.1, "top_p": 0.3},
-    "one token": {"top_p": 1e-9},
-    "greedy": {"temperature": 0.0},
-    "three": {"top_k": 3},
-    "nucleus of forty": {"top_k": 40, "top_p": 0.8},
-    "nucleus of two": {"top_k": 2, "top_p": 0.5},
-    "near the likeliest": {"min_p": 0.1},
-    "only the likeliest": {"min_p": 1.0, "temperature": 1.3},
-    "nucleus near the likeliest": {"min_p": 0.03, "top_p": 0.8, "temperature": 1.2},
-    "near the likeliest of three": {"min_p": 0.02, "top_k": 3},
-    "dropped near the likeliest": {"min_p": 0.05, "top_p": 0.9, "crossing": "drop"},
-    "dropped": {"top_p": 0.6, "crossing": "drop"},
-    "dropped of fifty": {
-        "top_k": 50,
-        "top_p": 0.9,
-        "crossing": "drop",
-        "temperature": 1.3,
-    },
-    "dropped, one left": {"top_p": 0.01, "crossing": "drop"},
+    "all": TokenChoice(),
+    "hot": TokenChoice(temperature=1.4),
+    "nucleus": TokenChoice(temperature=0.9, top_p=0.95),
+    "small nucleus": TokenChoice(temperature=1.1, top_p=0.3),
+    "one token": TokenChoice(top_p=1e-9),
+    "greedy": TokenChoice(temperature=0.0),
+    "three": TokenChoice(top_k=3),
+    "nucleus of forty": TokenChoice(top_k=40, top_p=0.8),
+    "nucleus of two": TokenChoice(top_k=2, top_p=0.5),
+    "near the likeliest": TokenChoice(min_p=0.1),
+    "only the likeliest": TokenChoice(min_p=1.0, temperature=1.3),
+    "nucleus near the likeliest": TokenChoice(min_p=0.03, top_p=0.8, temperature=1.2),
+    "near the likeliest of three": TokenChoice(min_p=0.02, top_k=3),
+    "dropped near the likeliest": TokenChoice(min_p=0.05, top_p=0.9, crossing="drop"),
+    "dropped": TokenChoice(top_p=0.6, crossing="drop"),
+    "dropped of fifty": TokenChoice(
+        top_k=50, top_p=0.9, crossing="drop", temperature=1.3
+    ),
+    "dropped, one left": TokenChoice(top_p=0.01, crossing="drop"),
 }
 
 
@@ -90,7 +88,7 @@ def test_the_kernel_draws_what_the_reference_draws(V, name, dtype, monkeypatch):
     logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
     logits[:, V - banned :] = -torch.inf
     uniforms = torch.rand(N, generator=seeded(N), dtype=torch.float64)
-    choice = TokenChoice(**CHOICES[name])
+    choice = CHOICES[name]
     tokens = choose_tokens(logits.float(), uniforms, choice)
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     for size, candidates in ((kernels.TILE, kernels.CANDIDATES), (tile, 16)):
@@ -112,16 +110,20 @@ def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
     monkeypatch.setattr(kernels, "TILE", 64)
     logits = -torch.arange(40.0)[None, :].expand(8, -1).contiguous() * 0.6931472
     uniforms = torch.rand(8, generator=seeded(exponent), dtype=torch.float64)
-    for settings in ({"top_p": 1 - 2.0**-exponent}, {"top_k": exponent}):
+    for truncated in (
+        TokenChoice(temperature=4.0, top_p=1 - 2.0**-exponent),
+        TokenChoice(temperature=4.0, top_k=exponent),
+    ):
         for crossing in ("keep", "drop"):
-            choice = TokenChoice(**settings, crossing=crossing, temperature=4.0)
+            choice = dataclasses.replace(truncated, crossing=crossing)
             got, _ = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
             assert torch.equal(got.cpu(), choose_tokens(logits, uniforms, choice))
 
 
 def test_a_model_that_overflowed_shows_in_the_log_probability():
     logits = torch.zeros(2, 5)
-    logits[0, 3], logits[1, 0] = torch.nan, torch.inf
+    logits[0, 3] = torch.nan
+    logits[1, 0] = torch.inf
     uniforms = torch.tensor([0.5, 0.999], dtype=torch.float64)
     tokens, log_probs = kernels.choose(
         logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
@@ -137,10 +139,10 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
         "More", [("typical", float, 0.0)], bases=(TokenChoice,), frozen=True
     )
     monkeypatch.setattr(kernels, "TokenChoice", more)  # as if the field were its own
-    drawn = [more(**settings) for settings in CHOICES.values()]
-    drawn += [more(banned=((1, 2),))]
+    drawn = [more(**vars(choice)) for choice in CHOICES.values()]
     drawn += [
         more(),
+        more(banned=((1, 2),)),
         more(repetition_penalty=1.1),
         more(no_repeat_ngram=3),
     ]
@@ -165,13 +167,14 @@ def bfloat16_products(monkeypatch):
     builder = interpreter.InterpreterBuilder
     product = builder.create_dot
 
+    def values_of(bfloat16):
+        bits = bfloat16.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), triton.language.float32)
+
     def with_values(self, a, b, d, input_precision, max_num_imprecise_acc):
         if a.dtype.is_bf16():
-            bits = (x.data.astype(np.uint32) << 16 for x in (a, b))
-            a, b = (
-                interpreter.TensorHandle(x.view(np.float32), triton.language.float32)
-                for x in bits
-            )
+            a = values_of(a)
+            b = values_of(b)
         return product(self, a, b, d, input_precision, max_num_imprecise_acc)
 
     monkeypatch.setattr(builder, "create_dot", with_values)
@@ -188,20 +191,16 @@ def masked_attention(q, k, v, keys, values, step, hide_start):
         visible &= (slots > 0) | (slot[:, None] == 0)
     results = []
     for n in range(step.inputs):
+        query = q[n][None, None].double()
         keys_of_row = keys[row[n]][None, :-1].double()
         values_of_row = values[row[n]][None, :-1].double()
-        results.append(
-            attention(
-                q[n][None, None].double(),
-                keys_of_row,
-                values_of_row,
-                visible[n][None, None],
-            )
-        )
+        mask = visible[n][None, None]
+        results.append(attention(query, keys_of_row, values_of_row, mask))
     return torch.cat(results).flatten(1)
 
 
-CASES = {  # B, T, heads, key heads, width, hidden start, splits, inputs of a row at most
+# B, T, heads, key heads, width, hidden start, splits, inputs of a row at most
+CASES = {
     "plain": (3, 20, 2, 2, 16, False, 1, 5),
     "many inputs": (2, 90, 2, 2, 16, False, 1, 80),
     "width 24, grouped": (3, 20, 4, 2, 24, False, 1, 9),
@@ -263,13 +262,10 @@ def test_ragged_attention_is_masked_attention(
 
 
 def test_keys_are_split_where_there_are_few_rows():
-    for heads, length, splits in (
-        (16, 1024, 8),
-        (512, 1024, 1),
-        (16, 100, 1),
-        (64, 8192, 4),
-    ):
-        assert attention_kernel.pick_splits(heads, length) == splits
+    assert attention_kernel.pick_splits(16, 1024) == 8
+    assert attention_kernel.pick_splits(512, 1024) == 1
+    assert attention_kernel.pick_splits(16, 100) == 1
+    assert attention_kernel.pick_splits(64, 8192) == 4
     assert attention_kernel.can_attend(96, torch.bfloat16)
     assert not attention_kernel.can_attend(192, torch.bfloat16)
     assert not attention_kernel.can_attend(64, torch.float64)
@@ -304,8 +300,17 @@ def kernels_run(monkeypatch):
 
 
 def small_system(system):
-    sizes = {"block_size": 16, "n_head": 2, "n_embd": 24, "cond_dim": 6}
-    return make_system(system, 0, torch.float32, 0.7, 17, **sizes).to(DEVICE)
+    model = make_system(
+        system,
+        dtype=torch.float32,
+        scale=0.7,
+        tokens=17,
+        block_size=16,
+        n_head=2,
+        n_embd=24,
+        cond_dim=6,
+    )
+    return model.to(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -339,12 +344,23 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(11, 5, 12, seed=2)
-    settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-    reference = generate(model, plan, tokens, generator=seeded(1), **settings)
+
+    def samples(kernels):
+        return generate(
+            model,
+            plan,
+            tokens,
+            generator=seeded(1),
+            choice=TokenChoice(0.9, 0.9),
+            vocab_size=11,
+            kernels=kernels,
+        )
+
+    reference = samples(kernels=False)
     assert not kernels_run.choice and not kernels_run.attention
     assert kernel_check.load_kernels(model, 11) is not None
     kernels_run.choice = kernels_run.attention = 0
-    got = generate(model, plan, tokens, generator=seeded(1), kernels=True, **settings)
+    got = samples(kernels=True)
     assert bool(kernels_run.choice) != mode.startswith("speculative")
     assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
@@ -357,26 +373,30 @@ def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
     model = small_system("AO-GPT")
     plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
     uniforms = torch.rand(3, 12, generator=seeded(1), dtype=torch.float64)
-    settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-    samples = generate(model, plan, uniforms=uniforms, **settings)
-    plain = engine.Decoder(model, **settings)
+    choice = TokenChoice(0.9, 0.9)
+    samples = generate(model, plan, uniforms=uniforms, choice=choice, vocab_size=11)
+    plain = engine.Decoder(model, choice=choice, vocab_size=11)
     expected = refine(plain, samples, uniforms, 2, 0.3, by)
-    fast = engine.Decoder(model, **settings, kernels=True)
+    fast = engine.Decoder(model, choice=choice, vocab_size=11, kernels=True)
     got = refine(fast, samples, uniforms, 2, 0.3, by)
     assert kernels_run.attention and torch.equal(got.tokens, expected.tokens)
 
 
 @pytest.mark.slow(reason=INTERPRETED)
 @pytest.mark.parametrize(
-    "choice", [{"repetition_penalty": 1.5}, {"no_repeat_ngram": 1, "top_k": 5}]
+    "choice",
+    [
+        TokenChoice(0.9, repetition_penalty=1.5),
+        TokenChoice(0.9, no_repeat_ngram=1, top_k=5),
+    ],
 )
 def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
     """Log-probabilities are still those of the model."""
     model = small_system("AO-GPT")
     plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
-    settings = {"choice": TokenChoice(0.9, **choice), "vocab_size": 11}
-    expected = generate(model, plan, generator=seeded(1), **settings)
-    got = generate(model, plan, generator=seeded(1), **settings, kernels=True)
+    generated = partial(generate, model, plan, choice=choice, vocab_size=11)
+    expected = generated(generator=seeded(1))
+    got = generated(generator=seeded(1), kernels=True)
     assert kernels_run.choice and torch.equal(got.tokens, expected.tokens)
     assert (expected.log_probs - got.log_probs).abs().max() < 1e-5
 
@@ -431,10 +451,8 @@ def test_what_does_not_agree_is_said_and_left_out(
     monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
     made = Engine(model, 3, 12, compile=True)
     said = capsys.readouterr().err
-    assert (
-        "going on without" in said
-        and {"choice": "token choice"}.get(wrong, wrong) in said
-    )
+    assert "going on without" in said
+    assert ("token choice" if wrong == "choice" else wrong) in said
     if wrong == "choice":
         assert made.kernels is None and made.graphs is None
     if wrong == "attention":
@@ -479,10 +497,9 @@ def test_sizes_of_graphs_grow_by_a_quarter_at_most():
         assert smaller < larger <= max(smaller + 8, 1.25 * smaller) and larger % 8 == 0
     assert len(sizes) == 28
     for n in (1, 8, 9, 100, 4095):
-        assert compiled.ladder(n) == [size for size in sizes if size < n] + [
-            compiled.ladder(n)[-1]
-        ]
-        assert n <= compiled.ladder(n)[-1] < max(n + 8, 1.25 * n + 8)
+        *smaller, last = compiled.ladder(n)
+        assert smaller == [size for size in sizes if size < n]
+        assert n <= last < max(n + 8, 1.25 * n + 8)
 
 
 @ON_CPU
@@ -509,17 +526,22 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
     for seed in (0, 1):
         plan = make_plan(mode, 5, lengths, given, seed=seed)
         tokens = random_tokens(11, 5, 12, seed=2)
-        settings = {"choice": TokenChoice(0.9, 0.9), "vocab_size": 11}
-        eager = generate(model, plan, tokens, generator=seeded(2), **settings)
+        eager = generate(
+            model,
+            plan,
+            tokens,
+            generator=seeded(2),
+            choice=TokenChoice(0.9, 0.9),
+            vocab_size=11,
+        )
         got = made.generate(plan, tokens, generator=seeded(2))
         assert torch.equal(eager.tokens, got.tokens)
         # batches of 5 and of 3
         assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
         stages = {key[0] for key in made.graphs.graphs}
         assert ("predict" in stages) == (system != "two_stream")
-        assert ("unmask" in stages) == (
-            not (mode.startswith("speculative") or "--threshold" in mode)
-        )
+        unmasks = not (mode.startswith("speculative") or "--threshold" in mode)
+        assert ("unmask" in stages) == unmasks
     before = len(made.graphs.graphs)
     made.generate(plan, tokens, generator=seeded(3))
     assert len(made.graphs.graphs) == before
@@ -578,9 +600,8 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     eager = generate(model, plan, tokens, generator=seeded(2))
     made = Engine(model, 3, 12, compile=True)
     sizes = {size for _, size, _ in made.graphs.graphs}
-    assert torch.equal(
-        made.generate(plan, tokens, generator=seeded(2)).tokens, eager.tokens
-    )
+    got = made.generate(plan, tokens, generator=seeded(2))
+    assert torch.equal(got.tokens, eager.tokens)
     assert {size for _, size, _ in made.graphs.graphs} == sizes | {8}
     compiled.ladder.cache_clear()
 
@@ -633,7 +654,8 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    print(*rows, sep="\n")
+    for row in rows:
+        print(row)
     assert len(rows) == 19
     for row in rows:
         assert row["bytes"] > 1000 and row["registers"] <= 255

@@ -92,7 +92,7 @@ def moved(moves, source, to):
 
 
 def runs_on(undisturbed, world):
-    """The jobs of the runs of this number of processes, and of Muon's matrices there."""
+    """Jobs of the runs of this number of processes, and of Muon's matrices there."""
     jobs = []
     for (_, count), config in undisturbed.items():
         if count == world:
@@ -137,9 +137,13 @@ def places(values):
 def halved(data, tmp_path_factory):
     """Its micro-batches of a whole batch become smaller on two processes, as in the
     quickstart."""
-    sizes = {"train__micro_batch_size": 8, "model__dropout": 0.0}
     return tiny_config(
-        data, tmp_path_factory.mktemp("halved"), steps=6, eval__interval=0, **sizes
+        data,
+        tmp_path_factory.mktemp("halved"),
+        steps=6,
+        eval__interval=0,
+        train__micro_batch_size=8,
+        model__dropout=0.0,
     )
 
 
@@ -179,7 +183,6 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
     assert max(abs(ours[step] - expected[step]) for step in ours) < 1e-5
 
 
-ENCODER = {"target": "none", "attention": "full", "mask_token": 257}
 SYSTEMS = {  # changes of the model, objective, orders
     "left to right": ({"target": "none"}, "ar", "l2r"),
     "input": ({"target": "input"}, "ao_ar", "random"),
@@ -188,9 +191,19 @@ SYSTEMS = {  # changes of the model, objective, orders
     "shared": ({"target": "shared"}, "ao_ar", "random"),
     "per block": ({"target": "per_block"}, "ao_ar", "random"),
     "two streams": ({"target": "two_stream"}, "groupwise", "random"),
-    "encoder": (ENCODER, "lambda_dce", "random"),
+    "encoder": (
+        {"target": "none", "attention": "full", "mask_token": 257},
+        "lambda_dce",
+        "random",
+    ),
     "score entropy": (
-        ENCODER | {"noise": True, "position": "rotary"},
+        {
+            "target": "none",
+            "attention": "full",
+            "mask_token": 257,
+            "noise": True,
+            "position": "rotary",
+        },
         "score_entropy",
         "random",
     ),
@@ -198,14 +211,15 @@ SYSTEMS = {  # changes of the model, objective, orders
 
 
 def system(base, name, **changes):
-    model, objective, order = SYSTEMS[name]
-    model = replace(base.model, **model)
-    config = {
-        "model": model,
-        "objective": ObjectiveConfig(objective),
-        "order": OrderConfig(order),
-    }
-    return change(replace(base, name=name.replace(" ", "_"), **config), **changes)
+    settings, objective, order = SYSTEMS[name]
+    config = replace(
+        base,
+        name=name.replace(" ", "_"),
+        model=replace(base.model, **settings),
+        objective=ObjectiveConfig(objective),
+        order=OrderConfig(order),
+    )
+    return change(config, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -287,14 +301,11 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
 ):
     """ddp has one bucket, fsdp a group of weights for each of two blocks and for the
     rest."""
-    once, every = (
-        torch.tensor(result("steps", pairs[f"{kind} {often}"][1]))
-        for often in (False, True)
-    )
+    once = torch.tensor(result("steps", pairs[f"{kind} False"][1]))
+    every = torch.tensor(result("steps", pairs[f"{kind} True"][1]))
     expected = torch.tensor(parallel_jobs.steps(pairs[f"{kind} True"][0], ALONE))
-    assert (
-        once[:, 2].tolist() == [groups] * 4 and every[:, 2].tolist() == [2 * groups] * 4
-    )
+    assert once[:, 2].tolist() == [groups] * 4
+    assert every[:, 2].tolist() == [2 * groups] * 4
     for ours in (once, every):
         torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
@@ -316,10 +327,8 @@ def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after
     expected = metrics(eager, "loss")
     # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify
     # it.
-    assert (
-        max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
-        and len(ours) == 4
-    )
+    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
+    assert len(ours) == 4
 
 
 @pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "encoder"])

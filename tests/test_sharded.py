@@ -43,17 +43,24 @@ def procs():
 @pytest.fixture(scope="module")
 def base(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded")
-    changes = {"model__dropout": 0.0, "train__parallel": "fsdp", "eval__interval": 2}
-    return tiny_config(data, out, steps=10, checkpoint__interval=2, **changes)
+    return tiny_config(
+        data,
+        out,
+        steps=10,
+        checkpoint__interval=2,
+        model__dropout=0.0,
+        train__parallel="fsdp",
+        eval__interval=2,
+    )
 
 
 @pytest.fixture(scope="module")
 def pair(base):
     """Two runs of two processes: an undisturbed one, and what one with faults said. And
     a run of one process that was killed."""
-    config, faulty, killed = (
-        change(base, name=name) for name in ("two", "faulty", "killed")
-    )
+    config = change(base, name="two")
+    faulty = change(base, name="faulty")
+    killed = change(base, name="killed")
     jobs = [2, f"run={write_config(config)}", f"faulty={write_config(faulty)}"]
     jobs += [1, f"killed={write_config(killed)}"]
     done = run_script("tests/parallel_jobs.py", *jobs, check=False)
@@ -84,15 +91,20 @@ def names(path):
 def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(
     state, procs, monkeypatch
 ):
-    (state, config), gate, warnings = state, threading.Event(), []
+    state, config = state
+    gate = threading.Event()
+    warnings = []
     plain = HuggingFaceStorageWriter.write_data
     monkeypatch.setattr(
         HuggingFaceStorageWriter, "write_data", lambda *a: gate.wait(60) and plain(*a)
     )
     saver = Saver(config, procs, META, warnings.append)
     for p in state.model.parameters():
-        moments = {"exp_avg": p.detach() / 2, "exp_avg_sq": p.detach() / 4}
-        state.optimizers[0].state[p] = {"step": torch.tensor(3.0)} | moments
+        state.optimizers[0].state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": p.detach() / 2,
+            "exp_avg_sq": p.detach() / 4,
+        }
     before = parallel_jobs.full_state(state)
     state.progress.step = 3
     saver.save(state, None)
@@ -120,33 +132,32 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
         (line,) = [line for line in done.stderr.splitlines() if said in line]
         assert reason in line and f"the last good checkpoint is {steps[2]}" in line
     for key in ("loss", "val_loss_random"):
-        assert (
-            metrics(config, key) == metrics(undisturbed, key)
-            and len(metrics(config, key)) >= 5
-        )
+        assert metrics(config, key) == metrics(undisturbed, key)
+        assert len(metrics(config, key)) >= 5
     assert names(config.run_folder / "checkpoints") == [steps[2].name, "step_00000010"]
     ours = newest(config)
     assert_same(ours["tensors"], newest(undisturbed)["tensors"])
     losses = metrics(config, "val_loss_random")
-    assert losses[10] == min(losses.values()), (
-        "every evaluation here is the best so far"
-    )
+    # every evaluation here is the best so far
+    assert losses[10] == min(losses.values())
     assert ours["best"] == {"step": 10, "loss": losses[10]}
     assert store.best_of(config.run_folder).name == "step_00000010"
 
 
 def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
-    (state, config), warnings = state, []
+    state, config = state
+    warnings = []
     saver = Saver(config, procs, META, warnings.append)
-    monkeypatch.setattr(
-        os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no room"))
-    )
+
+    def fail(*paths):
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "rename", fail)
     state.progress.step = 4
     saver.save(state, {"step": 4, "loss": 1.0})
     assert saver.wait() is None and state.progress.best is None
-    assert (
-        len(warnings) == 1 and "no room; there is no earlier checkpoint" in warnings[0]
-    )
+    assert len(warnings) == 1
+    assert "no room; there is no earlier checkpoint" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
     assert saver.wait() is None and len(warnings) == 1, "a failure is told once"
 
