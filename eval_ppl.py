@@ -57,6 +57,7 @@ from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.gaps import refuse_masks
 from aogpt.sampling.plans import Pace, Rule, RuleScore
+from aogpt.sampling.scores import SCORES
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 # What --orders can name: orders that are drawn, a rule by which the model chooses, or
@@ -69,9 +70,6 @@ LABELS = {
     "l2r": "left to right",
     "random": "any order",
     "score_entropy": "any order, score entropy",
-    "confidence": "the model's, by confidence",
-    "entropy": "the model's, by entropy",
-    "margin": "the model's, by margin",
     "oracle": "oracle (no likelihood)",
 }
 HEAD = [
@@ -621,7 +619,10 @@ def _notes(results: list[dict]) -> list[str]:
 
 def title_of(row: dict) -> str:
     """Return what the orders of a row are called in the table."""
-    text = LABELS.get(row["orders"], row["orders"])
+    name = row["orders"]
+    text = LABELS.get(name, name)
+    if name in SCORES:
+        text = f"the model's, by {name}"
     if row["group"] > 1:
         text += f", groups of {row['group']}"
     if row["bound"] == "iw":

@@ -197,6 +197,40 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     project.run("-m", "aogpt", "fill", *filled)
 
 
+@pytest.mark.slow(reason="seven processes")
+def test_a_score_of_positions_is_a_function_and_a_row(project):
+    """Positions first where the token with id 0 is likeliest."""
+    project.edit(
+        "aogpt/sampling/scores.py",
+        "SCORES = {\n",
+        "SCORES = {\n"
+        '    "id_zero": ScoreRule(lambda log_probs: log_probs[:, 0], title="0 first",\n'
+        "        least=lambda threshold: 2 - threshold, largest_threshold=9.0),\n",
+    )
+    project.train("aogpt_small")
+    words = ("--mode", "id_zero", "--length", 16)
+    (sample,) = project.samples(*words)
+    assert sample["settings"]["unmask_by"] == "id_zero"
+    assert max(sample["step"]) == 15
+    # No log-probability is at least 2 - 1.5: one position a step. All of a model that
+    # has learnt little are at least 2 - 9.
+    (slow,) = project.samples(*words, "--threshold", 1.5)
+    assert slow["order"] == sample["order"]
+    (fast,) = project.samples(*words, "--threshold", 9)
+    assert max(fast["step"]) == 0
+    table = project.run(
+        *("eval_ppl.py", "out/run", "--datasets", project.data),
+        *("--max-sequences", 4, "--orders", "id_zero"),
+    )
+    assert "the model's, by id_zero" in table
+    judged = ("--judge", "out/run", "--num-samples", 2, *words)
+    assert "unmask_by id_zero" in project.run("eval_gen.py", "out/run", *judged)
+    (project.folder / "rules.py").write_text(
+        "from aogpt.playground.session import RULES\nprint(RULES['0 first'])\n"
+    )
+    assert project.run("rules.py").strip() == "id_zero"
+
+
 @pytest.mark.slow(reason="three processes")
 def test_a_metric_is_a_function_and_a_row(project):
     """The longest run of one token in a sample."""
@@ -217,13 +251,15 @@ def test_a_metric_is_a_function_and_a_row(project):
     project.edit(
         file,
         "MEASURES = {\n",
-        'MEASURES = {\n    "longest_run": Measure(longest_run, title="longest run"),\n',
+        'MEASURES = {\n    "longest_run": Measure(longest_run, title="longest run", '
+        'meaning="equal tokens in a row"),\n',
     )
     project.train("aogpt_small")
     words = ("out/run", "--judge", "out/run", "--mode", "l2r", "--temperature", 0)
     table = project.run("eval_gen.py", *words, "--num-samples", 2, "--json", "gen.json")
     (head,) = [line for line in table.splitlines() if line.startswith("| run")]
     assert "longest run" in head
+    assert "longest run: equal tokens in a row" in table  # the legend
     (row,) = json.loads((project.folder / "gen.json").read_text())["rows"]
     runs = [sample["longest_run"] for sample in row["per_sample"]]
     assert row["longest_run"] == sum(runs) / len(runs) >= 1

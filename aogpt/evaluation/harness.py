@@ -161,7 +161,7 @@ class HarnessModel(TemplateLM):
         self.order = decoding.order or ("random" if self.is_encoder else "l2r")
         mode = decoding.mode or ("mdm" if self.is_encoder else "l2r")
         order = None
-        if mode in ("order", "speculative"):
+        if mode in modes.MODE_OPTIONS["order"].modes:
             order = decoding.order
         decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)

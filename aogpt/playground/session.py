@@ -10,16 +10,16 @@ from ..runtime.errors import UserError
 from ..runtime.validation import Seed, check_value
 from ..sampling import gaps
 from ..sampling.modes import Context
+from ..sampling.scores import SCORES
 from .fill import Fill, new_fill
 
 RULES = {
     "left to right": "l2r",
     "random": "random",
-    "most confident first": "confidence",
-    "least entropy first": "entropy",
-    "largest margin first": "margin",
-    "the blank that I click": "click",
 }
+for name, score in SCORES.items():
+    RULES[score.title] = name
+RULES["the blank that I click"] = "click"
 DRAWS_OF_LENGTH = 2  # fillings of each length, from which the best length is chosen
 MOST_WORK = 2000  # tokens that are drawn for this
 

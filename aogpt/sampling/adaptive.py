@@ -3,13 +3,12 @@ many of them.
 
 `engine` is an `Engine`, whose docstring has the shapes."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from .cached import Step, inputs_kept, make_steps
 from .plans import Plan
+from .scores import SCORES, rule_of
 
 
 def adapt(
@@ -106,7 +105,7 @@ def within_limits(
     is_candidate = (slots >= start) & (slots < end)  # (B, T + 1)
     taken = is_candidate
     if pace.threshold is not None:
-        least = _least_score(plan.unmask_by, pace.threshold)
+        least = rule_of(plan.unmask_by).least(pace.threshold)
         taken = taken & (first_scores >= least)
     if pace.entropy_bound is not None:
         entropy = -scores[-1]
@@ -119,18 +118,6 @@ def within_limits(
     size = taken.sum(dim=1)
     size = size.clamp(min=1, max=pace.most)
     return torch.minimum(size, candidates)
-
-
-def _least_score(unmask_by: str, threshold: float) -> float:
-    """Return the least score, as `scores_of` gives it, that passes the threshold of a
-    `Pace`."""
-    if unmask_by == "entropy":
-        return -threshold
-    if unmask_by == "margin":
-        return threshold
-    if threshold == 0:
-        return -math.inf
-    return math.log(threshold)
 
 
 def reorder(
@@ -197,29 +184,16 @@ def scores_of(
     by: list[str],
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Return the scores (N, scores) of logits (N, V), higher is better.
-
-    confidence: the log-probability of the likeliest token. oracle: that of the target,
-    (N,). entropy: minus the entropy. margin: the likeliest probability minus the
-    second."""
+    """Return the scores (N, scores) of logits (N, V), higher is better: of `SCORES`, or
+    oracle, the log-probability of the targets (N,)."""
     log_probs = logits.float().log_softmax(dim=-1)
     scores = []
     for name in by:
-        match name:
-            case "confidence":
-                score = log_probs.amax(dim=-1)
-            case "oracle":
-                assert targets is not None
-                index = targets.to(log_probs.device)[:, None]
-                score = log_probs.gather(1, index).squeeze(1)
-            case "margin":
-                highest = log_probs.topk(2, dim=-1).values.exp()
-                score = highest[:, 0] - highest[:, 1]
-            case "entropy":
-                # 0 times minus infinity is not a number, but 0 times the least number
-                # is 0.
-                least = torch.finfo(torch.float).min
-                probs = log_probs.exp()
-                score = (probs * log_probs.clamp(min=least)).sum(dim=-1)
+        if name == "oracle":
+            assert targets is not None
+            index = targets.to(log_probs.device)[:, None]
+            score = log_probs.gather(1, index).squeeze(1)
+        else:
+            score = SCORES[name].function(log_probs)
         scores.append(score)
     return torch.stack(scores, dim=-1)

@@ -29,10 +29,12 @@ from ..runtime.validation import (
     flag,
 )
 from ..scoring import check_boolean
+from ..systems.kinds import system_of
 from . import plans
 from .engine import Decoder, Generation
-from .plans import Plan, Schedule, Score
+from .plans import Plan, Schedule
 from .refine import RefineBy, redrawn, refine
+from .scores import Score
 from .token_choice import TokenChoice
 
 Mode = Literal[
@@ -50,18 +52,25 @@ UnmaskFirst = Literal[Score, "random"]
 # The tokens of a sample, None where they are to be generated.
 Context = list[int | None]
 
-# The options that only some modes have: their default there, and these modes. Without
-# `steps` a sample takes one for each of its tokens to generate.
-MODE_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "steps": (None, ("mdm", "even")),
-    "schedule": ("linear", ("mdm", "even")),
-    "group_size": (1, ("l2r", "random", "order", "adaptive")),
-    "unmask_by": ("confidence", ("adaptive",)),
-    "threshold": (None, ("adaptive",)),
-    "entropy_bound": (None, ("adaptive",)),
-    "block": (None, ("adaptive",)),
-    "order": (None, ("order", "speculative")),
-    "draft": (8, ("speculative",)),
+
+class ModeOption(NamedTuple):
+    """An option that only some modes have."""
+
+    default: Any  # in these modes
+    modes: tuple[str, ...]
+
+
+# Without `steps` a sample takes one for each of its tokens to generate.
+MODE_OPTIONS = {
+    "steps": ModeOption(None, ("mdm", "even")),
+    "schedule": ModeOption("linear", ("mdm", "even")),
+    "group_size": ModeOption(1, ("l2r", "random", "order", "adaptive")),
+    "unmask_by": ModeOption("confidence", ("adaptive",)),
+    "threshold": ModeOption(None, ("adaptive",)),
+    "entropy_bound": ModeOption(None, ("adaptive",)),
+    "block": ModeOption(None, ("adaptive",)),
+    "order": ModeOption(None, ("order", "speculative")),
+    "draft": ModeOption(8, ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
 # Defaults of what goes with `refine`.
@@ -219,7 +228,7 @@ def check_combination(options: DecodingOptions) -> None:
                 "--threshold, --entropy-bound and --block need a score to choose by: "
                 "give another --unmask-by"
             )
-    elif options.threshold is not None:
+    elif options.unmask_by is not None and options.threshold is not None:
         plans.check_threshold(options.unmask_by, options.threshold)
 
 
@@ -283,8 +292,7 @@ def with_default_steps(
 ) -> DecodingOptions:
     """Return the options with the steps that mdm and even take by default, one per
     token to generate, if that is the same for all contexts."""
-    _, modes = MODE_OPTIONS["steps"]
-    if options.steps is not None or options.mode not in modes:
+    if options.steps is not None or options.mode not in MODE_OPTIONS["steps"].modes:
         return options
     counts = {max(1, generated_count(options, context)) for context in contexts}
     if len(counts) > 1:
@@ -321,7 +329,7 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
 
 def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot fill masks by resampling."""
-    if config.is_encoder or config.target == "mask_query":
+    if config.is_encoder or system_of(config).mask_queries:
         raise UserError(
             "--mode resampling needs a decoder whose queries are no [MASK]; take another "
             "mode"

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..runtime.errors import UserError
 from ..runtime.validation import check_value
+from .scores import Score, rule_of
 
 Schedule = Literal["linear", "cosine"]
-Score = Literal["confidence", "entropy", "margin"]
 # oracle: the probability of the true token, which is forced
 RuleScore = Literal[Score, "oracle"]
 UnmaskBy = Literal["order", RuleScore]
@@ -73,11 +73,13 @@ class Rule:
             check_threshold(self.score, self.pace.threshold)
 
 
-def check_threshold(score: str | None, threshold: float) -> None:
-    """Raise UserError for a threshold that no probability can pass."""
-    if score != "entropy" and threshold > 1:
+def check_threshold(score: str, threshold: float) -> None:
+    """Raise UserError for a threshold that no position can pass."""
+    largest = rule_of(score).largest_threshold
+    if threshold > largest:
         raise UserError(
-            f"the threshold is {threshold:g}: for {score} give a number from 0 to 1"
+            f"the threshold is {threshold:g}: for {score} give a number from 0 to "
+            f"{largest:g}"
         )
 
 
