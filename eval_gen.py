@@ -60,9 +60,12 @@ COLUMNS = [
     ("to", "perplexity_high", ".2f"),
     ("of a sample", "mean_sample_perplexity", ".2f"),
 ]
+MEANINGS = []
 for name, measure in MEASURES.items():
     if measure.title is not None:
         COLUMNS.append((measure.title, name, measure.form))
+        if measure.meaning:
+            MEANINGS.append(f"{measure.title}: {measure.meaning}")
 COLUMNS += [
     ("different", "distinct_samples", "d"),
     ("self-BLEU", "self_bleu", ".3f"),
@@ -73,11 +76,9 @@ LEGEND = (
     "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, adaptive) or "
     "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
     "interval over samples; of a sample: the mean of the samples' own. The other columns are means "
-    "over samples. Entropy: of a sample's histogram of tokens, nats; distinct-2: different pairs "
-    "/ pairs; repeated: the share of 4-grams that occurred before; different: how many samples "
-    "differ; self-BLEU: BLEU-4 of a sample with all others as references, 1 where another one is "
-    "equal; it grows with the number of samples. NFE: model calls of a sample. "
-    "Seconds: to generate all samples of a row."
+    f"over samples; {'; '.join(MEANINGS)}; different: how many samples differ; self-BLEU: BLEU-4 "
+    "of a sample with all others as references, 1 where another one is equal; it grows with the "
+    "number of samples. NFE: model calls of a sample. Seconds: to generate all samples of a row."
 )
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
@@ -92,7 +93,7 @@ IN_TABLE = {key for _, key, _ in COLUMNS} | {
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
-    "text": "; they came as text: entropy, distinct-n and repeated are of the judge's tokens",
+    "text": "; they came as text: measures of tokens are of the judge's tokens",
 }
 
 
