@@ -197,7 +197,6 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     project.run("-m", "aogpt", "fill", *filled)
 
 
-@pytest.mark.slow(reason="seven processes")
 def test_a_score_of_positions_is_a_function_and_a_row(project):
     """Positions first where the token with id 0 is likeliest."""
     project.edit(
@@ -205,30 +204,39 @@ def test_a_score_of_positions_is_a_function_and_a_row(project):
         "SCORES = {\n",
         "SCORES = {\n"
         '    "id_zero": ScoreRule(lambda log_probs: log_probs[:, 0], title="0 first",\n'
-        "        least=lambda threshold: 2 - threshold, largest_threshold=9.0),\n",
+        "        least=lambda threshold: 2 - threshold, largest_threshold=99.0),\n",
     )
-    project.train("aogpt_small")
-    words = ("--mode", "id_zero", "--length", 16)
-    (sample,) = project.samples(*words)
-    assert sample["settings"]["unmask_by"] == "id_zero"
-    assert max(sample["step"]) == 15
-    # No log-probability is at least 2 - 1.5: one position a step. All of a model that
-    # has learnt little are at least 2 - 9.
-    (slow,) = project.samples(*words, "--threshold", 1.5)
-    assert slow["order"] == sample["order"]
-    (fast,) = project.samples(*words, "--threshold", 9)
-    assert max(fast["step"]) == 0
-    table = project.run(
-        *("eval_ppl.py", "out/run", "--datasets", project.data),
-        *("--max-sequences", 4, "--orders", "id_zero"),
-    )
-    assert "the model's, by id_zero" in table
-    judged = ("--judge", "out/run", "--num-samples", 2, *words)
-    assert "unmask_by id_zero" in project.run("eval_gen.py", "out/run", *judged)
-    (project.folder / "rules.py").write_text(
-        "from aogpt.playground.session import RULES\nprint(RULES['0 first'])\n"
-    )
-    assert project.run("rules.py").strip() == "id_zero"
+    check = """
+import torch
+from aogpt.model import AOGPT, ModelConfig
+from aogpt.playground.session import RULES
+from aogpt.runtime.processes import Processes
+from aogpt.sampling import modes
+from eval_ppl import parse_rule, title_of
+
+assert RULES["0 first"] == "id_zero"
+assert parse_rule("id_zero:threshold=9", group=1).pace.threshold == 9
+row = {"orders": "id_zero", "group": 1, "bound": "mean"}
+assert title_of(row) == "the model's, by id_zero"
+config = ModelConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)
+model = AOGPT(config).eval()
+
+def samples(threshold):
+    options = modes.DecodingOptions(mode="id_zero", threshold=threshold)
+    options = modes.with_mode_defaults(options)
+    assert "unmask_by id_zero" in modes.changed_settings(vars(options))
+    planned = modes.plan_samples(options, [[None] * 8], seed=1)
+    alone = Processes(0, 1, torch.device("cpu"))
+    return modes.generate_distributed(model, planned, options, 8, alone)
+
+slow = samples(None)
+assert slow.step.max() == 7
+# No log-probability is 2 - 1.5: one position a step. All are above 2 - 99.
+assert samples(1.5).order.equal(slow.order)
+assert samples(99.0).step.max() == 0
+"""
+    (project.folder / "check.py").write_text(check)
+    project.run("check.py")
 
 
 @pytest.mark.slow(reason="three processes")
