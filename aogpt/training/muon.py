@@ -128,8 +128,12 @@ def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor
         size = max(1, STACK_ELEMENTS // (short * long))
         for first in range(0, len(numbers), size):
             batch = numbers[first : first + size]
-            wide = torch.stack([as_wide(parts[number]) for number in batch])
-            results = newton_schulz(wide)
+            wide = []
+            for number in batch:
+                part = parts[number]
+                is_tall = part.shape[0] > part.shape[1]
+                wide.append(part.T if is_tall else part)
+            results = newton_schulz(torch.stack(wide))
             for number, result in zip(batch, results, strict=True):
                 rows_of_part, columns = parts[number].shape
                 if rows_of_part > columns:
@@ -143,12 +147,6 @@ def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor
         whole.append(torch.cat(parts[first:end]))
         first = end
     return whole
-
-
-def as_wide(matrix: Tensor) -> Tensor:
-    """Return a matrix, transposed if it has more rows than columns."""
-    rows, columns = matrix.shape
-    return matrix.T if rows > columns else matrix
 
 
 def newton_schulz(x: Tensor) -> Tensor:

@@ -148,24 +148,19 @@ class EMA:
         decay = (1 + self.updates) / (10 + self.updates)
         share = (1 - decay.clamp(max=self.decay)) * finite
         self.updates += finite
-        averages, weights = self.shards()
-        share = share.to(averages[0].dtype)
-        torch._foreach_lerp_(averages, weights, [share] * len(averages))
-
-    def shards(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this process's shards of the averages and of the model's weights, not
-        copied."""
         averages = []
         weights = []
         for name, p in self.parameters.items():
             averages.append(local(self.weights[name]))
             weights.append(local(p.detach()))
-        return averages, weights
+        share = share.to(averages[0].dtype)
+        torch._foreach_lerp_(averages, weights, [share] * len(averages))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside the block the model has the averaged weights."""
-        averages, weights = self.shards()
+        averages = [local(average) for average in self.weights.values()]
+        weights = [local(p.detach()) for p in self.parameters.values()]
         original = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, averages)
         try:
