@@ -30,36 +30,38 @@ def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "made.json"
     lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
     low = [[60, 55, 48, 41]]
-    made = {
-        s: [low + rng.integers(0, 13, (n, 4)) for n in of] for s, of in lengths.items()
-    }
+    made = {}
+    for split, sizes in lengths.items():
+        made[split] = [low + rng.integers(0, 13, (size, 4)) for size in sizes]
     made["train"][1][:, 0] = 78  # goes up by 3 at most
-    made = {
-        s: [np.where(rng.random(c.shape) < 0.02, -1, c) for c in of]
-        for s, of in made.items()
-    }
+    for chorales in made.values():
+        for chorale in chorales:
+            chorale[rng.random(chorale.shape) < 0.02] = -1
     path.write_text(json.dumps(made, default=np.ndarray.tolist))
-    return (
-        path,
-        made,
-        helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None),
-    )
+    folder = helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
+    return path, made, folder
+
+
+def transposed(crop, shifts):
+    """A crop in several keys; silence (-1) stays."""
+    return [np.where(crop < 0, -1, crop + shift) for shift in shifts]
 
 
 def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(source):
-    (_, made, folder), expected = source, []
-    (long, high), [val], (test, last) = made.values()
-    for notes, start, most in (
-        *((long, at, 6) for at in range(0, 69, 16)),
-        (high, 0, 3),
-    ):
-        crop = notes[start : start + CROP]
-        expected += [
-            np.where(crop < 0, -1, crop + shift) for shift in range(-5, most + 1)
-        ]
-    val = (val[:32], val[32:64])
-    test = (test[:32], last[:32], last[32:64])
-    for split, crops in {"train": expected, "val": val, "test": test}.items():
+    _, made, folder = source
+    long, high = made["train"]
+    (val,) = made["valid"]
+    test, last = made["test"]
+    expected = {
+        "train": [],
+        "val": [val[:32], val[32:64]],
+        "test": [test[:32], last[:32], last[32:64]],
+    }
+    for start in range(0, 69, 16):
+        crop = long[start : start + CROP]
+        expected["train"] += transposed(crop, range(-5, 7))
+    expected["train"] += transposed(high[:CROP], range(-5, 4))
+    for split, crops in expected.items():
         found = pitches_of(read_tokens(folder, split, verify=True).tolist())
         assert found == np.array(crops).flatten().tolist()
     assert load_meta(folder)["source"][0]["transpositions"] == [*range(-5, 7)]
@@ -74,11 +76,8 @@ def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
         pytest.skip("AOGPT_DATA has no chorales")
     folder = helpers.prepared("chorales", tmp_path / "real", path, tokenizer=None)
     splits = load_meta(folder)["splits"]
-    assert [splits[s]["documents"] for s in ("train", "val", "test")] == [
-        35_502,
-        552,
-        570,
-    ]
+    counts = [splits[split]["documents"] for split in ("train", "val", "test")]
+    assert counts == [35_502, 552, 570]
     assert NOTES.decode(read_tokens(folder, "test")[:8]) == "F4 C4 A3 F3 F4 C4 A3 F3"
 
 
@@ -118,7 +117,8 @@ def notes_of(data):
                 on[key] = now
             elif status >> 4 == 8:
                 notes.append((key, on[key] // TICKS, (now - on.pop(key)) // TICKS))
-        assert not on and not [*stream]
+        assert not on
+        assert not [*stream]
         tracks[meta[3].decode()] = notes
     return tracks
 
@@ -132,41 +132,35 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
         [(67, 0, 1), (65, 1, 2), (70, then, 300)],
     )
     lower = [(60, 0, 1), (60, 2, 2), (70, then, 300)], [(48, 0, 4), (70, then, 300)]
-    assert [*notes_of(midi_file([one, two])).items()] == [
-        *zip(VOICES, upper + lower, strict=True)
-    ]
+    expected = dict(zip(VOICES, upper + lower, strict=True))
+    notes = notes_of(midi_file([one, two]))
+    assert list(notes.items()) == list(expected.items())
 
 
 def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp_path):
-    (path, _, folder), ids = source, read_tokens(source[2], "test")
-    out = tmp_path / "alto"
-    options = {"predict": ("alto",), "tokenizer": None}
-    alto = helpers.prepared("chorales", out, path, **options)
+    path, _, folder = source
+    ids = read_tokens(folder, "test")
+    alto = helpers.prepared(
+        "chorales", tmp_path / "alto", path, predict=("alto",), tokenizer=None
+    )
     decoder = helpers.tiny_config(folder, tmp_path, steps=6, model__block_size=128)
     encoder = helpers.tiny_config(alto, tmp_path, "encoder", 6, model__block_size=128)
     for one in (decoder, helpers.encoder_config(encoder)):
         assert train.train(one, helpers.ALONE) == 0
-        scores, written = (tmp_path / f"{one.name}{end}" for end in (".json", ".jsonl"))
-        words = (
-            "--datasets",
-            alto,
-            "--split",
-            "test",
-            "--num-orders",
-            1,
-            "--json",
-            scores,
-        )
-        assert script(eval_ppl, one.run_folder, *words)[0] == 0
+        scores = tmp_path / f"{one.name}.json"
+        written = tmp_path / f"{one.name}.jsonl"
+        words = ["--datasets", alto, "--split", "test", "--num-orders", 1]
+        status, _, _ = script(eval_ppl, one.run_folder, *words, "--json", scores)
+        assert status == 0
         assert json.loads(scores.read_text())["results"][-1]["tokens"] == 3 * CROP
-        words = "--prompts", alto, "--rows", 2, "--num-samples", 1, "--jsonl", written
-        assert script(sample, one.run_folder, *words)[0] == 0
+        words = ["--prompts", alto, "--rows", 2, "--num-samples", 1]
+        status, _, _ = script(sample, one.run_folder, *words, "--jsonl", written)
+        assert status == 0
         [record] = helpers.read_lines(written)
         same = (record["tokens"] == ids[128:256]).reshape(CROP, 4).all(axis=0)
         assert same.tolist() == [True, False, True, True]
-        assert (
-            record["prompt_index"] == 1 and record["infill"].count("[MASK:1]") == CROP
-        )
+        assert record["prompt_index"] == 1
+        assert record["infill"].count("[MASK:1]") == CROP
 
 
 def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, printed):
@@ -177,20 +171,11 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, p
     assert f"next: python train.py {config} --name data --data.folder" in said
     assert "</s> (id 47) ends a document" in said
     assert "come back" not in said  # no note is lost
-    words = (
-        "--data.folder",
-        data,
-        "--out",
-        tmp_path,
-        "--train.steps",
-        2,
-        "--optim.warmup-steps",
-        1,
-    )
-    printed(train, config, *words, "--train.no-compile")
+    short = "--train.steps 2 --optim.warmup-steps 1 --train.no-compile".split()
+    printed(train, config, "--data.folder", data, "--out", tmp_path, *short)
     np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
     rows = tmp_path / "made.jsonl"
-    words = ("--num-samples", 1, "--jsonl", rows, "--mode", "order")
+    words = ["--num-samples", 1, "--jsonl", rows, "--mode", "order"]
     printed(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
     [record] = helpers.read_lines(rows)
     assert record["order"] == np.load(voices)[0].tolist()

@@ -48,21 +48,21 @@ INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 def test_an_option_is_not_given_twice(mistake, run, tmp_path):
     """The last one alone would count."""
-    words = (run, "--ban", "a", "--num-samples", 1, "--ban=b")
-    said = mistake(sample, *words)
-    assert "--ban is given twice; give it once, with all its values" in said
-    words = (run, "--datasets", "x", "--orders", "l2r", "--orders", "random")
-    assert "--orders is given twice" in mistake(eval_ppl, *words)
-    words = ("text", "--source", tmp_path / "a.txt", "--source", tmp_path / "a.txt")
-    assert "--source is given twice" in mistake(prepare, *words)
-    words = ("--data.mix", "A=0.1", "--data.mix", "B=0.1")
-    said = mistake(train, ROOT / "configs/quickstart.toml", *words)
-    assert "--data.mix is given twice" in said
-    said = mistake(sample, run, "--num-samples", 1, "--num_samples", 2)
-    assert "--num-samples is given twice" in said
-    command = ("convert.py", run, tmp_path, "--dtype=float32", "--dtype=bfloat16")
-    done = run_script(*command, check=False)
-    assert done.returncode == 2 and "--dtype is given twice" in done.stderr
+    quickstart = ROOT / "configs/quickstart.toml"
+    for module, options, twice in (
+        (sample, [run, "--ban", "a", "--num-samples", 1, "--ban=b"], "--ban"),
+        (sample, [run, "--num-samples", 1, "--num_samples", 2], "--num-samples"),
+        (eval_ppl, [run, "--orders", "l2r", "--orders", "random"], "--orders"),
+        (prepare, ["text", "--source", "a.txt", "--source", "a.txt"], "--source"),
+        (train, [quickstart, "--data.mix", "A=1", "--data.mix", "B=1"], "--data.mix"),
+    ):
+        message = f"{twice} is given twice; give it once, with all its values"
+        assert message in mistake(module, *options)
+    done = run_script(
+        "convert.py", run, tmp_path, "--dtype=float32", "--dtype=bfloat16", check=False
+    )
+    assert done.returncode == 2
+    assert "--dtype is given twice" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,10 @@ run_script(sample.main)
 def test_a_bug_in_the_model_keeps_its_traceback(run, data, script, monkeypatch):
     """As a process; and another script in this one, where the error itself arrives."""
     done = run_script("-c", BUG, run, "--num-samples", 1, check=False)
-    assert done.returncode == 1 and "Traceback" in done.stderr
-    assert (
-        "ValueError: too many values to unpack (expected 2)"
-        in done.stderr.splitlines()[-1]
-    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    last_line = done.stderr.splitlines()[-1]
+    assert "ValueError: too many values to unpack (expected 2)" in last_line
 
     def forward(self, *arguments):
         raise ValueError("a bug")
@@ -200,7 +199,8 @@ def test_a_bug_in_the_model_keeps_its_traceback(run, data, script, monkeypatch):
 def test_the_traceback_of_a_mistake_is_shown_on_demand(tmp_path, script, monkeypatch):
     monkeypatch.setenv("AOGPT_TRACEBACK", "1")
     status, _, err = script(sample, tmp_path)
-    assert status == 2 and "Traceback" in err
+    assert status == 2
+    assert "Traceback" in err
     assert err.splitlines()[-1].startswith("error: ")
 
 
@@ -277,16 +277,15 @@ def test_no_name_is_html_or_a_cell_or_a_line_of_a_markdown_page(tmp_path_factory
     table = markdown_table(["run", "loss"], [[name, "1"]])
     Outputs({}).write_report(path.with_suffix(".json"), {}, [f"# {name}", *table])
     lines = path.read_text().split("\n")
-    assert len(lines) == 5 and not any(
-        re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines
-    )
+    assert len(lines) == 5
+    assert not any(re.search(r"(?<!\\)<[a-zA-Z/!?]", line) for line in lines)
     assert len(re.findall(r"(?<!\\)\|", lines[3])) == 3
 
 
 def test_a_tilde_is_the_home_directory_in_options_and_keys(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text " * 9)
-    options = ("text", "--source=~/a.txt", "--tokenizer", "bytes", "--out=~/o")
-    run_script("data/prepare.py", *options, HOME=str(tmp_path))
+    words = "data/prepare.py text --source=~/a.txt --tokenizer bytes --out=~/o".split()
+    run_script(*words, HOME=str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_dataset("~/o") == tmp_path / "o"
     assert Config(out="~/runs", name="x").run_folder == tmp_path / "runs" / "x"
@@ -307,7 +306,8 @@ def test_a_long_name_works_or_is_refused_in_a_line(tmp_path, size):
     try:
         out = prepared("text", tmp_path / ("o" * size), source)
     except OSError as error:
-        assert size == 255 and "File name too long" in str(error)
+        assert size == 255
+        assert "File name too long" in str(error)
     else:
         assert (Path(out) / "meta.json").is_file()
 

@@ -66,7 +66,8 @@ def test_the_difference_is_paired(
         data = prepared("text", tmp_path / "letters", source, split="val")
     options = f"--max-sequences {count} --num-orders {draws} --seed 3 --orders {kind}"
     report = compare(run, raw, options, datasets=[data])
-    one, two = (direct(run, data, kind, draws, 3, count, w) for w in ("ema", "raw"))
+    one = direct(run, data, kind, draws, 3, count, "ema")
+    two = direct(run, data, kind, draws, 3, count, "raw")
     gap = (one - two).mean(axis=2)  # (21, draws)
     mean = gap.mean()
     per_sequence = gap.mean(axis=1)
@@ -77,19 +78,16 @@ def test_the_difference_is_paired(
     half = max(error * stats.t.ppf(0.975, degrees) for error, degrees in errors)
     error, degrees = errors[-1]
     [row] = report["differences"]
-    assert [r["nll"] for r in report["results"]] == pytest.approx(
-        [one.mean(), two.mean()]
-    )
+    losses = [result["nll"] for result in report["results"]]
+    assert losses == pytest.approx([one.mean(), two.mean()])
     assert row["nll"]["difference"] == pytest.approx(mean, abs=1e-7)
     assert row["nll"]["half_width_95"] == pytest.approx(half, rel=1e-3)
-    assert row["p"] == pytest.approx(
-        2 * stats.t.sf(abs(mean) / error, degrees), rel=1e-2
-    )
+    p_value = 2 * stats.t.sf(abs(mean) / error, degrees)
+    assert row["p"] == pytest.approx(p_value, rel=1e-2)
     assert row["p_by"] == ("document" if several else "sequence")
-    per_byte = row["bits_per_byte"]["a"] / row["nll"]["a"]
-    assert row["bits_per_byte"]["half_width_95"] == pytest.approx(
-        half * per_byte, rel=1e-3
-    )
+    bits = row["bits_per_byte"]
+    expected = half * bits["a"] / row["nll"]["a"]
+    assert bits["half_width_95"] == pytest.approx(expected, rel=1e-3)
     if draws > 1:  # of the same orders: less than that of two estimates
         expected = math.sqrt(gap.var(axis=1, ddof=1).mean() / (count * draws))
         assert row["monte_carlo_error"] == pytest.approx(expected, rel=1e-3)
@@ -138,9 +136,8 @@ def test_models_of_other_blocks_and_kinds(
         ]
         expected = torch.cat(nll, dim=1).mean().item()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
-        assert result["bits_per_byte"] == pytest.approx(
-            expected / math.log(2), rel=1e-6
-        )
+        bits = expected / math.log(2)
+        assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
         assert (result["sequences"], result["tokens"]) == (2, 21)
     for a, b, orders in ((longer, encoder, ["random"]), (run, plain, ["l2r"])):
         report = compare(a, b, "--max-sequences 3")
@@ -148,7 +145,8 @@ def test_models_of_other_blocks_and_kinds(
     [row] = compare(plain, encoder, "--max-sequences 3 --orders l2r")["differences"]
     assert row["nll"]["difference"] == pytest.approx(row["nll"]["a"] - row["nll"]["b"])
     [one] = compare(run, longer, "--orders l2r --text the", datasets=())["differences"]
-    assert one["p"] is None and one["tokens"] == 3
+    assert one["p"] is None
+    assert one["tokens"] == 3
 
 
 def test_neither_scores_a_first_token_that_one_cannot(
@@ -157,8 +155,10 @@ def test_neither_scores_a_first_token_that_one_cannot(
     """Of an export without a start token, as GPT-2."""
     convert(str(plain), tmp_path / "export")
     place = tmp_path / "export" / "config.json"
-    settings = json.loads(place.read_text()) | {"scored_from": 1}
-    place.write_text(json.dumps(settings | {"sha256": store.digest(settings)}))
+    settings = json.loads(place.read_text())
+    settings["scored_from"] = 1
+    settings["sha256"] = store.digest(settings)
+    place.write_text(json.dumps(settings))
     report = compare(run, tmp_path / "export", "--max-sequences 5")
     for result, path in zip(report["results"], (run, plain), strict=True):
         expected = direct(path, data, "l2r", 1, 0, 5)[:, 0, 1:].mean()
@@ -170,23 +170,17 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
     text = tmp_path / "my.txt"
     report = tmp_path / "r.json"
     text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
-    command = [
-        sys.executable,
-        "eval_ppl.py",
-        run,
-        raw,
-        "--datasets",
-        "/dev/stdin",
-        text,
-    ]
+    command = [sys.executable, "eval_ppl.py", run, raw]
+    command += ["--datasets", "/dev/stdin", text]
     command += ["--text", f"{SENTENCE}\né", "--json", report]
-    pipe = {
-        "input": f"{SENTENCE}\né",
-        "capture_output": True,
-        "text": True,
-        "cwd": ROOT,
-    }
-    done = subprocess.run(list(map(str, command)), check=True, **pipe)
+    done = subprocess.run(
+        [str(word) for word in command],
+        check=True,
+        input=f"{SENTENCE}\né",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     rows = json.loads(report.read_text())["differences"]
     assert [(row["dataset"], row["orders"]) for row in rows] == [
         (name, orders)
@@ -194,15 +188,14 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
         for orders in ("l2r", "random")
     ]
     for row in rows:
-        assert_same(
-            row | {"dataset": ""}, rows[row["orders"] == "random"] | {"dataset": ""}
-        )
+        row["dataset"] = ""
+    for row in rows:
+        first = rows[0] if row["orders"] == "l2r" else rows[1]
+        assert_same(row, first)
     assert rows[0]["tokens"] == rows[0]["data"]["tokens"] == 24
-    assert (
-        done.stdout.count("left to right") == 3
-        and "A: " in done.stdout
-        and "B: " in done.stdout
-    )
+    assert done.stdout.count("left to right") == 3
+    assert "A: " in done.stdout
+    assert "B: " in done.stdout
 
 
 LINES = ["the order", "", "of any mask", "x", "  ", "is drawn at random, said the fox"]
@@ -221,11 +214,11 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
     gap = np.array([a.nats - b.nats for a, b in zip(*scored, strict=True)])
     mean = gap.sum() / tokens.sum()
     assert l2r["nll"]["difference"] == pytest.approx(mean, abs=1e-6)
-    assert l2r["nll"]["a"] == pytest.approx(
-        sum(line.nats for line in scored[0]) / tokens.sum(), rel=1e-5
-    )
+    loss = sum(line.nats for line in scored[0]) / tokens.sum()
+    assert l2r["nll"]["a"] == pytest.approx(loss, rel=1e-5)
     assert (l2r["documents"], l2r["p_by"]) == (4, "document")
-    assert l2r["tokens"] == sum(map(len, lines)) and l2r["sequences"] == 5
+    assert l2r["tokens"] == sum(map(len, lines))
+    assert l2r["sequences"] == 5
     # The error of a ratio of sums over the four lines.
     error = (gap - mean * tokens).std(ddof=1) * math.sqrt(4) / tokens.sum()
     assert l2r["document_error"] == pytest.approx(error, rel=1e-3)
@@ -257,7 +250,8 @@ def test_what_cannot_be_compared_or_scored_is_told(
         (tmp_path / name).write_bytes(content)
     other = shutil.copytree(raw, tmp_path / "other")
     settings = json.loads((raw / "config.json").read_text())
-    settings |= {"tokenizer": "gpt2", "tokenizer_sha256": "0" * 64}
+    settings["tokenizer"] = "gpt2"
+    settings["tokenizer_sha256"] = "0" * 64
     settings["sha256"] = store.digest(settings)
     (other / "config.json").write_text(json.dumps(settings))
     for words, message in (

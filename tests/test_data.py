@@ -65,17 +65,14 @@ def test_gpt2_has_gpt2s_ids():
 def test_encode_and_decode_of_the_unusual(tokenizer):
     tokenizer = get_tokenizer(tokenizer)
     encoded = tokenizer.encode("a<|endoftext|>b")  # text like any other
-    assert (
-        tokenizer.eot not in encoded and tokenizer.decode(encoded) == "a<|endoftext|>b"
-    )
+    assert tokenizer.eot not in encoded
+    assert tokenizer.decode(encoded) == "a<|endoftext|>b"
     assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
-    assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([]) == ""
     encoded = tokenizer.encode("naïve")
-    assert (
-        tokenizer.decode(torch.tensor(encoded))
-        == tokenizer.decode(np.array(encoded))
-        == "naïve"
-    )
+    assert tokenizer.decode(torch.tensor(encoded)) == "naïve"
+    assert tokenizer.decode(np.array(encoded)) == "naïve"
     assert "\ufffd" in tokenizer.decode(tokenizer.encode("🤖")[:1])
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     for wrong in (-1, tokenizer.vocab_size):
@@ -83,7 +80,8 @@ def test_encode_and_decode_of_the_unusual(tokenizer):
             tokenizer.decode([1, wrong])
     lengths = tokenizer.byte_lengths
     text = "naïve 🤖 Dorothy's old horse\n\n"
-    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
+    assert lengths.shape == (tokenizer.vocab_size,)
+    assert lengths[tokenizer.eot] == 0
     assert lengths[tokenizer.encode_array(text)].sum() == len(text.encode())
 
 
@@ -113,37 +111,36 @@ def test_pieces_hold_whole_characters_and_end_with_their_document(tokenizer):
         pieces = tokenizer.pieces(np.array(tokenizer.encode(text), int))
         assert "".join(pieces) == text
         if is_bytes:  # a character stands where its last byte is
-            assert pieces == [
-                part for c in text for part in [""] * (len(c.encode()) - 1) + [c]
-            ]
+            expected = []
+            for character in text:
+                expected += [""] * (len(character.encode()) - 1)
+                expected.append(character)
+            assert pieces == expected
     part = tokenizer.encode("🤖")[:-1]
     half = [""] * (len(part) - 1) + ["\ufffd"]
-    assert tokenizer.pieces([*part, tokenizer.eot, *part]) == [
-        *half,
-        "<|endoftext|>",
-        *half,
-    ]
+    pieces = tokenizer.pieces([*part, tokenizer.eot, *part])
+    assert pieces == [*half, "<|endoftext|>", *half]
 
 
 def routed(texts, fraction, limit=None):
-    return list(
-        packing.route({"train": sources.Corpus(iter(texts), [])}, fraction, limit)
-    )
+    corpus = sources.Corpus(iter(texts), [])
+    return list(packing.route({"train": corpus}, fraction, limit))
 
 
 def validation_documents(count, fraction, limit=None) -> list[int]:
-    found = routed([str(i) for i in range(count)], fraction, limit)
-    assert [text for _, text in found] == [
-        str(i) for i in range(min(count, limit or count))
-    ]
-    return [int(text) for split, text in found if split == "val"]
+    texts = [str(number) for number in range(count)]
+    pairs = routed(texts, fraction, limit)
+    assert [text for _, text in pairs] == texts[:limit]
+    return [int(text) for split, text in pairs if split == "val"]
 
 
 @given(st.integers(2, 300), st.integers(2, 300), st.floats(0.003, 0.5))
 def test_both_splits_get_documents_by_index_only(count, more, fraction):
     few, many = sorted((count, more))
-    alone, among_more = (validation_documents(n, fraction) for n in (few, many))
-    assert 0 < len(alone) < few and abs(len(alone) - few * fraction) <= 1
+    alone = validation_documents(few, fraction)
+    among_more = validation_documents(many, fraction)
+    assert 0 < len(alone) < few
+    assert abs(len(alone) - few * fraction) <= 1
     assert alone == validation_documents(many, fraction, limit=few)
     if few * fraction >= 1:  # else all documents are one group
         assert alone == [i for i in among_more if i < few]
@@ -161,24 +158,21 @@ def test_the_draw_is_uniform_within_groups():
 @given(st.text(st.sampled_from("ab \n"), max_size=50), st.floats(0.01, 0.5))
 def test_a_single_document_is_split_once(text, fraction):
     (one, train), (other, val) = routed([text + "the end"], fraction)
-    assert (
-        (one, other) == ("train", "val")
-        and train + val == text + "the end"
-        and train
-        and val
-    )
+    assert (one, other) == ("train", "val")
+    assert train + val == text + "the end"
+    assert train
+    assert val
 
 
 def write_dataset(folder: Path, tokens, **changes) -> Path:
     folder.mkdir(exist_ok=True)
     content = np.asarray(tokens, dtype=np.uint16).tobytes()
     (folder / "train.bin").write_bytes(content)
-    sha256 = hashlib.sha256(content).hexdigest()
     entry = {
         "file": "train.bin",
         "tokens": len(tokens),
         "documents": 1,
-        "sha256": sha256,
+        "sha256": hashlib.sha256(content).hexdigest(),
     }
     meta = {
         "format": 1,
@@ -186,8 +180,9 @@ def write_dataset(folder: Path, tokens, **changes) -> Path:
         "vocab_size": 257,
         "eot": 256,
         "dtype": "uint16",
+        "splits": {"train": entry},
     }
-    meta |= {"splits": {"train": entry}} | changes
+    meta.update(changes)
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -201,13 +196,10 @@ def numbered(tmp_path_factory) -> TokenDataset:
 
 
 def test_blocks(numbered):
-    assert isinstance(numbered.tokens, np.memmap) and numbered.tail().tolist() == [
-        [92, 93, 94]
-    ]
-    assert numbered.blocks(np.array([22, 0])).tolist() == [
-        [88, 89, 90, 91],
-        [0, 1, 2, 3],
-    ]
+    assert isinstance(numbered.tokens, np.memmap)
+    assert numbered.tail().tolist() == [[92, 93, 94]]
+    two = numbered.blocks(np.array([22, 0]))
+    assert two.tolist() == [[88, 89, 90, 91], [0, 1, 2, 3]]
     assert numbered.blocks(np.array([], dtype=np.int64)).shape == (0, 4)
     for wrong in (-1, 23):
         with pytest.raises(AssertionError):
@@ -229,8 +221,11 @@ def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, how):
     dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
     assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
     path = tmp_path / "train.bin"
-    os.utime(path, ns=(0, 0)) if how == "overwritten" else os.truncate(path, 0)
-    if how == "gone":
+    if how == "cut":
+        os.truncate(path, 0)
+    elif how == "overwritten":
+        os.utime(path, ns=(0, 0))
+    else:
         path.unlink()
     with pytest.raises((UserError, OSError), match="train.bin"):
         dataset.blocks([15])
@@ -243,9 +238,8 @@ def test_token_files_of_nanogpt_are_read(tmp_path):
         ids.tofile(tmp_path / f"{split}.bin")
     assert find_dataset(tmp_path) == tmp_path
     dataset = TokenDataset(tmp_path, "val", 4, verify=True)
-    assert (
-        dataset.tokens.tolist() == ids.tolist() and dataset.meta["tokenizer"] == "gpt2"
-    )
+    assert dataset.tokens.tolist() == ids.tolist()
+    assert dataset.meta["tokenizer"] == "gpt2"
     assert "tokenizer gpt2" in dataset.meta["notes"][0]
     (tmp_path / "meta.pkl").write_bytes(b"")  # of characters, e.g.
     with pytest.raises(UserError, match="a vocabulary of its own"):
@@ -324,7 +318,8 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
         load_meta(tmp_path)
 
 
-ENTRY = {"file": "train.bin", "tokens": 50, "sha256": ""}
+OUTSIDE = {"file": "../secret", "tokens": 50, "sha256": ""}
+NO_NUMBER = {"file": "train.bin", "tokens": True, "sha256": ""}
 
 
 @pytest.mark.parametrize(
@@ -334,20 +329,8 @@ ENTRY = {"file": "train.bin", "tokens": 50, "sha256": ""}
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (50, "train", 1, {"format": 3}, "format 3.*update the code"),
         (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),
-        (
-            50,
-            "train",
-            1,
-            {"splits": {"train": ENTRY | {"file": "../secret"}}},
-            "train.file is",
-        ),
-        (
-            50,
-            "train",
-            1,
-            {"splits": {"train": ENTRY | {"tokens": True}}},
-            "train.tokens is",
-        ),
+        (50, "train", 1, {"splits": {"train": OUTSIDE}}, "train.file is"),
+        (50, "train", 1, {"splits": {"train": NO_NUMBER}}, "train.tokens is"),
         (300, "train", 1, {}, "holds the id 299"),  # even where the checksum is right
         (
             64,
@@ -372,10 +355,12 @@ def test_damaged_meta(tmp_path):
 
 
 def test_the_split_to_evaluate_on():
-    cases = {("test",): None, ("train",): None, ("train", "val", "test"): "test"}
-    for splits, made_for in cases.items():
-        meta = {"splits": dict.fromkeys(splits, {}), "split": made_for}
-        assert evaluation_split(meta) == splits[-1]
+    for splits, made_for, expected in (
+        ({"test": {}}, None, "test"),
+        ({"train": {}}, None, "train"),
+        ({"train": {}, "val": {}, "test": {}}, "test", "test"),
+    ):
+        assert evaluation_split({"splits": splits, "split": made_for}) == expected
     assert evaluation_split({"splits": {"train": {}, "val": {}}}) == "val"
 
 
@@ -383,12 +368,8 @@ def test_find_dataset(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "DATA", tmp_path / "data")
     (tmp_path / "data").mkdir()
     folder = write_dataset(tmp_path / "data" / "mine", range(9))
-    assert (
-        find_dataset("mine")
-        == find_dataset(str(folder))
-        == find_dataset(folder)
-        == folder
-    )
+    for name in ("mine", str(folder), folder):
+        assert find_dataset(name) == folder
     assert read_tokens(folder, "train").tolist() == list(range(9))
     monkeypatch.chdir(tmp_path / "data")
     assert find_dataset("mine") == Path("mine")
@@ -436,7 +417,8 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
         lambda lines: [f"{lines[i].split()[0]} {n}" for n, i in enumerate(swapped)],
     )
     found = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
-    assert found[0] == found[1] != found[2] and found[0] == sha256_file(one)
+    assert found[0] == found[1] != found[2]
+    assert found[0] == sha256_file(one)
     with pytest.raises(
         UserError, match="tokenizer.tiktoken has changed .* put its file back"
     ):
@@ -444,21 +426,23 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
     english = Path(tokenizers.__file__).with_name("english.tiktoken")
     assert get_tokenizer("english").sha256 == sha256_file(english)
     known = {"tokenizer": "english", "tokenizer_sha256": found[0]}
-    assert not other_tokenizer(known, known) and not other_tokenizer(
-        known, {"tokenizer": "english"}
-    )
-    assert not other_tokenizer(known, known | {"tokenizer": "tokenizer.tiktoken"})
-    for change in (
-        {"tokenizer_sha256": found[2]},
+    for record in (
+        known,
+        {"tokenizer": "english"},
+        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": found[0]},
+    ):
+        assert not other_tokenizer(known, record)
+    for record in (
+        {"tokenizer": "english", "tokenizer_sha256": found[2]},
         {"tokenizer": "b", "tokenizer_sha256": None},
     ):
-        assert other_tokenizer(known, known | change)
-    for content in (None, b""):
-        (tmp_path / "none.tiktoken").write_bytes(
-            content
-        ) if content is not None else None
-        with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
-            get_tokenizer(str(tmp_path / "none.tiktoken"))
+        assert other_tokenizer(known, record)
+    missing = tmp_path / "none.tiktoken"
+    with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
+        get_tokenizer(str(missing))
+    missing.touch()
+    with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
+        get_tokenizer(str(missing))
 
 
 @needs_gpt2
@@ -471,8 +455,9 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
     tmp_path,
 ):
     (tmp_path / "a.txt").write_text("the cat sat on the cat, " * 60)
-    options = {"tokenizer": str(write_vocabulary(tmp_path / "v.tiktoken"))}
-    data = prepared("text", tmp_path / "data", tmp_path / "a.txt", **options)
+    vocabulary = write_vocabulary(tmp_path / "v.tiktoken")
+    text = tmp_path / "a.txt"
+    data = prepared("text", tmp_path / "data", text, tokenizer=str(vocabulary))
     meta = load_meta(data)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("tokenizer.tiktoken", 259)
     config = tiny_config(data, tmp_path / "out", steps=5)
@@ -485,11 +470,8 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
         tmp_path / "export",
     ):
         loaded = load(path)
-        assert (
-            loaded.tokenizer_sha256
-            == meta["tokenizer_sha256"]
-            == loaded.get_tokenizer().sha256
-        )
+        assert loaded.tokenizer_sha256 == meta["tokenizer_sha256"]
+        assert loaded.get_tokenizer().sha256 == meta["tokenizer_sha256"]
         assert loaded.get_tokenizer().encode("the cat") == [256, 257]
         assert open_eval_set(open_split(data, None), loaded).mean_bytes(0) > 1.2
 
@@ -499,7 +481,6 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
     ):
         loaded.get_tokenizer()
 
-    swap = {"tokenizer": str(tmp_path / "w.tiktoken"), "overwrite": True}
     lines = (data / "tokenizer.tiktoken").read_text().splitlines()
     lines[256:] = [lines[256].replace("256", "257"), lines[257].replace("257", "256")]
     (tmp_path / "w.tiktoken").write_text("\n".join(lines))
@@ -507,8 +488,8 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
     with pytest.raises(UserError, match="has changed"):
         loaded.get_tokenizer()
     with pytest.raises(UserError, match="made with another vocabulary"):
-        prepared("text", data, tmp_path / "a.txt", **swap | {"overwrite": False})
-    prepared("text", data, tmp_path / "a.txt", **swap)
+        prepared("text", data, text, tokenizer=str(tmp_path / "w.tiktoken"))
+    prepared("text", data, text, tokenizer=str(tmp_path / "w.tiktoken"), overwrite=True)
     with pytest.raises(UserError, match="of another vocabulary"):
         open_eval_set(open_split(data, None), loaded)
     with pytest.raises(UserError, match="data.tokenizer"):
@@ -529,7 +510,8 @@ def test_data_is_found_by_name_in_training_as_in_evaluation(
 def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):
     folder = write_dataset(tmp_path, np.arange(95))
     few = TokenDataset(folder, "train", 4, max_tokens=22)
-    assert few.num_blocks == 5 and few.blocks(range(5))[:, 0].tolist() == [
+    assert few.num_blocks == 5
+    assert few.blocks(range(5))[:, 0].tolist() == [
         0,
         16,
         36,
@@ -563,9 +545,8 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
         TokenDataset(tmp_path / "a", "train", 4).batch(3, 0, range(1400), 1400)[:, 0]
         // 4
     )
-    assert torch.equal(parts[0], alone) and not torch.equal(
-        parts[0][:150], parts[1][:150]
-    )
+    assert torch.equal(parts[0], alone)
+    assert not torch.equal(parts[0][:150], parts[1][:150])
     batches = [
         data.batch(3, step, range(r, r + 4), 8)[:, 0]
         for step in range(50)

@@ -170,7 +170,8 @@ def test_packing_against_lists(tmp_path_factory, lengths, block_size, group_rows
         len(expected),
         total - len(expected),
     )
-    assert entry["documents"] == len(rows) and entry["sha256"] == sha256_file(path)
+    assert entry["documents"] == len(rows)
+    assert entry["sha256"] == sha256_file(path)
 
 
 @needs_gpt2
@@ -191,25 +192,36 @@ def test_the_blocks_are_those_of_the_package_datasets(tmp_path, real_data):
     ]
     jobs = [(*case, tmp_path / f"{n}.npy") for n, case in enumerate(cases)]
     write(tmp_path / "jobs.json", json.dumps(jobs, default=str))
-    offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    run_script("tests/packing_reference.py", tmp_path / "jobs.json", **offline)
+    run_script(
+        "tests/packing_reference.py",
+        tmp_path / "jobs.json",
+        HF_HOME=str(tmp_path / "hf"),
+        HF_HUB_OFFLINE="1",
+    )
     for number, (name, source, rows, block_size) in enumerate(cases):
         expected = torch.from_numpy(np.load(tmp_path / f"{number}.npy"))
-        options = {"tokenizer": "gpt2", "limit": rows}
-        out = prepared(
-            name, tmp_path / f"o{number}", source, block_size=block_size, **options
+        packed = prepared(
+            name,
+            tmp_path / f"o{number}",
+            source,
+            block_size=block_size,
+            tokenizer="gpt2",
+            limit=rows,
         )
-        data = TokenDataset(out, "test", block_size, verify=True)
-        assert len(expected) > 8 and torch.equal(
-            data.blocks(range(data.num_blocks)), expected
-        )
+        data = TokenDataset(packed, "test", block_size, verify=True)
+        assert len(expected) > 8
+        assert torch.equal(data.blocks(range(data.num_blocks)), expected)
         entry = data.meta["splits"]["test"]
         full = prepared(
-            name, tmp_path / f"f{number}", source, protocol="full", **options
+            name,
+            tmp_path / f"f{number}",
+            source,
+            protocol="full",
+            tokenizer="gpt2",
+            limit=rows,
         )
-        assert (
-            read_tokens(full, "test").size == entry["tokens"] + entry["dropped_tokens"]
-        )
+        size = entry["tokens"] + entry["dropped_tokens"]
+        assert read_tokens(full, "test").size == size
 
 
 def test_both_protocols_and_what_meta_says(tmp_path):
@@ -236,8 +248,15 @@ def test_both_protocols_and_what_meta_says(tmp_path):
     source = write_jsonl(
         tmp_path / "a.jsonl", ["alpha beta gamma 's naïve 1234 " * 60] * 500
     )
-    options = {"block_size": 100, "protocol": "sedd", "val_fraction": 0.2}
-    entries = load_meta(prepared("text", tmp_path / "o", source, **options))["splits"]
+    folder = prepared(
+        "text",
+        tmp_path / "o",
+        source,
+        block_size=100,
+        protocol="sedd",
+        val_fraction=0.2,
+    )
+    entries = load_meta(folder)["splits"]
     assert [entries[split]["documents"] for split in ("train", "val")] == [400, 100]
     assert all(
         entry["tokens"] % 100 == 0 < entry["dropped_tokens"]
@@ -270,9 +289,10 @@ def test_text_in_each_format(tmp_path, compression):
     contents = {
         "a.txt": b"first file,\r\n\r\nas it is\n",
         "b.MD": b"\xef\xbb\xbf# second\n",
+        "c.jsonl": (tmp_path / "c.jsonl").read_bytes() + b"\n",  # no document
+        "v.txt": b"validation",
+        "t.txt": b"test",
     }
-    contents["c.jsonl"] = (tmp_path / "c.jsonl").read_bytes() + b"\n"  # no document
-    contents |= {"v.txt": b"validation", "t.txt": b"test"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     *source, val, test = (pack(tmp_path / name, compression) for name in contents)
@@ -296,14 +316,22 @@ def test_gpt2_field_share_and_limit_of_several_files(tmp_path):
         write_jsonl(tmp_path / "a.jsonl", texts[:20], field="body"),
         parquet(tmp_path / "b.parquet", texts[20:], field="body"),
     ]
-    options = {"field": "body", "val_fraction": 0.1, "limit": 50, "tokenizer": "gpt2"}
-    folder = prepared("openwebtext", tmp_path / "o", *paths, **options)
+    folder = prepared(
+        "openwebtext",
+        tmp_path / "o",
+        *paths,
+        field="body",
+        val_fraction=0.1,
+        limit=50,
+        tokenizer="gpt2",
+    )
     meta = load_meta(folder)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
     assert [part["file"] for part in meta["source"]] == [path.name for path in paths]
     train = documents(folder, "train")
     val = documents(folder, "val")
-    assert len(val) == 5 and train == [text for text in texts[:50] if text not in val]
+    assert len(val) == 5
+    assert train == [text for text in texts[:50] if text not in val]
 
 
 WIKI = " \n = Title = \n \n One @-@ two . \n"
@@ -519,8 +547,9 @@ def test_refusals(tmp_path, name, file, options, says):
     for each, content in FILES.items():
         (tmp_path / "in" / each).write_bytes(content)
     source = [tmp_path / "in" / file] if file else []
+    options = dict(options)
     if "val" in options:
-        options = options | {"val": (tmp_path / "in" / options["val"],)}
+        options["val"] = (tmp_path / "in" / options["val"],)
     with pytest.raises((UserError, FileNotFoundError), match=says):
         prepared(name, tmp_path / "out" / "o", *source, **options)
     assert not list(tmp_path.glob("out/*"))
@@ -557,9 +586,12 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     ):
         assert note in said
     assert load_meta(folder)["splits"]["test"]["documents"] == 6
-    options = {"split": "test", "split_at": "<|endoftext|>"}
     folder = prepared(
-        "text", tmp_path / "p", tmp_path / "in" / "**" / "*.[tT]*", **options
+        "text",
+        tmp_path / "p",
+        tmp_path / "in" / "**" / "*.[tT]*",
+        split="test",
+        split_at="<|endoftext|>",
     )
     assert documents(folder) == [*cut[:2], *cut[4:]]
     assert "ordinary text" not in capsys.readouterr().out
@@ -580,9 +612,8 @@ def test_the_command_that_comes_next_fits_short_data_and_names_the_folder_as_it_
     source = write(tmp_path / "a.txt", "x" * 80)  # val: 4 and the end of the text
     prepared("text", Path("../o"), source)
     said = capsys.readouterr().out
-    assert (
-        "val: 5 tokens of 1 document, 0 tokens dropped" in said and "in ../o;" in said
-    )
+    assert "val: 5 tokens of 1 document, 0 tokens dropped" in said
+    assert "in ../o;" in said
     assert "quickstart.toml --name o --data.folder ../o --model.block-size 5\n" in said
 
 
@@ -641,8 +672,15 @@ def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
     arguments = [value.format(tmp=tmp_path) for value in arguments]
     if "--tokenizer" not in arguments:
         arguments += ["--tokenizer", "bytes"]
-    script = ("data/prepare.py", *arguments, "--out", tmp_path / "o")
-    done = run_script(*script, check=False, HF_HOME=str(tmp_path / "hf"), **environment)
+    done = run_script(
+        "data/prepare.py",
+        *arguments,
+        "--out",
+        tmp_path / "o",
+        check=False,
+        HF_HOME=str(tmp_path / "hf"),
+        **environment,
+    )
     assert_user_error(done, *says)
     assert not (tmp_path / "o").exists()
 
@@ -661,13 +699,15 @@ def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(
 
     train = documents(tmp_path / "o", "train")
     val = documents(tmp_path / "o", "val")
-    assert len(train) + len(val) == 171 and len(val) == 8
+    assert len(train) + len(val) == 171
+    assert len(val) == 8
     assert sum(map(len, train + val)) > 2_700_000
     assert any("Dorothy" in text for text in train)
     assert "python train.py configs/quickstart.toml" in done.stdout
     for split, entry in meta["splits"].items():
         tokens = read_tokens(tmp_path / "o", split, verify=True)
-        assert entry["tokens"] == tokens.size and tokens[-1] == 2047
+        assert entry["tokens"] == tokens.size
+        assert tokens[-1] == 2047
         assert entry["documents"] == (tokens == 2047).sum()
         assert f"{tokens.size:,} tokens" in done.stdout
 
@@ -708,7 +748,8 @@ def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(
     bad = write(tmp_path / "bad.jsonl", '{"text": "a"}\n' * 100 + "{\n")
     with pytest.raises(UserError, match="bad.jsonl line 101"):
         prepared("text", folder, bad, overwrite=True)
-    assert tree(folder) == before and names(tmp_path) == ["a.jsonl", "bad.jsonl", "o"]
+    assert tree(folder) == before
+    assert names(tmp_path) == ["a.jsonl", "bad.jsonl", "o"]
     for name, content in {"notes.md": "keep", "mine.bin": "keep"}.items():
         write(folder / name, content)
         with pytest.raises(UserError, match=f"{name}.*choose another --out"):
@@ -741,7 +782,8 @@ def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
     folder.rename(left / "old")
     with pytest.raises(UserError, match="made with another val_fraction"):
         prepared("text", folder, source, val_fraction=0.4)
-    assert tree(folder) == before and names(tmp_path) == ["a.jsonl", "o"]
+    assert tree(folder) == before
+    assert names(tmp_path) == ["a.jsonl", "o"]
 
 
 @contextlib.contextmanager
@@ -785,10 +827,8 @@ def test_kill_in_the_middle(tmp_path, big_text):
         process.wait()
     assert not out.exists()
     (left,) = tmp_path.iterdir()
-    assert (
-        left.name.startswith(".o.partial-")
-        and not (left / "new" / "meta.json").read_text()
-    )
+    assert left.name.startswith(".o.partial-")
+    assert not (left / "new" / "meta.json").read_text()
     with pytest.raises(UserError, match=r"meta.json.*prepare the dataset again"):
         TokenDataset(left / "new", "train", 8)
     prepared("text", out, write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]))
@@ -823,12 +863,11 @@ def test_interrupt_cleans_up_and_keeps_what_was_there(
         os.killpg(process.pid, number)  # what a terminal does
         stderr = process.stderr.read()
         process.wait()
-    assert (
-        process.returncode == 130
-        and "interrupted" in stderr
-        and "Traceback" not in stderr
-    )
-    assert tree(out) == before and names(tmp_path) == ["a.jsonl", "o"]
+    assert process.returncode == 130
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert tree(out) == before
+    assert names(tmp_path) == ["a.jsonl", "o"]
 
 
 def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
@@ -873,7 +912,8 @@ def test_text8_has_its_published_splits(tmp_path):
     folder = prepared("text8", tmp_path / "out", tmp_path / "text8.zip", tokenizer=None)
     assert load_meta(folder)["vocab_size"] == 28
     parts = [documents(folder, split)[0] for split in ("train", "val", "test")]
-    assert [len(part) for part in parts] == [1080, 60, 60] and "".join(parts) == text
+    assert [len(part) for part in parts] == [1080, 60, 60]
+    assert "".join(parts) == text
 
 
 def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch):
@@ -888,9 +928,8 @@ def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch)
         )  # as some file systems write É
         archive.writestr("repository-0/X Y/One: 1.md", "one\r\n\r\none!\r\n")
     folder = prepared("books", tmp_path / "out", file, tokenizer="bytes")
-    assert documents(folder, "train") == ["one\n\none!"] and documents(
-        folder, "val"
-    ) == ["two!"]
+    assert documents(folder, "train") == ["one\n\none!"]
+    assert documents(folder, "val") == ["two!"]
     assert not (folder / "test.bin").exists()
     with pytest.raises(
         UserError, match="X Y/Two.md is missing; the books are those of https"
@@ -907,15 +946,14 @@ def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     source = write_jsonl(tmp_path / "proteins.jsonl", proteins)
     prepared("text", folder, source, alphabet=amino, tokenizer=None)
     meta = load_meta(folder)
-    assert meta["vocab_size"] == 21 and meta["tokenizer"] == f"alphabet:{amino}"
+    assert meta["vocab_size"] == 21
+    assert meta["tokenizer"] == f"alphabet:{amino}"
     assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted(
         proteins
     )
     tokenizer = get_tokenizer(meta["tokenizer"])
-    assert (
-        tokenizer.encode("YAC") == [19, 0, 1]
-        and tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
-    )
+    assert tokenizer.encode("YAC") == [19, 0, 1]
+    assert tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
     source.write_text('{"text": "ACBD"}\n' * 30)
     with pytest.raises(UserError, match="'B' is not in the alphabet 'ACDEF"):
         prepared("text", tmp_path / "other", source, alphabet=amino, tokenizer=None)

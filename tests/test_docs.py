@@ -374,7 +374,8 @@ def test_commands_run(tmp_path):
     (run_commands.py)."""
     commands = small_commands()
     used = {script_of(["python", *words])[0] for words in commands}
-    assert used == SMALL.keys() and len(commands) >= 30
+    assert used == SMALL.keys()
+    assert len(commands) >= 30
     write = {name: tmp_path / name for name in USER_FILES}
     for path in write.values():
         text = "The old horse was tired, and so they gave him some water. " * 120
@@ -385,8 +386,13 @@ def test_commands_run(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "length": 12}\n')
     rows = [json.dumps({"prompt": f"{i}+1=", "text": f"{i + 1}"}) for i in range(40)]
     (tmp_path / "questions.jsonl").write_text("\n".join(rows))
-    options = {"tokenizer": "english", "val_fraction": 0.5}
-    data = prepared("text", tmp_path / "prepared", write["MY.txt"], **options)
+    data = prepared(
+        "text",
+        tmp_path / "prepared",
+        write["MY.txt"],
+        tokenizer="english",
+        val_fraction=0.5,
+    )
     for name in ("out", "data"):
         (tmp_path / name).mkdir()
     for name in ("results", "configs"):
