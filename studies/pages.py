@@ -328,12 +328,12 @@ def interval_of(recipes: Recipes) -> str:
 
 def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
     """Return the figures of each run config under each recipe: the compared one and, as
-    far as there is room in four columns, others that some run has."""
+    far as there is room in five columns, others that some run has."""
     descriptions = {}
     for entries in recipes.values():
         for name, entry in entries.items():
             descriptions.setdefault(name, entry["description"] or name)
-    room = max(1, 4 // len(recipes))
+    room = max(1, 5 // len(recipes))
     kinds = [experiment.kind]
     for kind in experiment.shown:
         if kind not in kinds and is_measured(kind, recipes):
