@@ -139,6 +139,7 @@ class Experiment:
     # curves: the loss that is drawn of run configs for which the compared one means
     # nothing.
     figure_losses: dict[str, str] = field(default_factory=dict)
+    figure_shares_axis: bool = True  # of losses, among the panels of curves
     figure_top: float | None = None  # curves: the upper end of the axis of losses
     families: bool = False  # curves: a panel for run configs whose names begin alike
     shown: list[str] = field(default_factory=list)  # losses and measures in the table

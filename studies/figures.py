@@ -206,6 +206,7 @@ def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
     draw, caption = DRAWINGS[experiment.figure]
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
     is_comparable = experiment.figure in ("curves", "scatter")
+    is_comparable = is_comparable and experiment.figure_shares_axis
     return draw_panels(
         panels,
         functools.partial(draw, experiment),
@@ -223,7 +224,12 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
     kinds = [experiment.figure_losses.get(name, kind) for name in entries]
     if len(set(kinds)) == 1:
         kind = kinds[0]
-    styles = styles_of(entries)
+    # A run config has one colour in all panels.
+    names: dict[str, None] = {}
+    for run_configs in experiment.recipes.values():
+        names.update(dict.fromkeys(run_configs))
+    names.update(dict.fromkeys(entries))
+    styles = styles_of(names)
     for number, (name, entry) in enumerate(entries.items()):
         rows = [row for row in entry["runs"] if row["tokens"]]
         if kind not in rows[0]["losses"]:

@@ -392,7 +392,8 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
-            if not {first, name, other} <= entries.keys():
+            needed = {name} if other == name else {first, name, other}
+            if not needed <= entries.keys():
                 continue
             entry = entries[name]
             part = ""

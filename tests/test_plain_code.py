@@ -109,9 +109,7 @@ def is_starred(argument):
 
 def test_no_call_unpacks_what_the_file_has_gathered():
     places = [
-        f"{name}:{line}"
-        for name, tree, _ in source_files()
-        for line in splats(tree)
+        f"{name}:{line}" for name, tree, _ in source_files() for line in splats(tree)
     ]
     assert not places, "name the arguments in the call: " + ", ".join(places)
 
