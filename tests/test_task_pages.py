@@ -188,6 +188,40 @@ def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, na
         assert value == f"{statistics.mean(losses):.3f}"
 
 
+@pytest.mark.parametrize(
+    "experiment, recipe, place, sentence",
+    [
+        (
+            "E20",
+            "fast",
+            0,
+            "the gap is {:.3f} at the first evaluation and {:.3f} at the end",
+        ),
+        (
+            "E23",
+            "sinusoidal",
+            1,
+            "largest at the second evaluation, {:.3f}, and falls to {:.3f}",
+        ),
+    ],
+)
+def test_the_results_page_has_the_gaps_between_all_orders_and_left_to_right(
+    experiment, recipe, place, sentence
+):
+    """Means over seeds on validation text, each along its training orders."""
+    entries = pages.load_results(experiment)[1][recipe]
+    means = {}
+    for name in ("random", "l2r"):
+        curves = [row["losses"]["training"] for row in entries[name]["runs"]]
+        means[name] = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
+    pairs = zip(means["random"], means["l2r"], strict=True)
+    gaps = [all_orders - left_to_right for all_orders, left_to_right in pairs]
+    text = (ROOT / "results" / "README.md").read_text()
+    assert sentence.format(gaps[place], gaps[-1]) in text
+    if experiment == "E23":
+        assert max(gaps) == gaps[place]
+
+
 def test_the_results_page_has_the_times_of_decoding_sudokus():
     """One token a pass in random order, beside rotation."""
     entries = tasks.load_results({"sudoku6": KNOWN["sudoku6"]}, DECODERS)["sudoku6"]
