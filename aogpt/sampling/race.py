@@ -44,7 +44,8 @@ def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
 def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     """Return the 53 bits of `fresh_uniforms`."""
     bits = uniforms.view(torch.int64)
-    z = bits * INCREMENT + salt
+    z = bits * INCREMENT
+    z = z + salt  # one copy for each salt
     # A shift of int64 copies the sign from the left: the masks keep the other bits.
     z.bitwise_xor_((z >> 30) & (2**34 - 1))
     z.mul_(FIRST_FACTOR)

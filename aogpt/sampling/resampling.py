@@ -300,10 +300,12 @@ def fill_by_resampling(
         )
         # 1. Choose K of all rows and lengths.
         fillings = [proposals[n] for n in sizes]
-        by_length = _sums(weights, [filling.log_weight for filling in fillings])
+        added = [filling.log_weight for filling in fillings]
+        by_length = _sums(weights, added)
         weights = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
-        effective = min(effective, _sample_size(weights, origin.repeat(len(sizes))))
+        origin_by_length = origin.repeat(len(sizes))
+        effective = min(effective, _sample_size(weights, origin_by_length))
         bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
         shift = float(to_uniform(bits)[0, 0])
         strata = (torch.arange(draws).double() + shift) / draws
@@ -315,14 +317,17 @@ def fill_by_resampling(
         filled = []
         for row, n in zip(ancestors.tolist(), new_lengths, strict=True):
             filled.append([*old[row], n])
-        log_gaps = _sums(log_gaps, [filling.log_p for filling in fillings])[chosen]
-        log_right = _sums(log_right, [filling.log_next for filling in fillings])[chosen]
+        log_p = [filling.log_p for filling in fillings]
+        log_gaps = _sums(log_gaps, log_p)[chosen]
+        log_next = [filling.log_next for filling in fillings]
+        log_right = _sums(log_right, log_next)[chosen]
         rows.take(ancestors)
         rows.cut(start[ancestors] + torch.tensor(new_lengths))
         # 2. Weight these by the rest of the text after the gap.
         weights = rows.read_text(after, skip=1)
         log_right = log_right + weights
-        effective = min(effective, _sample_size(_normalised(weights, draws), origin))
+        shares = _normalised(weights, draws)
+        effective = min(effective, _sample_size(shares, origin))
     log_evidence += float(weights.logsumexp(dim=0)) - math.log(draws)
     weights = _normalised(weights, draws)
     return _merged(
