@@ -21,8 +21,6 @@ def stand_ins(tmp_path, monkeypatch):
     monkeypatch.setattr(test_released, "VOCAB", 50304)
     monkeypatch.setattr(test_released, "TOKENS", 50257)
     monkeypatch.setattr(test_released, "BLOCK", BLOCK)
-    monkeypatch.setitem(test_released.SIZES, "block_size", BLOCK)
-    monkeypatch.setitem(test_released.SIZES, "n_embd", test_released.WIDTH)
     downloads = []
 
     def download_file(repository, file):
