@@ -73,12 +73,13 @@ COLUMNS += [
     ("seconds", "seconds", ".1f"),
 ]
 LEGEND = (
-    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, adaptive) or "
-    "tokens drafted (speculative). Perplexity: exp of all nats over all scored tokens, with a 95% "
-    "interval over samples; of a sample: the mean of the samples' own. The other columns are means "
-    f"over samples; {'; '.join(MEANINGS)}; different: how many samples differ; self-BLEU: BLEU-4 "
-    "of a sample with all others as references, 1 where another one is equal; it grows with the "
-    "number of samples. NFE: model calls of a sample. Seconds: to generate all samples of a row."
+    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, "
+    "adaptive) or tokens drafted (speculative). Perplexity: exp of all nats over all "
+    "scored tokens, with a 95% interval over samples; of a sample: the mean of the "
+    f"samples' own. The other columns are means over samples; {'; '.join(MEANINGS)}; "
+    "different: how many samples differ; self-BLEU: BLEU-4 of a sample with all others "
+    "as references, 1 where another one is equal; it grows with the number of samples. "
+    "NFE: model calls of a sample. Seconds: to generate all samples of a row."
 )
 REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
@@ -236,8 +237,8 @@ def fitted(
     generate with them."""
     if loaded.scored_from:
         raise UserError(
-            f"{run} has no start token, as its tokenizer writes none: make samples with "
-            "sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
+            f"{run} has no start token, as its tokenizer writes none: make samples "
+            "with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
         )
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
@@ -334,9 +335,9 @@ def lines_of(result: dict) -> list[str]:
     head = ["run", "sampler"]
     head += [title for title, _, _ in columns]
     lines = [
-        f"Judge: {judge['source']}, {judge['parameters']:,} parameters, {judge['dtype']}; "
-        f"it scores {judge['scored']}; samples longer than its context, "
-        f"{judge['context']}, are cut.",
+        f"Judge: {judge['source']}, {judge['parameters']:,} parameters, "
+        f"{judge['dtype']}; it scores {judge['scored']}; samples longer than its "
+        f"context, {judge['context']}, are cut.",
         "",
         *markdown_table(head, cells, left=2),
         "",

@@ -258,15 +258,16 @@ def notes(rows: list[dict]) -> list[str]:
     passage."""
     middle = "last word" if rows[0]["given"] == WORD else "sentence"
     lines = [
-        f"{len(rows[0]['nll'])} {middle}s. nats/token: of the true {middle} from left to "
-        f"right, mean over {middle}s; ROUGE: F1 of samples against it."
+        f"{len(rows[0]['nll'])} {middle}s. nats/token: of the true {middle} from left "
+        f"to right, mean over {middle}s; ROUGE: F1 of samples against it."
     ]
     for row in rows:
         if row["mode"] == RESAMPLING:
             size = statistics.mean(row["effective_sample_size"])
             lines.append(
-                f"{row['run']}: {row['draws']} continuations, of which {size:.1f} count "
-                "(mean effective sample size); nats/token are a lower bound on average"
+                f"{row['run']}: {row['draws']} continuations, of which {size:.1f} "
+                "count (mean effective sample size); nats/token are a lower bound on "
+                "average"
             )
     for run in dict.fromkeys(row["run"] for row in rows):
         nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}

@@ -86,12 +86,20 @@ HEAD = [
     "95% interval",
 ]
 NOTES = {
-    "score_entropy": "score entropy: SEDD's own bound, with which it is published; any order: its "
-    "outputs normalised to probabilities",
-    "iw": "weighted over K: -log of the mean probability of a sequence over K orders; its "
-    "expectation is between the mean over orders and -log of the mean over all orders",
-    "oracle": "oracle: next the position whose true token is most probable; it looks at the answer "
-    "and is not a likelihood: such probabilities of all texts do not add up to 1",
+    "score_entropy": (
+        "score entropy: SEDD's own bound, with which it is published; any order: its "
+        "outputs normalised to probabilities"
+    ),
+    "iw": (
+        "weighted over K: -log of the mean probability of a sequence over K orders; "
+        "its expectation is between the mean over orders and -log of the mean over "
+        "all orders"
+    ),
+    "oracle": (
+        "oracle: next the position whose true token is most probable; it looks at the "
+        "answer and is not a likelihood: such probabilities of all texts do not add "
+        "up to 1"
+    ),
 }
 COMPARED = [
     "text",
@@ -105,9 +113,9 @@ COMPARED = [
     "p",
 ]
 PAIRED = (
-    "A - B: the mean of the differences of the same sequences, below 0 where A is better, ± the "
-    "half-width of the 95% interval, the wider one of over sequences and by document; p: two-sided "
-    "t test that the mean is 0"
+    "A - B: the mean of the differences of the same sequences, below 0 where A is "
+    "better, ± the half-width of the 95% interval, the wider one of over sequences and "
+    "by document; p: two-sided t test that the mean is 0"
 )
 
 
@@ -446,7 +454,8 @@ class Report:
         if first.tokens and second.tokens and first.tokens != second.tokens:
             lines += [
                 "",
-                f"note: A has trained on {first.tokens:,} tokens, B on {second.tokens:,}",
+                f"note: A has trained on {first.tokens:,} tokens, B on "
+                f"{second.tokens:,}",
             ]
         return lines
 

@@ -246,8 +246,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     #    used, where the user left them to the model.
     mode = a.decoding.mode or model.decoding.mode
     show(
-        f"{model.loaded.description}, log-likelihoods: {model.order}, generation: {mode}\n"
-        f"{make_table(results)}"
+        f"{model.loaded.description}, log-likelihoods: {model.order}, generation: "
+        f"{mode}\n{make_table(results)}"
     )
     if results.get("groups"):
         show(make_table(results, "groups"))
@@ -263,8 +263,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             show(note, file=sys.stderr)
     if requests["windows"]:
         show(
-            f"whole texts: {requests['windows']:,} windows of at most {model.block_size} "
-            "tokens, context included"
+            f"whole texts: {requests['windows']:,} windows of at most "
+            f"{model.block_size} tokens, context included"
         )
 
     # 4. The files.

@@ -263,8 +263,9 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         parts = [modes.Part(range(len(contexts)), range(count))]
         if len(contexts) * count > MOST_RANKED:
             raise UserError(
-                f"{len(contexts) * count:,} fillings to rank, more than {MOST_RANKED:,}: "
-                "lower --num-samples or --candidates, or give fewer lengths"
+                f"{len(contexts) * count:,} fillings to rank, more than "
+                f"{MOST_RANKED:,}: lower --num-samples or --candidates, or give fewer "
+                "lengths"
             )
     options = modes.with_default_steps(session.options, contexts)
     end_token = None
@@ -448,9 +449,9 @@ class Report:
                     outputs.write(self.a.html, self.page())
         if self.with_banned:
             show(
-                f"note: {counted(self.with_banned, 'samples')} with a word of --ban, given, "
-                "as part of another word, in other tokens, or drawn in one step; one "
-                "token a step helps",
+                f"note: {counted(self.with_banned, 'samples')} with a word of --ban, "
+                "given, as part of another word, in other tokens, or drawn in one "
+                "step; one token a step helps",
                 file=sys.stderr,
             )
         shortest = min(self.lengths)
@@ -552,8 +553,8 @@ def read_requests(a: Arguments) -> list[Request]:
     is_stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not is_stdin:
         raise UserError(
-            f"--prompts {a.prompts}: give a .txt or .jsonl file, or a folder of prepared "
-            "data"
+            f"--prompts {a.prompts}: give a .txt or .jsonl file, or a folder of "
+            "prepared data"
         )
     requests = []
     for place, line in read_lines(a.prompts, "--prompts"):

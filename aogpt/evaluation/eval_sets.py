@@ -274,9 +274,9 @@ def open_eval_set(
         if meta["tokenizer"] == loaded.tokenizer:
             other = " of another vocabulary"
         raise UserError(
-            f"{dataset.folder} holds {meta['tokenizer']} tokens, but the model was trained "
-            f"on {loaded.tokenizer} tokens{other}; prepare the text with the model's "
-            "--tokenizer"
+            f"{dataset.folder} holds {meta['tokenizer']} tokens, but the model was "
+            f"trained on {loaded.tokenizer} tokens{other}; prepare the text with the "
+            "model's --tokenizer"
         )
     if dataset.tokenizer is not None:
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
@@ -308,7 +308,8 @@ def open_texts(
                 place = f"text {number + 1} of {name}, {text[:40]!r},"
             count = len(loaded.get_tokenizer().encode(text))
             raise UserError(
-                f"{place} has {count} tokens, of which none can be scored: give a longer text"
+                f"{place} has {count} tokens, of which none can be scored: give a "
+                "longer text"
             )
     count = min(dataset.num_blocks, max_sequences or dataset.num_blocks)
     return TextEvalSet(name, dataset, count)

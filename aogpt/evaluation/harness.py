@@ -538,8 +538,8 @@ class HarnessModel(TemplateLM):
             )
         if not 1 <= max_tokens < self.block_size:
             raise UserError(
-                f"max_gen_toks is {max_tokens}: give --gen-kwargs max_gen_toks=N, N from "
-                f"1 to {self.block_size - 1}"
+                f"max_gen_toks is {max_tokens}: give --gen-kwargs max_gen_toks=N, N "
+                f"from 1 to {self.block_size - 1}"
             )
         if top_p is None:
             top_p = 1.0

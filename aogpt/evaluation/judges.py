@@ -219,9 +219,10 @@ class TransformersJudge(Judge):
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise UserError(
-                f"--judge {name} could not be loaded: {type(error).__name__}: {reason}. "
-                "Give a run of this project; or, with pip install transformers, a causal "
-                "language model's folder or Hugging Face id (needs the network once)"
+                f"--judge {name} could not be loaded: {type(error).__name__}: "
+                f"{reason}. Give a run of this project; or, with pip install "
+                "transformers, a causal language model's folder or Hugging Face id "
+                "(needs the network once)"
             ) from error
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         missing = sorted(info["missing_keys"])

@@ -34,10 +34,13 @@ The model fills in the gaps of a text one token at a time, in any order. **Step*
 outlined blank. The order chooses that blank, or you do: click one. Then you can also choose its
 token, or write your own. **Run** fills in all blanks; again, it draws another text. One visitor is
 served at a time: *queue: 1* means that another visitor comes first."""
-GAPS = "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a mask."
+GAPS = (
+    "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a "
+    "mask."
+)
 NO_GRADIO = (
-    "the playground needs gradio: pip install gradio (the extra aogpt[playground]); in a "
-    "clone: make playground"
+    "the playground needs gradio: pip install gradio (the extra aogpt[playground]); in "
+    "a clone: make playground"
 )
 OWN = "Or write your own and press Enter (a word begins with a space)"
 

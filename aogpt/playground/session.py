@@ -151,8 +151,8 @@ class Session:
         work = DRAWS_OF_LENGTH * sum(context.count(None) for context in contexts)
         if work > MOST_WORK:
             raise UserError(
-                f"these gaps have {len(contexts)} lengths, {work:,} tokens to draw in all; "
-                f"here at most {MOST_WORK:,}: give narrower ranges"
+                f"these gaps have {len(contexts)} lengths, {work:,} tokens to draw in "
+                f"all; here at most {MOST_WORK:,}: give narrower ranges"
             )
         fillings = text.fill(
             settings.text,

@@ -188,8 +188,8 @@ def with_mode_defaults(
             if modes == ("adaptive",) and name != "unmask_by":
                 offered += get_args(Score)
             raise UserError(
-                f"{flag(name)} has no meaning with --mode {mode}: leave it out, or take "
-                f"--mode {' or '.join(offered)}"
+                f"{flag(name)} has no meaning with --mode {mode}: leave it out, or "
+                f"take --mode {' or '.join(offered)}"
             )
     for name, default in REFINING.items():
         value = getattr(options, name)
@@ -243,8 +243,9 @@ def end_note(options: DecodingOptions) -> str:
         return ""
     name = options.mode if options.mode != "adaptive" else options.unmask_by
     return (
-        f"note: --mode {name} can fill in what follows the end of a text before the text, "
-        "which costs right answers: take --mode l2r, or --mode confidence --block 4"
+        f"note: --mode {name} can fill in what follows the end of a text before the "
+        "text, which costs right answers: take --mode l2r, or --mode confidence "
+        "--block 4"
     )
 
 
@@ -331,8 +332,8 @@ def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot fill masks by resampling."""
     if config.is_encoder or system_of(config).mask_queries:
         raise UserError(
-            "--mode resampling needs a decoder whose queries are no [MASK]; take another "
-            "mode"
+            "--mode resampling needs a decoder whose queries are no [MASK]; take "
+            "another mode"
         )
     if options.refine:
         raise UserError("--mode resampling weights what it draws: leave out --refine")
@@ -364,7 +365,8 @@ def check_start(has_text: bool, scored_from: int) -> None:
     with. scored_from: of `Loaded`."""
     if scored_from and not has_text:
         raise UserError(
-            "this model has no start token, as its tokenizer writes none: begin with text"
+            "this model has no start token, as its tokenizer writes none: begin with "
+            "text"
         )
 
 
@@ -514,13 +516,14 @@ def _with_required(
     free = len(context) - len(prompt) - sum(map(len, words))
     if None in context[: len(prompt)]:
         raise UserError(
-            "--require is for texts that go on after a prompt; write the words into the "
-            "text with masks"
+            "--require is for texts that go on after a prompt; write the words into "
+            "the text with masks"
         )
     if free < 1:
         raise UserError(
             f"the words of --require take {sum(map(len, words))} tokens, but "
-            f"{context.count(None)} are to be generated: give more of those, or fewer words"
+            f"{context.count(None)} are to be generated: give more of those, or fewer "
+            "words"
         )
     # A row of places, each for a word or one token to generate.
     places = free + len(words)
@@ -600,7 +603,8 @@ def _mode_plan(
             )
         case "resampling":
             raise UserError(
-                "--mode resampling fills masks: give a text with masks, or take another mode"
+                "--mode resampling fills masks: give a text with masks, or take "
+                "another mode"
             )
     raise AssertionError(f"there is no mode {o.mode}")
 

@@ -427,8 +427,8 @@ def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:
     total = len(gapped.context([sizes[-1] for sizes in lengths]))
     if total > block_size:
         raise TooLong(
-            f"with its longest gaps the text has {total} tokens, and a block {block_size}: "
-            "give narrower ranges"
+            f"with its longest gaps the text has {total} tokens, and a block "
+            f"{block_size}: give narrower ranges"
         )
     return lengths
 
