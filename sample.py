@@ -669,8 +669,7 @@ def encode(
         gapped = gaps.gapped_of(request.context)
     else:
         gapped = gaps.encode_gaps(request.text, session.tokenizer, config.block_size)
-    is_plain = config.l2r_only and not gapped.only_continues
-    if is_plain or session.options.mode == "resampling":
+    if resampling.is_resampled(gapped, session.options.mode, config):
         modes.check_start(bool(gapped.known[0]), scored_from)
         return [gapped]
     contexts = gapped.contexts(config.block_size)

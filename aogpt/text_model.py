@@ -688,8 +688,7 @@ class TextModel:
         fillings_of_texts = []
         for place, gapped in enumerate(gapped_texts, 1):
             fill = self._fill
-            is_plain = self.model.config.l2r_only and not gapped.only_continues
-            if is_plain or mode == "resampling":
+            if resampling.is_resampled(gapped, mode, self.model.config):
                 fill = self._fill_by_resampling
             with in_list(place, len(texts)):
                 fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)

@@ -206,13 +206,13 @@ def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
     draw, caption = DRAWINGS[experiment.figure]
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
     is_comparable = experiment.figure in ("curves", "scatter")
-    is_comparable = is_comparable and experiment.figure_shares_axis
+    shares_axis = is_comparable and experiment.figure_shares_axis
     return draw_panels(
         panels,
         functools.partial(draw, experiment),
         columns=min(4, len(panels)),
         caption=caption,
-        sharey=is_comparable and not experiment.families,
+        sharey=shares_axis and not experiment.families,
     )
 
 

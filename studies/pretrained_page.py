@@ -371,11 +371,11 @@ def verdict(rows: dict) -> str:
 def sentences(rows: dict) -> str:
     plain = rows["fill_plain"]
     adapter = rows.get("fill_adapter")
-    both = rows.get("fill_adapter_resampling")
+    adapter_resampled = rows.get("fill_adapter_resampling")
     cells = []
     for number, row in enumerate(plain["rows"]):
         cells.append([row["sentence"], row["fillings"][0]])
-        for other in (both, adapter):
+        for other in (adapter_resampled, adapter):
             if other:
                 cells[-1].append(other["rows"][number]["fillings"][0])
     head = ["sentence", "untouched, by resampling"]
@@ -389,11 +389,12 @@ def sentences(rows: dict) -> str:
         f"{median_size(plain['rows']):.1f}. As a whole process, `aogpt fill FOLDER` takes "
         f"{seconds_of(whole)} for the first sentence ({len(whole)} times, one thread)."
     )
-    if both:
+    if adapter_resampled:
         head.append("adapter, by resampling")
+        filled = adapter_resampled["rows"]
         text += (
-            f" The adapter by resampling: {seconds_of(both['rows'])}, median effective "
-            f"sample size {median_size(both['rows']):.1f}."
+            f" The adapter by resampling: {seconds_of(filled)}, median effective "
+            f"sample size {median_size(filled):.1f}."
         )
     if adapter:
         head.append("adapter, left to right in the gap")

@@ -706,6 +706,12 @@ def exact_fillings(model, gapped, tokens):
     return log_probs, {k: math.exp(v - float(total)) for k, v in log_probs.items()}
 
 
+def keys_of_fillings(found):
+    """The tokens and the lengths of the gaps of each filling, as in `exact_fillings`."""
+    pairs = zip(found.tokens, found.contexts, strict=True)
+    return [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
+
+
 def resampled_p_value(fillings, keys, exact):
     """Of 1,500 fillings drawn by their weights, against {key: probability}; keys: those
     of the fillings."""
@@ -732,8 +738,7 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
     errors = []
     for draws in (4, 128, 2**14):
         found = fill_by_resampling(model, gapped, seed=1, draws=draws, vocab_size=3)
-        pairs = zip(found.tokens, found.contexts, strict=True)
-        keys = [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
+        keys = keys_of_fillings(found)
         weights = dict(zip(keys, found.weights, strict=True))
         assert math.isclose(sum(weights.values()), 1, abs_tol=1e-9)
         assert 1 - 1e-9 <= found.effective_sample_size <= draws + 1e-9
@@ -776,9 +781,7 @@ def test_any_decoder_fills_gaps_by_resampling(system):
                 parameter.mul_(0.1)
     _, exact = exact_fillings(model, gapped, 3)
     found = fill_by_resampling(model, gapped, seed=1, draws=2**13, vocab_size=3)
-    keys = []
-    for tokens, context in zip(found.tokens, found.contexts, strict=True):
-        keys.append((tuple(tokens), sizes_of_gaps(context)))
+    keys = keys_of_fillings(found)
     assert resampled_p_value(found, keys, exact) > 1e-3
 
 

@@ -73,8 +73,9 @@ def write_code(folder: Path) -> None:
         text = (PACKAGE / source).read_text()
         text = re.sub(r"^from \.+(\w+\.)*(?=\w+ import )", "from .", text, flags=re.M)
         header = (
-            f"# {LICENCE}\n# A copy of aogpt/{source} of the AO-GPT project: change "
-            "that, not this.\n\n"
+            f"# {LICENCE}\n"
+            f"# A copy of aogpt/{source} of the AO-GPT project: change that, not "
+            "this.\n\n"
         )
         write_text(folder / name, header + text)
 

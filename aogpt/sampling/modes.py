@@ -328,13 +328,23 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
 
+def can_resample(config: ModelConfig) -> bool:
+    """Return whether a model continues texts from left to right in its cache as a plain
+    GPT does."""
+    return not config.is_encoder and not system_of(config).mask_queries
+
+
+def check_can_resample(config: ModelConfig) -> None:
+    """Raise UserError for a model that cannot."""
+    if not can_resample(config):
+        raise UserError(
+            "resampling needs a decoder whose queries are no [MASK]; take another mode"
+        )
+
+
 def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot fill masks by resampling."""
-    if config.is_encoder or system_of(config).mask_queries:
-        raise UserError(
-            "--mode resampling needs a decoder whose queries are no [MASK]; take "
-            "another mode"
-        )
+    check_can_resample(config)
     if options.refine:
         raise UserError("--mode resampling weights what it draws: leave out --refine")
     if options.require:

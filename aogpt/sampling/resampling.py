@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..model import AOGPT
+from ..model import AOGPT, ModelConfig
 from ..runtime.devices import supports_float64
 from ..runtime.errors import UserError
 from ..runtime.randomness import (
@@ -43,7 +43,7 @@ from ..runtime.randomness import (
 from .cached import KVCache, cached_hidden, float32_logits, make_steps
 from .engine import Generation
 from .gaps import Gapped, Scores, TooLong, log_probs_along
-from .modes import BATCH_SIZE, Context
+from .modes import BATCH_SIZE, Context, Mode, check_can_resample
 from .race import draw
 from .token_choice import TokenChoice, probabilities
 
@@ -237,6 +237,12 @@ class Rows:
         return total[first]
 
 
+def is_resampled(gapped: Gapped, mode: Mode | None, config: ModelConfig) -> bool:
+    """Return whether the gaps of a text are filled in here: because the user says so,
+    or as a plain GPT cannot fill them otherwise."""
+    return mode == "resampling" or (config.l2r_only and not gapped.only_continues)
+
+
 @torch.no_grad()
 def fill_by_resampling(
     model: AOGPT,
@@ -261,10 +267,7 @@ def fill_by_resampling(
     choice that depends on the tokens before, and for models that do not read from left
     to right in the cache as plain GPTs do; TooLong where the longest text does not fit
     into a block."""
-    if model.config.is_encoder or model.mask_queries:
-        raise UserError(
-            "resampling needs a decoder whose queries are no [MASK]; take another mode"
-        )
+    check_can_resample(model.config)
     choice = choice or TokenChoice(temperature=TEMPERATURE)
     if choice.avoids_repeats:
         raise UserError(
@@ -300,16 +303,13 @@ def fill_by_resampling(
         )
         # 1. Choose K of all rows and lengths.
         fillings = [proposals[n] for n in sizes]
-        added = [filling.log_weight for filling in fillings]
-        by_length = _sums(weights, added)
+        log_weights = [filling.log_weight for filling in fillings]
+        by_length = _sums(weights, log_weights)
         weights = _normalised(by_length, draws)
         log_evidence += float(by_length.logsumexp(dim=0)) - math.log(draws)
         origin_by_length = origin.repeat(len(sizes))
         effective = min(effective, _sample_size(weights, origin_by_length))
-        bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
-        shift = float(to_uniform(bits)[0, 0])
-        strata = (torch.arange(draws).double() + shift) / draws
-        chosen = _inverse(weights, strata)
+        chosen = _systematic(weights, draws, seed, number)
         ancestors = torch.tensor([i % draws for i in chosen])
         origin = origin[ancestors]
         new_lengths = [sizes[i // draws] for i in chosen]
@@ -414,6 +414,15 @@ def _sample_size(weights: Tensor, origin: Tensor) -> float:
     origin (N,) are one sample."""
     of_origins = torch.zeros_like(weights).index_add(0, origin, weights)
     return float(1 / of_origins.square().sum())
+
+
+def _systematic(weights: Tensor, draws: int, seed: int, number: int) -> list[int]:
+    """Return K indexes in proportion to weights (N,): those at equal distances, shifted
+    by one random number (systematic resampling). number: of the gap."""
+    bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
+    shift = float(to_uniform(bits)[0, 0])
+    strata = (torch.arange(draws).double() + shift) / draws
+    return _inverse(weights, strata)
 
 
 def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:

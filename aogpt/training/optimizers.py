@@ -148,11 +148,8 @@ class EMA:
         decay = (1 + self.updates) / (10 + self.updates)
         share = (1 - decay.clamp(max=self.decay)) * finite
         self.updates += finite
-        averages = []
-        weights = []
-        for name, p in self.parameters.items():
-            averages.append(local(self.weights[name]))
-            weights.append(local(p.detach()))
+        averages = [local(average) for average in self.weights.values()]
+        weights = [local(p.detach()) for p in self.parameters.values()]
         share = share.to(averages[0].dtype)
         torch._foreach_lerp_(averages, weights, [share] * len(averages))
 
