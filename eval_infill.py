@@ -74,8 +74,9 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     longest: Count = 40
     """Greatest number of tokens in the sentence."""
     draws: Count | None = None
-    """Decoders: also fill in given both sides by this many continuations of the left side,
-    weighted by the right side (sampling-importance-resampling)."""
+    """Decoders, not those with a [MASK] as the query: also fill in given both sides by this
+    many continuations of the left side, weighted by the right side
+    (sampling-importance-resampling)."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0
     )
@@ -170,7 +171,7 @@ def evaluate(
             samples = fill_in(loaded, passages, both, options, a.seed)
             row |= rouge(texts_of(loaded, passages, samples))
             rows.append(row)
-    if a.draws and not model.config.is_encoder and not a.last_word:
+    if a.draws and modes.can_resample(model.config) and not a.last_word:
         rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
     return rows
 
@@ -270,7 +271,11 @@ def notes(rows: list[dict]) -> list[str]:
                 "average"
             )
     for run in dict.fromkeys(row["run"] for row in rows):
-        nll = {row["given"]: row["nll"] for row in rows if row["run"] == run}
+        # The model's own loss; that of resampling, the last row, where it has no other.
+        nll: dict[str, list[float]] = {}
+        for row in rows:
+            if row["run"] == run:
+                nll.setdefault(row["given"], row["nll"])
         if len(nll) < 2 or len(nll["left"]) < 2:
             continue
         gains = []

@@ -10,6 +10,7 @@ from helpers import prepared, write_jsonl
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
+from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.infilling import (
     Passages,
@@ -19,6 +20,7 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
+from aogpt.sampling.modes import DecodingOptions
 from aogpt.scoring import masked_log_probs, token_log_probs
 
 T = 9
@@ -161,13 +163,35 @@ def test_a_decoder_of_any_order_fills_in_by_resampling_too(
     report = tmp_path / "infill.json"
     options = ["--data", said, "--shortest", 2, "--longest", 12, "--json", report]
     options += ["--num-passages", 3, "--draws", 8, "--mode", "l2r"]
-    printed(eval_infill, run, *options)
+    out = printed(eval_infill, run, *options)
     rows = json.loads(report.read_text())["rows"]
     assert [(row["given"], row["mode"]) for row in rows] == [
         ("left", "l2r"),
         ("both", "l2r"),
         ("both", "resampling"),
     ]
+    left, both, resampled = [row["nll"] for row in rows]
+    assert both != resampled
+    gains = [one - other for one, other in zip(left, both, strict=True)]
+    worth = sum(gains) / len(gains)
+    assert f"{run}: the right side is worth {worth:.4f} nats/token" in out
+
+
+def test_draws_leave_out_a_model_that_cannot_resample(said):
+    model = make_system("mask_query", 3, tokens=257, block_size=32).eval()
+    loaded = Loaded(model, "x", 0, "raw", "bytes", 257)
+    a = eval_infill.Arguments(
+        runs=("x",),
+        data=str(said),
+        num_passages=3,
+        shortest=2,
+        longest=12,
+        draws=8,
+        decoding=DecodingOptions(mode="l2r", temperature=0),
+    )
+    passages = eval_infill.passages_of(a, loaded)
+    rows = eval_infill.evaluate("x", loaded, passages, a)
+    assert [row["mode"] for row in rows] == ["l2r", "l2r"]
 
 
 def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
