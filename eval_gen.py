@@ -35,6 +35,7 @@ from aogpt.runtime.command_line import (
     ModelOptions,
     run_script,
     show,
+    with_help,
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -172,7 +173,9 @@ class Arguments(ModelOptions, ReportOptions):
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, prog="python eval_gen.py", description=__doc__)
+    arguments = tyro.cli(
+        with_help(Arguments), prog="python eval_gen.py", description=__doc__
+    )
     with processes(arguments.device) as procs:
         evaluate(arguments, procs)
 

@@ -35,6 +35,7 @@ from aogpt.runtime.command_line import (
     ModelOptions,
     run_script,
     show,
+    with_help,
 )
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
@@ -84,7 +85,9 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, prog="python eval_infill.py", description=__doc__)
+    a = tyro.cli(
+        with_help(Arguments), prog="python eval_infill.py", description=__doc__
+    )
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")

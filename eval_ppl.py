@@ -44,6 +44,7 @@ from aogpt.runtime.command_line import (
     RunOptions,
     run_script,
     show,
+    with_help,
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -644,7 +645,9 @@ def _number(value: float, digits: int) -> str:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, prog="python eval_ppl.py", description=__doc__)
+    arguments = tyro.cli(
+        with_help(Arguments), prog="python eval_ppl.py", description=__doc__
+    )
     with processes(arguments.device) as procs:
         evaluate(arguments, procs)
 

@@ -34,6 +34,7 @@ from aogpt.runtime.command_line import (
     RunOptions,
     run_script,
     show,
+    with_help,
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -103,7 +104,7 @@ class Arguments(harness.Settings, RunOptions, OutputOptions):
 
 def main(judges: Mapping[str, Judge] | None = None) -> None:
     """Answer the tasks of the command line. judges: see `open_questions`."""
-    a = tyro.cli(Arguments, prog="python eval_tasks.py", description=__doc__)
+    a = tyro.cli(with_help(Arguments), prog="python eval_tasks.py", description=__doc__)
     check_values(a)
     if not a.tasks:
         raise UserError(

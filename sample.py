@@ -32,6 +32,7 @@ from aogpt.runtime.command_line import (
     run_script,
     show,
     visible,
+    with_help,
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -120,7 +121,9 @@ class Session:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, prog="python sample.py", description=__doc__)
+    arguments = tyro.cli(
+        with_help(Arguments), prog="python sample.py", description=__doc__
+    )
     with processes(arguments.device) as procs:
         sample(arguments, procs)
 

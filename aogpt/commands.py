@@ -19,7 +19,7 @@ import tyro
 
 from . import text_model as aogpt
 from .data.pieces import token_text
-from .runtime.command_line import ModelOptions, run_script, show
+from .runtime.command_line import ModelOptions, run_script, show, with_help
 from .runtime.devices import pick_device, pick_dtype
 from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -363,7 +363,7 @@ def run(command: str) -> None:
     # A function: tyro would show mistakes in the options of a class in a box. Indented,
     # as tyro joins lines that begin with a letter.
     a = tyro.cli(
-        functools.partial(kind),
+        functools.partial(with_help(kind)),
         prog=sys.argv[0],
         description=textwrap.indent(inspect.getdoc(kind) or "", " "),
     )

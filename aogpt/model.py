@@ -57,8 +57,8 @@ class ModelConfig:
     # rows of the token table: the vocabulary, up to a multiple of 64
     vocab_size: int = 50304
     block_size: int = 1024  # longest sequence, in tokens
-    n_layer: int = 12
-    n_head: int = 12
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # heads of the queries
     n_embd: int = 768  # width of the residual stream; a multiple of n_head
     # full: an encoder, unknown tokens are [MASK]
     attention: Literal["causal", "full"] = "causal"
@@ -70,31 +70,33 @@ class ModelConfig:
     mask_token: int | None = None
     # a table, rotated q and k, or both
     position: Literal["learned", "rotary", "both"] = "learned"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # before attention and MLP
     norm_bias: bool = True  # of LayerNorm
     qk_norm: bool = True  # RMSNorm on the queries and keys of each head
-    gelu: Literal["erf", "tanh"] = "erf"
+    gelu: Literal["erf", "tanh"] = "erf"  # exact, or its approximation by tanh
     # mix values with the first block's (Zhou et al., 2410.17897)
     value_residual: bool = False
-    attn_bias: bool = True
-    mlp_bias: bool = True
+    attn_bias: bool = True  # of the four matrices of attention
+    mlp_bias: bool = True  # of the matrices of the MLP
     # hidden: later steps do not see [None]
     start: Literal["attended", "hidden"] = "attended"
     tied_head: bool = False  # the output head shares the token table
-    head_bias: bool = True
-    dropout: float = 0.0
+    head_bias: bool = True  # of the output head
+    dropout: float = 0.0  # share of activations set to zero in training
     # initial values of position tables
     position_init: Literal["normal", "sinusoidal"] = "normal"
+
     # What the Llama family has; the defaults leave it out.
+
     # heads of keys and values (grouped queries); None: n_head
     n_kv_head: int | None = None
     head_width: int | None = None  # of one head; None: n_embd / n_head
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: gated by SiLU
     mlp_width: int | None = None  # None: 4 n_embd
     # None: as attn_bias, which is then that of q, k and v
     attn_proj_bias: bool | None = None
-    norm_eps: float = 1e-5
-    rope_base: float = 10000.0
+    norm_eps: float = 1e-5  # is added to the mean square, against division by zero
+    rope_base: float = 10000.0  # of the wavelengths of rotated positions
     # Llama 3: see `rotary_angles`
     rope_scaling: tuple[float, float, float, int] | None = None
     # rotary: the position of queries. before_target: from left to right it is the

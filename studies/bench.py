@@ -8,13 +8,16 @@ python -m studies.bench train --size small --batch-size 16
 
 import tyro
 
-from aogpt.runtime.command_line import run_script
+from aogpt.runtime.command_line import run_script, with_help
 from studies.decoding_speed import DecodeOptions, bench_decode
 from studies.step_speed import TrainOptions, bench_train
 
 
 def main() -> None:
-    commands = {"decode": DecodeOptions, "train": TrainOptions}
+    commands = {
+        "decode": with_help(DecodeOptions),
+        "train": with_help(TrainOptions),
+    }
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     if isinstance(chosen, DecodeOptions):
         bench_decode(chosen)

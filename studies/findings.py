@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from aogpt.data.prepare import Prepare, prepare
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_atomically, write_text
 from aogpt.runtime.validation import check_values
@@ -42,7 +42,7 @@ class Arguments(RunOptions):
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     check_values(a)
     match a.words:
         case ["page"]:

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from aogpt.runtime.command_line import interrupt, run_script, show
+from aogpt.runtime.command_line import interrupt, run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, markdown_table, versions
@@ -75,7 +75,7 @@ class Job:
 
 
 def main() -> int:
-    options = tyro.cli(Options, description=__doc__)
+    options = tyro.cli(with_help(Options), description=__doc__)
     check_values(options)
     # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends
     # with it.

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from aogpt.runtime.command_line import run_script
+from aogpt.runtime.command_line import run_script, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs
@@ -44,7 +44,7 @@ class Arguments(OutputOptions):
 
 def main() -> None:
     """Write the music of the command line's samples."""
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     if not (a.midi or a.svg):
         raise UserError("give --midi FILE, --svg FILE or both")
     samples = []

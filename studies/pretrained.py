@@ -28,7 +28,7 @@ from torch import Tensor
 import aogpt
 from aogpt.data.loader import TokenDataset, find_dataset
 from aogpt.evaluation import harness
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import commit
@@ -400,11 +400,11 @@ class Page:
 def main() -> None:
     command = tyro.extras.subcommand_cli_from_dict(
         {
-            "agree": Agree,
-            "lambada": Lambada,
-            "fill": Fill,
-            "gather": Gather,
-            "page": Page,
+            "agree": with_help(Agree),
+            "lambada": with_help(Lambada),
+            "fill": with_help(Fill),
+            "gather": with_help(Gather),
+            "page": with_help(Page),
         },
         description=__doc__,
     )

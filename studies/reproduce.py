@@ -18,7 +18,7 @@ from typing import Literal
 import tyro
 
 from aogpt.data.loader import find_dataset
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import markdown_table
@@ -87,7 +87,7 @@ class Arguments:
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     check_values(a)
     models, lines, datasets = read_config()
     datasets = chosen(a.datasets, datasets, "--datasets")

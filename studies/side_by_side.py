@@ -23,7 +23,7 @@ from typing import Annotated
 import tyro
 from scipy import stats
 
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
     OutputOptions,
@@ -139,7 +139,7 @@ class Checkout:
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     check_values(a)
     if not (a.other / "studies" / "bench.py").is_file():
         raise UserError(f"{a.other} is not a checkout of this project: name its folder")

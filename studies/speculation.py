@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.files import write_atomically, write_jsonl, write_text
 from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
 from studies.runs import ROOT, report_of, rows_by
@@ -126,7 +126,7 @@ class Arguments:
 
 def main() -> None:
     """Measure what has no row, and write the page and the figure."""
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     folder = ROOT / "results"
     samples = SAMPLES
     length = LENGTH

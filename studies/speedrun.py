@@ -24,7 +24,7 @@ from typing import Annotated
 
 import tyro
 
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, commit, markdown_table, versions
@@ -69,7 +69,7 @@ class Arguments:
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     check_values(a)
     benchmark = load_benchmark(a.benchmark)
     run_configs = benchmark.recipes[RECIPE]

@@ -23,7 +23,7 @@ import tyro
 
 from aogpt.checkpoints import load
 from aogpt.evaluation.answers import answer, open_questions
-from aogpt.runtime.command_line import run_script, show
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_atomically, write_text
 from aogpt.runtime.processes import Processes
@@ -60,7 +60,7 @@ class Arguments(RunOptions):
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+    a = tyro.cli(with_help(Arguments), description=__doc__)
     check_values(a)
     torch.set_num_threads(1)  # decoding is timed
     tasks, decoders = load_tasks()

@@ -1,6 +1,7 @@
 """aogpt/training/config.py: files, overrides, and errors that name key, file and
 nearest valid name."""
 
+import collections
 import math
 import re
 from dataclasses import asdict
@@ -364,3 +365,20 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     *full, _, _ = text.splitlines()
     assert len(full) > 4
     assert min(len(line.rstrip()) for line in full[1:]) > columns - 30
+
+
+def test_help_of_a_setting_is_not_that_of_the_one_above(script, monkeypatch):
+    """tyro gives a comment above a field to all fields below it without one."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = script(train, "--help")
+    lines = [line.strip("│").strip() for line in shown.splitlines()]
+    settings = {}
+    for text in re.split(r"\n(?=--)", "\n".join(lines))[1:]:
+        name = re.match(r"--[\w.-]+", text)[0]
+        text_below = re.search(r"\n(?![^\n]*[{}|])(.*)\(default:", text, re.DOTALL)
+        settings[name] = text_below[1].strip() if text_below else ""
+    assert len(settings) >= len(KEYS)
+    by_help = collections.defaultdict(list)
+    for name, text in settings.items():
+        by_help[text].append(name)
+    assert not [names for names in by_help.values() if len(names) > 1]

@@ -26,7 +26,7 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-from ..runtime.command_line import counted, interrupt, show
+from ..runtime.command_line import counted, interrupt, show, with_help
 from ..runtime.errors import UserError
 from ..runtime.files import staging, write_json
 from ..runtime.paths import DATA, PROJECT
@@ -164,7 +164,9 @@ def parse(options: type[Prepare], program: str, description: str) -> Prepare:
         tyro.conf.DisallowNone,
         tyro.conf.FlagCreatePairsOff,
     )
-    return tyro.cli(options, prog=program, description=description, config=config)
+    return tyro.cli(
+        with_help(options), prog=program, description=description, config=config
+    )
 
 
 def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:

@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 from annotated_types import Interval
 
-from ..runtime.command_line import run_script, show, visible
+from ..runtime.command_line import run_script, show, visible, with_help
 from ..runtime.errors import UserError
 from ..runtime.validation import check_values
 from . import session as sessions
@@ -199,7 +199,7 @@ def check_port(port: int) -> None:
 
 
 def main() -> None:
-    a = tyro.cli(Arguments, prog=sys.argv[0], description=__doc__)
+    a = tyro.cli(with_help(Arguments), prog=sys.argv[0], description=__doc__)
     check_values(a)
     if a.run == BOOKS and not Path(BOOKS).exists():
         raise UserError("name a model: aogpt playground MODEL")

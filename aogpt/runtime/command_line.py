@@ -1,15 +1,17 @@
 """How a script runs: options that several scripts share, errors in one line, and
 printing."""
 
+import inspect
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
 
 from .errors import UserError
@@ -54,6 +56,27 @@ class RunOptions(ModelOptions):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face
     repo id."""
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def with_help(options: Class) -> Class:
+    """Set the help of each field of a dataclass of options, and of dataclasses in it,
+    to the text under the field, and return the class. A line break of the source is a
+    space there, unless it ends a sentence."""
+    for part in get_type_hints(options).values():
+        if is_dataclass(part):
+            with_help(part)
+    for owner in options.__mro__[:-1]:  # all but `object`
+        for field in docstring_parser.parse_from_object(owner).params:
+            text = inspect.cleandoc(field.description or "")
+            text = re.sub(r"(?<![.:])\n", " ", text)
+            annotation = owner.__annotations__[field.arg_name]
+            owner.__annotations__[field.arg_name] = Annotated[
+                annotation, tyro.conf.arg(help=text)
+            ]
+    return options
 
 
 def visible(text: Any, one_line: bool = False) -> str:

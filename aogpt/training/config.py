@@ -141,7 +141,7 @@ class CheckpointConfig(Table):
 class WandbConfig(Table):
     # log to Weights & Biases
     mode: Literal["disabled", "online", "offline"] = "disabled"
-    project: str = "aogpt"
+    project: str = "aogpt"  # its name there
 
 
 @dataclass(frozen=True)

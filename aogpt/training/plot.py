@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ..runtime.command_line import run_script, show, visible
+from ..runtime.command_line import run_script, show, visible, with_help
 from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
 from .metrics import ORDERS, read_metrics
@@ -34,7 +34,11 @@ class PlotOptions(OutputOptions):
 
 
 def main() -> None:
-    o = tyro.cli(PlotOptions, prog="python -m aogpt.training.plot", description=__doc__)
+    o = tyro.cli(
+        with_help(PlotOptions),
+        prog="python -m aogpt.training.plot",
+        description=__doc__,
+    )
     if not o.runs or o.out.suffix != ".png":
         raise UserError(
             "give run folders, such as out/NAME, and with --out a file NAME.png"
