@@ -2,7 +2,7 @@
 beside its entropy, as repetitive text has a low perplexity.
 
     python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
-    python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4 --json gen.json
+    python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4
     python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
@@ -152,22 +152,25 @@ class Arguments(ModelOptions, ReportOptions):
     ] = ()
     """Run folders (out/NAME) or checkpoints to sample from, compared in one table."""
     judge: str = "gpt2-large"
-    """Hugging Face id or folder of a causal language model (it needs transformers), or a run,
-    checkpoint or released weights of a decoder of this project; in float32."""
+    """Hugging Face id or folder of a causal language model (it needs transformers), or
+    a run, checkpoint or released weights of a decoder of this project; in float32."""
     samples: tuple[Path, ...] = ()
     """Also score the samples in these files, or only them if there is no RUN: files of
     sample.py --jsonl, or of rows {"text": TEXT}."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
     reference: str | None = None
-    """Data set of held-out text of the same kind: also report the Jensen-Shannon divergence between
-    its 1-, 2- and 3-grams and those of the samples, 0 to 0.693 nats; repetition raises it."""
+    """Data set of held-out text of the same kind: also report the Jensen-Shannon
+    divergence between its 1-, 2- and 3-grams and those of the samples, 0 to 0.693 nats;
+    repetition raises it."""
     mauve: bool = False
-    """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as long as
-    they are on average. Its features are the judge's, the mean of the last hidden state over
-    tokens, not those of GPT-2 Large by default: compare only numbers of one judge, and of as
-    many samples, 1,000 or more. It needs pip install mauve-text."""
+    """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as
+    long as they are on average. Its features are the judge's, the mean of the last
+    hidden state over tokens, not those of GPT-2 Large by default: compare only numbers
+    of one judge, and of as many samples, 1,000 or more. It needs pip install
+    mauve-text."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
-    """Tokens in a sample, all but the first of which are scored; by default the block size."""
+    """Tokens in a sample, all but the first of which are scored; by default the block
+    size."""
     num_samples: Count = 64
     """Samples of every row of the table. Every row starts from the same --seed."""
 

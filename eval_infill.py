@@ -1,7 +1,7 @@
 """Infilling: score a sentence in the middle of a passage, and fill it in.
 
-    python eval_infill.py results/books_model --data data/books_english --num-passages 500
-    python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json infill.json
+    python eval_infill.py results/books_model --data data/books_english
+    python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json FILE
     python eval_infill.py out/aogpt out/gpt --data lambada --last-word
 
 Reports the negative log-likelihood (nats/token) of the sentence given both sides, and
@@ -67,16 +67,18 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     data: str
     """Prepared data set: a name under data/, or a folder that data/prepare.py wrote."""
     num_passages: Count = 200
-    """Blocks of the split, evenly spread, to search for a sentence each; some may have none."""
+    """Blocks of the split, evenly spread, to search for a sentence each; some may have
+    none."""
     last_word: bool = False
-    """Instead of sentences: the last word of each of --num-passages documents, as in LAMBADA."""
+    """Instead of sentences: the last word of each of --num-passages documents, as in
+    LAMBADA."""
     shortest: Count = 6
     """Least number of tokens in the sentence."""
     longest: Count = 40
     """Greatest number of tokens in the sentence."""
     draws: Count | None = None
-    """Decoders, not those with a [MASK] as the query: also fill in given both sides by this
-    many continuations of the left side, weighted by the right side
+    """Decoders, not those with a [MASK] as the query: also fill in given both sides by
+    this many continuations of the left side, weighted by the right side
     (sampling-importance-resampling)."""
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0

@@ -6,7 +6,7 @@ sequence.
     python eval_ppl.py out/quickstart --text "The fox ran into the woods."
     python eval_ppl.py A B --datasets stories my.txt
     python eval_ppl.py A B --datasets sentences.txt --lines
-    python eval_ppl.py RUN --datasets data/own --orders l2r random fixed_blockwise:block=32,seed=1
+    python eval_ppl.py RUN --datasets data/own --orders l2r fixed_blockwise:block=32
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
 
@@ -125,44 +125,48 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     other: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")
     ] = None
-    """A second model with the same tokenizer: also the difference of the two losses on the same
-    text, with a 95% interval and a p value, in blocks of the smaller block size."""
+    """A second model with the same tokenizer: also the difference of the two losses on
+    the same text, with a 95% interval and a p value, in blocks of the smaller block
+    size."""
     datasets: tuple[str, ...] = ()
-    """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin is scored
-    as it is, as one document without end-of-text."""
+    """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin
+    is scored as it is, as one document without end-of-text."""
     lines: bool = False
-    """Each line of a .txt file or /dev/stdin is a document, scored by itself; empty lines are left
-    out. The errors, and the p value of two models, are then by line."""
+    """Each line of a .txt file or /dev/stdin is a document, scored by itself; empty
+    lines are left out. The errors, and the p value of two models, are then by line."""
     text: Annotated[str | None, TEXT] = None
     """A text to score as it is, such as a sentence."""
     orders: tuple[str, ...] | None = None
     """Orders to score.
     l2r: left to right.
     random: the mean over uniformly random orders, or an encoder's ELBO.
-    Any order.kind of a config with its settings, such as fixed_blockwise:block=32,seed=1.
+    Any order.kind of a config with its settings, such as
+    fixed_blockwise:block=32,seed=1.
     score_entropy: SEDD's bound.
-    confidence, entropy, margin: the order in which the model would decode the text, one pass per
-    step; several positions per step as in confidence:threshold=0.9 or entropy:entropy_bound=0.5,
-    also with most=4,block=32.
+    confidence, entropy, margin: the order in which the model would decode the text, one
+    pass per step; several positions per step as in confidence:threshold=0.9 or
+    entropy:entropy_bound=0.5, also with most=4,block=32.
     oracle: the position whose true token is most probable comes next; not a likelihood.
     By default those of l2r and random that the model scores in a single pass."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
-    """Sizes of order ensembles: average probabilities over this many random orders of the context;
+    """Sizes of order ensembles: average probabilities over this many random orders of
+    the context;
     only for random orders, always in float32. 1: no ensemble."""
     group: Count = 1
-    """Predict this many steps of an order at once, each from the groups before, as decoding in
-    groups does. Costs one pass per group, except for two-stream models."""
+    """Predict this many steps of an order at once, each from the groups before, as
+    decoding in groups does. Costs one pass per group, except for two-stream models."""
     bound: Literal["mean", "iw"] = "mean"
-    """How --num-orders orders are combined. mean: mean loss. iw: the importance-weighted
-    bound, -log of the mean of the probabilities that they give a sequence."""
+    """How --num-orders orders are combined. mean: mean loss. iw: the
+    importance-weighted bound, -log of the mean of the probabilities that they give a
+    sequence."""
     num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] = 2
-    """Monte Carlo samples per sequence: random orders, or an encoder's masks. Ensembles use a
-    context per 8 of them, at least two."""
+    """Monte Carlo samples per sequence: random orders, or an encoder's masks. Ensembles
+    use a context per 8 of them, at least two."""
     max_sequences: Count | None = None
     """Score only this many blocks, spread over the split."""
     batch_size: Count | None = None
-    """Sequences per pass; by default chosen for speed, and halved when memory runs out. Does not
-    change the results."""
+    """Sequences per pass; by default chosen for speed, and halved when memory runs out.
+    Does not change the results."""
 
 
 def check_arguments(a: Arguments) -> Outputs:

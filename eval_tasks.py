@@ -2,9 +2,9 @@
 
     python eval_tasks.py out/own --tasks data/questions --mode confidence --html FILE
     python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
-    python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks --json result.json
-    python eval_tasks.py out/aogpt_small --tasks hellaswag --order random --num-orders 16
-    torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k --gen-kwargs max_gen_toks=128
+    python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks
+    python eval_tasks.py out/aogpt --tasks hellaswag --order random --num-orders 16
+    torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k
 
 A task is a prepared data set with prompts, by name or folder (data/prepare.py records;
 puzzles with several right answers: python -m studies.puzzle_answers), or a task of the
@@ -73,18 +73,19 @@ class Decoding(DecodingOptions):
     default)."""
 
     temperature: Temperature | None = None
-    """Prepared data: by default 0 (the most probable token). The harness: by default 1."""
+    """Prepared data: by default 0 (the most probable token). The harness: by default
+    1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(harness.Settings, RunOptions, OutputOptions):
     tasks: tuple[str, ...]
-    """Prepared data, by name or folder; or tasks, groups or tags of the harness by name (* matches
-    any text), or YAML files of tasks."""
+    """Prepared data, by name or folder; or tasks, groups or tags of the harness by name
+    (* matches any text), or YAML files of tasks."""
     decoding: Annotated[Decoding, tyro.conf.arg(name="")]
     limit: Count | None = None
-    """Use only this many rows of every task: of prepared data evenly spread, of the harness the
-    first. By default all."""
+    """Use only this many rows of every task: of prepared data evenly spread, of the
+    harness the first. By default all."""
     split: str | None = None
     """Prepared data: the split; by default test, if there is one."""
     html: Path | None = None
@@ -92,14 +93,16 @@ class Arguments(harness.Settings, RunOptions, OutputOptions):
     include_path: Path | None = None
     """Harness: folder with the YAML files of your own tasks."""
     num_fewshot: NonNegative | None = None
-    """Harness: examples before every context; by default the number that the task sets."""
+    """Harness: examples before every context; by default the number that the task
+    sets."""
     gen_kwargs: str | None = None
     """Harness: settings of generation that replace those of the tasks, such as
     "max_gen_toks=64,temperature=0.7,do_sample=True"."""
     json: Path | None = None
     """Write results, settings and versions to this file."""
     samples: Path | None = None
-    """Write a JSON object per row of every task: the answer, and whether it is right."""
+    """Write a JSON object per row of every task: the answer, and whether it is
+    right."""
 
 
 def main(judges: Mapping[str, Judge] | None = None) -> None:

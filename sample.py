@@ -2,8 +2,8 @@
 
 Examples:
     python sample.py out/quickstart --mode mdm --steps 64
-    python sample.py out/quickstart --mode l2r --prompt "The old horse" --num-samples 8 --jsonl FILE
-    python sample.py out/quickstart --mode adaptive --infill "She said[MASK:9] to him." --html FILE
+    python sample.py out/quickstart --mode l2r --prompt "The old horse" --jsonl FILE
+    python sample.py out/quickstart --infill "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --order slots:block=8 --group-size 4
     python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
@@ -60,42 +60,48 @@ class Arguments(RunOptions, OutputOptions):
     num_samples: Count | None = None
     """Samples of each prompt: 4, or 1 with --interactive."""
     infill: Annotated[str | None, TEXT] = None
-    """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. [MASK:2-12]
-    tries every length from 2 to 12, --num-samples times each, and shows the best filling.
-    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word after it.
-    A plain GPT (others with --mode resampling) draws at least 64 continuations, at 0.75 where
-    --temperature is 1, and takes --num-samples of them in proportion to how probable they and the
-    rest of the text are."""
+    """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens.
+    [MASK:2-12] tries every length from 2 to 12, --num-samples times each, and shows the
+    best filling.
+    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word
+    after it.
+    A plain GPT (others with --mode resampling) draws at least 64 continuations, at 0.75
+    where --temperature is 1, and takes --num-samples of them in proportion to how
+    probable they and the rest of the text are."""
     candidates: Count | None = None
-    """Infilling: show only this many distinct fillings, the best first. Those of one length are
-    ranked by their probability given both sides, others by the log-probability per token of the
-    known text on their right (a plain GPT: of the whole text). By default 1 if a mask has several
-    lengths, else all."""
+    """Infilling: show only this many distinct fillings, the best first. Those of one
+    length are ranked by their probability given both sides, others by the
+    log-probability per token of the known text on their right (a plain GPT: of the
+    whole text). By default 1 if a mask has several lengths, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
-    {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder of a prepared
-    data set with prompts (its test split, if it has one)."""
+    {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder
+    of a prepared data set with prompts (its test split, if it has one)."""
     rows: tuple[Count, ...] = ()
     """Use only these of the --prompts, by number from 1."""
     truncate: Literal["no", "left"] = "no"
-    """What to do with prompts that are too long. no: skip them. left: drop their first tokens, so
-    that there is room for --new-tokens, or else for half of the length (not with masks)."""
+    """What to do with prompts that are too long. no: skip them. left: drop their first
+    tokens, so that there is room for --new-tokens, or else for half of the length (not
+    with masks)."""
     stop: tuple[str, ...] = ()
     """Cut each sample before the first of these texts."""
     until_end: bool = False
-    """Cut each sample before its end-of-text; for models that were trained on prompts. The
-    default --mode is then l2r, as other modes fill in what follows the end as well."""
+    """Cut each sample before its end-of-text; for models that were trained on prompts.
+    The default --mode is then l2r, as other modes fill in what follows the end as
+    well."""
     jsonl: Path | None = None
-    """Write a JSON object per sample instead of printing it: text, prompt, tokens, the step and
-    log-probability of each, the order in which they were generated, settings. Log-probabilities
-    (nats) are those before temperature, top-k and top-p, also on the --html page; after --refine
-    those of the final text, each token given all before it in that order. Model calls,
-    token-forwards and seconds are totals over all samples up to then."""
+    """Write a JSON object per sample instead of printing it: text, prompt, tokens, the
+    step and log-probability of each, the order in which they were generated, settings.
+    Log-probabilities (nats) are those before temperature, top-k and top-p, also on the
+    --html page; after --refine those of the final text, each token given all before it
+    in that order. Model calls, token-forwards and seconds are totals over all samples
+    up to then."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
     interactive: bool = False
-    """Read lines from the terminal or standard input: masks are filled in, other text is continued
-    by 40 tokens. An empty line repeats the last one with the next seed; "exit" or Ctrl-D ends."""
+    """Read lines from the terminal or standard input: masks are filled in, other text
+    is continued by 40 tokens. An empty line repeats the last one with the next seed;
+    "exit" or Ctrl-D ends."""
 
 
 @dataclass(frozen=True)

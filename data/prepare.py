@@ -1,4 +1,5 @@
-"""Turn text into token files; `python data/prepare.py --help` lists what can be prepared.
+"""Turn text into token files; `python data/prepare.py --help` lists what can be
+prepared.
 
 The code is aogpt/data/prepare.py."""
 

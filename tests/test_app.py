@@ -342,7 +342,7 @@ def test_mistakes_are_told(monkeypatch):
     )
 
 
-# ---- in the browser ------------------------------------------------------------------------------
+# ---- in the browser ------------------------------------------------------------------
 
 IN_BROWSER = pytest.mark.slow(reason="starts a browser and the playground's server")
 LONGEST = 60_000  # milliseconds that a test waits for the page
@@ -435,7 +435,8 @@ def test_a_text_is_filled_in_by_clicks(tab):
 
 @IN_BROWSER
 def test_own_words_are_put_in_and_hostile_text_is_shown_as_it_is(tab):
-    hostile = "${document.title='x'}<img src=x onerror=\"document.title='y'\">`{{value}}\\u0041"
+    image = "<img src=x onerror=\"document.title='y'\">"
+    hostile = "${document.title='x'}" + image + "`{{value}}\\u0041"
     begin(tab, hostile + "[MASK:9]")
     filled(tab, 0)
     box = tab.get_by_label("Or write your own")

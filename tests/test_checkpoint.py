@@ -177,7 +177,8 @@ def change_state(path, without=None, **changes):
 
 WEIGHTS = "model.safetensors"
 STATE = "state.json"
-DAMAGES = {  # what is done to a checkpoint, given as its folder -> what the message says
+# what is done to a checkpoint, given as its folder -> what the message says
+DAMAGES = {
     "no part": (lambda p: (p / WEIGHTS).unlink(), "model.safetensors is missing"),
     "of another save": (
         lambda p: shutil.copy(p.with_name("step_00000001") / WEIGHTS, p),
@@ -446,7 +447,9 @@ def test_what_a_killed_convert_left_is_removed_by_the_next(tmp_path):
     script = (
         "import os, convert; convert.write_json = lambda *a: os.kill(os.getpid(), 9)\n"
     )
-    script += f"convert.convert({str(tmp_path / 'run')!r}, convert.Path({str(tmp_path / 'to')!r}))"
+    run = str(tmp_path / "run")
+    target = str(tmp_path / "to")
+    script += f"convert.convert({run!r}, convert.Path({target!r}))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
     assert done.returncode == -9
     assert len(list(tmp_path.iterdir())) == 2

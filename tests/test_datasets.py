@@ -580,7 +580,8 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     for note in (
         "note: 6 Windows line ends are converted",
         "note: 3 times <|endoftext|> is read as ordinary text (--split-at",
-        "note: 3 rows have a field 'id', which is left out (see --field and --prompt-field)",
+        "note: 3 rows have a field 'id', which is left out (see --field and "
+        "--prompt-field)",
         "note: 3 rows have a field 'title', which is left out",
         "note: 1 empty file is skipped",
     ):
@@ -604,7 +605,7 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         prepared("text", tmp_path / "q", tmp_path / "in", split="test")
 
 
-def test_the_command_that_comes_next_fits_short_data_and_names_the_folder_as_it_was_given(
+def test_the_next_command_fits_short_data_and_names_the_folder_as_it_was_given(
     tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "here").mkdir()
@@ -635,7 +636,8 @@ def test_the_help_names_every_dataset(printed):
     assert all(re.search(rf"\b{name}\b", shown) for name in catalogue.DATASETS)
 
 
-NOBODY = "http://127.0.0.1:9"  # a proxy that is not there: no network, and no waiting for it either
+# a proxy that is not there: no network, and no waiting for it either
+NOBODY = "http://127.0.0.1:9"
 PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
 
 

@@ -20,8 +20,11 @@ SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
 
 def short(steps):
     """Options that cut a debug config down to a few steps."""
-    options = f"--train.steps {steps} --optim.warmup-steps 2 --eval.interval 4 --eval.sequences 8"
-    return [*options.split(), "--checkpoint.interval", "4", "--train.log-interval", "1"]
+    options = (
+        f"--train.steps {steps} --optim.warmup-steps 2 --eval.interval 4 "
+        "--eval.sequences 8 --checkpoint.interval 4 --train.log-interval 1"
+    )
+    return options.split()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +64,9 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(printed, data, tmp_path
     options = ["--data.folder", data, "--out", tmp_path]
     printed(train, gpt2, *options, *short(4))
     source = tmp_path / "debug_gpt2"
-    changes = "--name any_order --model.target adaln --objective.kind ao_ar --order.kind mixture"
-    options += [*changes.split(), "--optim.lr", "0", "--train.init-from", source]
+    options += "--name any_order --model.target adaln --objective.kind ao_ar".split()
+    options += ["--order.kind", "mixture", "--optim.lr", "0"]
+    options += ["--train.init-from", source]
     out = printed(train, gpt2, *options, *short(2))
     assert "started from the weights of" in out
 

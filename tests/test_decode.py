@@ -186,11 +186,15 @@ ENUMERATED = [  # systems, seed, modes
 # something.
 OTHERS = {
     "mdm --steps 1": "mdm --steps 2, mdm --steps 5, even --steps 2, l2r",
-    "mdm --steps 2 --schedule cosine": "mdm --steps 2, even --steps 2 --schedule cosine",
-    "even --steps 3 --schedule cosine": "even --steps 3, mdm --steps 4 --schedule cosine",
+    "mdm --steps 2 --schedule "
+    "cosine": "mdm --steps 2, even --steps 2 --schedule cosine",
+    "even --steps 3 --schedule "
+    "cosine": "even --steps 3, mdm --steps 4 --schedule cosine",
     "confidence": "entropy, confidence --group-size 2, adaptive --unmask-by random",
-    "entropy --group-size 2": "confidence --group-size 2, entropy, random --group-size 2",
-    "speculative --order l2r --draft 4": "l2r --group-size 2, adaptive --unmask-by random",
+    "entropy --group-size "
+    "2": "confidence --group-size 2, entropy, random --group-size 2",
+    "speculative --order l2r --draft "
+    "4": "l2r --group-size 2, adaptive --unmask-by random",
     "speculative --draft 3": "random --group-size 3, l2r",
 }
 
@@ -744,7 +748,8 @@ def test_the_simple_sampler_has_log_probabilities_among_the_ids_that_may_be_draw
 
 def assert_same_samples(got, expected, cut=...):
     """Tokens, steps and log-probabilities; `cut`: an index of the rows and positions of
-    the expected ones. Log-probabilities are stored as float32, in steps of up to 1e-6."""
+    the expected ones. Log-probabilities are stored as float32, in steps of up to
+    1e-6."""
     assert torch.equal(got.tokens, expected.tokens[cut])
     assert torch.equal(got.step, expected.step[cut])
     assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5

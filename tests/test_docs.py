@@ -268,7 +268,7 @@ def test_a_command_parses(words, parse, monkeypatch):
         assert got.name in study_data.DATASETS
 
 
-# ---- commands that run ---------------------------------------------------------------------------
+# ---- commands that run ---------------------------------------------------------------
 
 # Options that make a run small, also in place of those of the command.
 SMALL = {
@@ -292,9 +292,9 @@ SMALL = {
     "data/prepare.py": ["--limit", "20"],
     "eval_infill.py": ["--num-passages", "2", "--overwrite"],
     "train.py": (
-        "--train.steps 1 --train.no-compile --train.batch_size 2 --train.micro_batch_size 2 "
-        "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size 32 "
-        "--optim.warmup_steps 1 --eval.sequences 2"
+        "--train.steps 1 --train.no-compile --train.batch_size 2 "
+        "--train.micro_batch_size 2 --model.n_layer 1 --model.n_embd 32 --model.n_head "
+        "2 --model.block_size 32 --optim.warmup_steps 1 --eval.sequences 2"
     ).split(),
 }
 USER_FILES = (
@@ -420,7 +420,7 @@ def test_commands_run(tmp_path):
     print(f"{len(results)} commands, {sum(r['seconds'] for r in results):.1f} s")
 
 
-# ---- pages ---------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------
 
 
 def without_code(text):

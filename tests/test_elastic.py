@@ -95,7 +95,7 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
         ),
     ],
 )
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step_with_a_checkpoint(
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(
     data, tmp_path, start, receiver
 ):
     config = tiny_config(data, tmp_path, steps=100_000, eval__interval=0)

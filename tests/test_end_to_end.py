@@ -12,9 +12,9 @@ import train
 from aogpt.data import prepare
 
 OPTIONS = """--name letters --model.block-size 32 --model.n-head 2 --model.n-embd 32
---model.cond-dim 16 --optim.lr 1e-2 --optim.warmup-steps 10 --optim.ema-decay 0.95 --train.steps 120
---train.micro-batch-size 8 --train.device cpu --eval.interval 120 --eval.sequences 32
---checkpoint.interval 120""".split()
+--model.cond-dim 16 --optim.lr 1e-2 --optim.warmup-steps 10 --optim.ema-decay 0.95
+--train.steps 120 --train.micro-batch-size 8 --train.device cpu --eval.interval 120
+--eval.sequences 32 --checkpoint.interval 120""".split()
 LETTERS = "abcdefghijklmnop"
 
 

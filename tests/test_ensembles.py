@@ -23,7 +23,8 @@ def exact_loss(conditional, size, orders, given=0):
         for step in range(given, N):
             target = order[step]
             own = conditional[tuple(order[:step]), target]
-            # p(target) after every order of the same context, of which members are drawn.
+            # p(target) after every order of the same context, of which members are
+            # drawn.
             listed = []
             for context in itertools.permutations(order[given:step]):
                 listed.append(conditional[(*prompt, *context), target])
@@ -89,7 +90,7 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
     assert gains.min() < -1e-3
 
 
-def test_the_direct_way_that_checks_others_has_the_loss_of_the_exact_ensemble_as_its_mean(
+def test_the_mean_loss_of_the_direct_way_is_that_of_the_exact_ensemble(
     system,
 ):
     """`reference.direct_nll`, which trained models are checked with."""

@@ -162,7 +162,7 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
         file,
         "    banned: Annotated[",
         "    above_mean: float = 0.0\n"
-        '    """Draw from the tokens with at least this many times the mean probability."""\n'
+        '    """Draw from tokens with this many times the mean probability."""\n'
         "    banned: Annotated[",
     )
     project.edit(

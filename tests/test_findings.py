@@ -229,7 +229,7 @@ def test_an_error_that_all_seeds_share_is_added_once():
     assert judged(Claim("", "c:gain", "1"), "training", entries) is None
 
 
-def test_a_claim_with_a_loss_on_the_unigram_plateau_or_a_run_that_did_not_end_is_undecided():
+def test_a_claim_with_a_loss_on_the_plateau_or_a_run_that_did_not_end_is_undecided():
 
     def of_text(*losses, **scores):
         return by_seed(*losses, unigram=[3.0, None], unigram_test=[2.6, None], **scores)
@@ -362,7 +362,8 @@ def test_without_successes_differences_are_rarely_found():
 
 
 def test_a_page_tells_what_run_configs_cost_and_reach_with_fewer_tokens():
-    """Half of the tokens at 1.5 times the operations a token and 0.8 times the speed."""
+    """Half of the tokens at 1.5 times the operations a token and 0.8 times the
+    speed."""
     experiment = dataclasses.replace(
         load_experiment("E22"),
         equal_time={
@@ -741,7 +742,7 @@ tuning_seeds = [7]
 figure = "curves"
 shown = ["l2r"]
 claims = [
-    { says = "who learns is better", lower = "moving", higher = "still", primary = ["slow"] },
+    { says = "moving wins", lower = "moving", higher = "still", primary = ["slow"] },
     { says = "who does not is better", lower = "still:l2r", higher = "moving:l2r" },
     { says = "measured", lower = "moving:eval_l2r", higher = "still:l2r" },
 ]

@@ -132,7 +132,8 @@ def test_blanks_and_single_tokens_are_the_conditionals(system):
 
 
 def filled_log_prob(text, tokens, hidden):
-    """log p of the tokens in a range of places, from left to right, given all others."""
+    """log p of the tokens in a range of places, from left to right, given all
+    others."""
     given = [None if i in hidden else token for i, token in enumerate(tokens)]
     (scores,) = gaps.score_fillings(text.model, [given], [tokens])
     return scores.filling * len(hidden)
@@ -707,7 +708,8 @@ def exact_fillings(model, gapped, tokens):
 
 
 def keys_of_fillings(found):
-    """The tokens and the lengths of the gaps of each filling, as in `exact_fillings`."""
+    """The tokens and the lengths of the gaps of each filling, as in
+    `exact_fillings`."""
     pairs = zip(found.tokens, found.contexts, strict=True)
     return [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
 

@@ -358,7 +358,7 @@ def test_scoring_refuses_what_the_model_cannot_take(tokens, shape, words):
         )
 
 
-def test_a_model_without_tables_takes_other_lengths_and_computes_the_same_on_short_ones():
+def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
     message = f"no other block size than {LENGTH}, such as {LENGTH + 1}.*wtpe"
     with pytest.raises(ValueError, match=message):
         set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)

@@ -312,7 +312,7 @@ def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_bat
 
 @pytest.mark.slow(reason="compiles in two processes")
 @needs_compiler
-def test_compiled_shards_give_the_losses_of_eager_ones_and_compile_nothing_after_the_first_step(
+def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(
     short,
 ):
     base = change(

@@ -50,7 +50,8 @@ def multiplied_texts(tree):
 
 
 def packed_assignments(tree):
-    """The lines on which several values are assigned to several names, as a, b = 1, 2."""
+    """The lines on which several values are assigned to several names, as a, b = 1,
+    2."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             if isinstance(node.targets[0], ast.Tuple):

@@ -271,7 +271,7 @@ def test_the_modes_unmask_positions_as_they_say(draw):
     assert len(set(map(tuple, counts("mdm --steps 4", n=20)))) > 5
 
 
-def test_speculation_takes_fewer_calls_than_tokens_and_greedy_text_is_that_of_one_token_a_step(
+def test_speculation_takes_fewer_calls_and_its_greedy_text_is_that_of_single_steps(
     draw,
 ):
     common = ["--num-samples", 1, "--temperature", 0, "--prompt", "the mo"]

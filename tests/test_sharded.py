@@ -171,7 +171,7 @@ def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkey
         saver.wait()
 
 
-def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before_without_a_trace(
+def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before(
     base, pair, procs
 ):
     whole = change(base, name="whole")

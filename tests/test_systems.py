@@ -387,7 +387,7 @@ def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
         assert ((1 - (-masks.sigma).exp()) / (1 - EPS) - rates).abs().max() < 1e-6
 
 
-def test_the_unweighted_loss_has_the_masks_of_lambda_dce_and_is_a_mean_over_masked_tokens():
+def test_the_unweighted_loss_is_a_mean_over_the_masked_tokens_of_lambda_dce():
     for step in range(3):
         weighted = drawn_masks("lambda_dce", 5, step, range(8), 8)
         plain = drawn_masks("masked_ce", 5, step, range(8), 8)

@@ -657,7 +657,7 @@ def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(
         train.train(change(config, train__steps=12), ALONE)
 
 
-def test_a_full_disk_keeps_and_names_the_earlier_checkpoint_and_costs_nothing_once_there_is_space(
+def test_a_full_disk_keeps_the_earlier_checkpoint_and_costs_nothing_later(
     reference, tmp_path, script
 ):
     undisturbed = copy_of(reference, tmp_path / "undisturbed", train__steps=47)

@@ -7,11 +7,11 @@ behind; a finished dataset is not made twice.
 
 examples:
   python data/prepare.py stories
-  python data/prepare.py text --source book1.txt book2.md.gz --tokenizer bytes --out data/books
+  python data/prepare.py text --source a.txt b.md.gz --tokenizer bytes --out data/books
   python data/prepare.py text --source train.jsonl.xz --val val.csv --field text
-  python data/prepare.py records --source questions.jsonl --block-size 128 --out data/questions
+  python data/prepare.py records --source rows.jsonl --block-size 128 --out data/rows
   python data/prepare.py ptb
-  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512 --out data/wiki512"""
+  python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512"""
 
 import os
 import shlex

@@ -32,8 +32,9 @@ class Judge(Protocol):
     not the only one, as a colouring of a map."""
 
     temperature: float  # at which its models answer, unless the user says another one
-    # (sizes of the groups of positions that are drawn in parallel) -> share of right answers
-    # that a model with exact conditionals reaches at temperature 1; None: unknown
+    # (sizes of the groups of positions that are drawn in parallel) -> share of right
+    # answers that a model with exact conditionals reaches at temperature 1; None:
+    # unknown
     limit: Callable[[Sequence[int]], float] | None
     # Rows and columns of the board that an answer is, and of its boxes; None: a line
     board: tuple[int, int, int, int] | None

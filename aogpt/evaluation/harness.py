@@ -5,7 +5,8 @@ Importing this module registers the model under the name "aogpt"; eval_tasks.py 
 script:
 
     import lm_eval, aogpt.evaluation.harness
-    lm_eval.simple_evaluate(model="aogpt", model_args="run=out/NAME,order=random", tasks=["piqa"])
+    settings = "run=out/NAME,order=random"
+    lm_eval.simple_evaluate(model="aogpt", model_args=settings, tasks=["piqa"])
 
 The harness is the package lm_eval: pip install -r requirements-harness.txt.
 
@@ -94,9 +95,9 @@ class HarnessModel(TemplateLM):
     context x_0..x_{c-1} is
 
     order l2r, decoders      sum_{i >= c} log p(x_i | x_<i), exact
-    order random, decoders   mean over M orders s of sum_{i >= c} log p(x[s_i] | x[s_<i])
-    order random, encoders   mean over M masks S of n / |S| sum_{i in S} log p(x_i | x
-                             outside S)
+    order random, decoders   mean over M orders s of sum_{i>=c} log p(x[s_i] | x[s_<i])
+    order random, encoders   mean over M masks S of n / |S| sum_{i in S} of
+                             log p(x_i | x outside S)
 
     An order s is the context in ascending order, then the continuation in a uniformly
     random order. A mask S is k uniformly random positions of the continuation (k-DCE,
@@ -216,9 +217,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests, disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of the continuation of each (context, continuation),
-        texts, and whether every token of it was the most probable one; (0.0, True) of one
-        without tokens."""
+        """Return the log-likelihood of the continuation of each (context,
+        continuation), texts, and whether every token of it was the most probable one;
+        (0.0, True) of one without tokens."""
         pairs = []
         for request in requests:
             context, continuation = request.args
@@ -398,7 +399,8 @@ class HarnessModel(TemplateLM):
                 first=c,
                 weight=1.0,
             )
-        # The request itself is the key of its random numbers, whatever its place and process.
+        # The request itself is the key of its random numbers, whatever its place and
+        # process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
         order = orders_at(

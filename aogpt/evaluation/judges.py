@@ -182,8 +182,8 @@ class DecoderJudge(Judge):
         return ids
 
     def has_ids_of(self, tokenizer: str) -> bool:
-        # The samples' tokenizer is in memory already: the judge's must not be another of
-        # that name.
+        # The samples' tokenizer is in memory already: the judge's must not be another
+        # of that name.
         return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
 
     def nll(self, tokens: Tensor) -> Tensor:
@@ -207,7 +207,8 @@ class TransformersJudge(Judge):
 
             transformers.logging.set_verbosity_error()
             transformers.logging.disable_progress_bar()
-            # The small file first: it shows what is wrong before anything large is fetched.
+            # The small file first: it shows what is wrong before anything large is
+            # fetched.
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
@@ -215,7 +216,8 @@ class TransformersJudge(Judge):
                 output_loading_info=True,
                 dtype=torch.float32,
             )
-        # Packages, network, ids, access and files fail with many kinds of errors, all the user's.
+        # Packages, network, ids, access and files fail with many kinds of errors, all
+        # the user's.
         except Exception as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise UserError(
@@ -245,8 +247,8 @@ class TransformersJudge(Judge):
         self.tokenizer = f"{type(self._tokenizer).__name__} of {name}"
         self.libraries = {"transformers": transformers.__version__}
         self.parameters = sum(p.numel() for p in model.parameters())
-        # Models were trained as their tokenizers write text: with a start token in front
-        # or not.
+        # Models were trained as their tokenizers write text: with a start token in
+        # front or not.
         self._bos = self._tokenizer.bos_token_id
         first_ids = self._tokenizer("").input_ids[:1]
         self.start = self._bos is not None and first_ids == [self._bos]

@@ -6,8 +6,8 @@
 The list of models has those of out/ and the folders of models/, such as a SmolLM2 in
 models/smollm2. A plain GPT fills gaps by resampling (`sampling.resampling`).
 
-It needs gradio: pip install gradio, which is also the extra aogpt[playground]; in a clone,
-`make playground` does that."""
+It needs gradio: pip install gradio, which is also the extra aogpt[playground]; in a
+clone, `make playground` does that."""
 
 import importlib.util
 import os
@@ -30,10 +30,11 @@ from .session import RULES, Session, Settings
 BOOKS = "results/books_model"
 EXAMPLE = '"I am very glad to see you," said[MASK:3-5], and she smiled[MASK:3].'
 INTRO = """# AO-GPT playground
-The model fills in the gaps of a text one token at a time, in any order. **Step** fills in the
-outlined blank. The order chooses that blank, or you do: click one. Then you can also choose its
-token, or write your own. **Run** fills in all blanks; again, it draws another text. One visitor is
-served at a time: *queue: 1* means that another visitor comes first."""
+The model fills in the gaps of a text one token at a time, in any order. **Step** fills
+in the outlined blank. The order chooses that blank, or you do: click one. Then you can
+also choose its token, or write your own. **Run** fills in all blanks; again, it draws
+another text. One visitor is served at a time: *queue: 1* means that another visitor
+comes first."""
 GAPS = (
     "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a "
     "mask."

@@ -212,8 +212,8 @@ class PlainFill(Fill):
         """Put a token into a blank. Raises UserError for one that was not drawn."""
         if self.log_probs(position)[token] <= IMPOSSIBLE:
             raise UserError(
-                "a plain GPT takes tokens of the fillings that it drew: choose one of the "
-                "list, or Restart with another seed"
+                "a plain GPT takes tokens of the fillings that it drew: choose one of "
+                "the list, or Restart with another seed"
             )
         super().put(position, token)
 

@@ -59,7 +59,8 @@ class Session:
         self.note = ""
 
     def act(self, settings: Settings, action: str) -> None:
-        """Do what a visitor asks for; then the text beside keeps pace. Raises UserError.
+        """Do what a visitor asks for; then the text beside keeps pace. Raises
+        UserError.
 
         Args:
             settings: of the page.

@@ -2,7 +2,8 @@
 plans.py and engine.py.
 
     from aogpt.sampling import generate, mdm_plan
-    samples = generate(model, mdm_plan(8, 256, steps=64, generator=torch.Generator()))"""
+    plan = mdm_plan(8, 256, steps=64, generator=torch.Generator())
+    samples = generate(model, plan)"""
 
 from .engine import Engine, Generation, generate
 from .plans import (

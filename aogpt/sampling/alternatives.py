@@ -1,4 +1,5 @@
-"""Alternatives of a text, "The [cat|dog|tax] barked.": read, and the tokens around them."""
+"""Alternatives of a text, "The [cat|dog|tax] barked.": read, and the tokens around
+them."""
 
 import itertools
 import math

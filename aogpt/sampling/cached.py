@@ -13,7 +13,7 @@ wanted next (cached = 0, known = 3, count = 5):
     1            x4            5             1          0 1
     2            x1            2             5          0 1 2
     3            x5            6             0          0 1 2 3     first target
-    4            x5            6             2          0 1 2   4   second: a copy of input 3
+    4            x5            6             2          0 1 2   4   second: as input 3
 
 Slots 0 to 3 hold true inputs and stay. Once x0 and x2 are drawn, the next pass computes
 input 4 and the last target (cached = 4, known = 5, count = 2):

@@ -184,7 +184,8 @@ def generate(
     Args:
         tokens: LongTensor (B, T) with the given tokens; the rest is ignored.
         generator: CPU generator of one uniform number per position.
-        uniforms: or those numbers, float64 (B, T) in sequence order, in [0, 1). Sample b
+        uniforms: or those numbers, float64 (B, T) in sequence order, in [0, 1). Sample
+        b
             depends on row b alone, up to rounding.
         forced: LongTensor (B, T): take these tokens instead of drawing any, for
             log-probabilities.

@@ -33,7 +33,9 @@ from ..systems.mask_query import MaskQuery  # noqa: F401
 from ..systems.parameters import init_weight
 from ..systems.queries import QueryDecoder  # noqa: F401
 from ..systems.two_stream import TwoStream  # noqa: F401
-from .cached import KVCache  # noqa: F401  # transformers 5.0 copies what this file imports
+
+# transformers 5.0 copies what this file imports
+from .cached import KVCache  # noqa: F401
 from .race import draw
 from .simple import nucleus, simple_generate
 

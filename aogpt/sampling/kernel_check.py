@@ -89,7 +89,8 @@ def agrees(name: str, check: Callable[[], str]) -> bool:
     if difference:
         reason = visible(difference, one_line=True)[:200]
         show(
-            f"{name}: going on without the faster code, which does not agree here ({reason})",
+            f"{name}: going on without the faster code, which does not agree here "
+            f"({reason})",
             file=sys.stderr,
             flush=True,
         )

@@ -85,67 +85,76 @@ class DecodingOptions(TokenChoice):
     `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
     mode: Mode | None = None
-    """mdm (default; l2r for a plain GPT): masked diffusion, exact: every position unmasks at its
-    own random time, drawn from --seed.
+    """mdm (default; l2r for a plain GPT): masked diffusion, exact: every position
+    unmasks at its own random time, drawn from --seed.
     even: a random order in groups of equal size.
     l2r: left to right.
     random: a random order, one group of --group-size after the other.
     order: the same in orders drawn from --order; the default where that is given.
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
-    speculative: drafted in parallel, verified in one causal pass; exact as one token a step.
-    resampling: for texts with masks: continuations of the text before them, weighted by how well
-    the text goes on after them. A plain GPT always fills masks so."""
+    speculative: drafted in parallel, verified in one causal pass; exact as one token a
+    step.
+    resampling: for texts with masks: continuations of the text before them, weighted by
+    how well the text goes on after them. A plain GPT always fills masks so."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
-    """Schedule of mdm and even. linear (default): about equally many tokens in every step.
+    """Schedule of mdm and even. linear (default): about equally many tokens in every
+    step.
     cosine: few at first, many at the end."""
     group_size: Count | None = None
     """Tokens a step of l2r, random, order and adaptive; by default 1.
     With --threshold or --entropy-bound the most of a step; by default any number."""
     unmask_by: UnmaskFirst | None = None
-    """adaptive: first where the likeliest token is most probable (default), or the entropy least,
-    or the likeliest token furthest above the second, or at random."""
+    """adaptive: first where the likeliest token is most probable (default), or the
+    entropy least, or the likeliest token furthest above the second, or at random."""
     threshold: Bound | None = None
-    """adaptive: in a step all tokens whose confidence or margin is at least this, or entropy (nats)
-    at most; one at least."""
+    """adaptive: in a step all tokens whose confidence or margin is at least this, or
+    entropy (nats) at most; one at least."""
     entropy_bound: Bound | None = None
-    """adaptive: in a step tokens whose entropies (nats), without the largest, add up to at most
-    this (EB-sampler); one at least."""
+    """adaptive: in a step tokens whose entropies (nats), without the largest, add up to
+    at most this (EB-sampler); one at least."""
     block: Count | None = None
-    """adaptive: tokens of blocks that are filled in one after the other (semi-autoregressive);
+    """adaptive: tokens of blocks that are filled in one after the other
+    (semi-autoregressive);
     counted from the beginning of a sample, prompt and all."""
     order: str | None = None
-    """order, speculative: a distribution over orders, KIND or KIND:setting=value, such as
-    slots:block=8: the kinds of order.kind in a training config; by default a uniformly random
-    order, as in random."""
+    """order, speculative: a distribution over orders, KIND or KIND:setting=value, such
+    as slots:block=8: the kinds of order.kind in a training config; by default a
+    uniformly random order, as in random."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens drafted at once; by default 8."""
     ban: tuple[str, ...] = ()
-    """Words that no sample holds, with or without a space before them. Tokens of one step
-    do not see each other: for words of several tokens take one token a step."""
+    """Words that no sample holds, with or without a space before them. Tokens of one
+    step do not see each other: for words of several tokens take one token a step."""
     require: tuple[str, ...] = ()
-    """Words that every sample holds. Each is put, with a space before it, at a random place of
-    what is to be generated, as given tokens; all arrangements and orders of the words are
-    equally likely, and --seed decides. The rest is generated around them, so a longer word
-    can begin with one. Not with masks (write the word into the text) or a plain GPT."""
+    """Words that every sample holds. Each is put, with a space before it, at a random
+    place of what is to be generated, as given tokens; all arrangements and orders of
+    the words are equally likely, and --seed decides. The rest is generated around them,
+    so a longer word can begin with one. Not with masks (write the word into the text)
+    or a plain GPT."""
     required: Annotated[tuple[tuple[int, ...], ...], tyro.conf.Suppress] = ()
     """The ids of these words."""
     refine: NonNegative = 0
-    """Rounds in which generated tokens of a complete sample are redrawn, given all others."""
+    """Rounds in which generated tokens of a complete sample are redrawn, given all
+    others."""
     refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """The share of the generated tokens that a round redraws, at least one; by default 0.1."""
+    """The share of the generated tokens that a round redraws, at least one; by default
+    0.1."""
     refine_by: RefineBy | None = None
-    """Which tokens. drawn (default): those that were least likely when they were drawn; no cost.
-    others: those that are least likely given all others; a model call a token and round.
+    """Which tokens. drawn (default): those that were least likely when they were drawn;
+    no cost.
+    others: those that are least likely given all others; a model call a token and
+    round.
     random: at random (Gibbs sampling)."""
     batch_size: Count | None = None
     """Samples in flight at once, fewer where memory runs out; by default 16.
-    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on this."""
+    In float32 rounding moved no token of 131,072; in bfloat16 samples depend on
+    this."""
     compile: bool = False
-    """torch.compile the model: minutes at the start, worth it for many samples. On a GPU also
-    take Triton kernels and CUDA graphs, if they agree with PyTorch there."""
+    """torch.compile the model: minutes at the start, worth it for many samples. On a
+    GPU also take Triton kernels and CUDA graphs, if they agree with PyTorch there."""
     kernels: bool = False
     """On a GPU: take the Triton kernels without --compile, too."""
 

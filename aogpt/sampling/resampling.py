@@ -410,8 +410,8 @@ def _normalised(log_weights: Tensor, draws: int) -> Tensor:
 
 
 def _sample_size(weights: Tensor, origin: Tensor) -> float:
-    """Return the effective sample size of weights (N,) of sum 1, of which those with one
-    origin (N,) are one sample."""
+    """Return the effective sample size of weights (N,) of sum 1, of which those with
+    one origin (N,) are one sample."""
     of_origins = torch.zeros_like(weights).index_add(0, origin, weights)
     return float(1 / of_origins.square().sum())
 

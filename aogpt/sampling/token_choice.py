@@ -151,8 +151,8 @@ def _may_branch(x: Tensor) -> bool:
 def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V) at the temperature, float32 or float64, 0 for tokens
     that top-k or min-p leave out; not normalised again. The most probable token stays.
-    Everything but top-p, for which `choose_tokens` has a faster way. kernels.py declines
-    fields of `TokenChoice` that it does not know."""
+    Everything but top-p, for which `choose_tokens` has a faster way. kernels.py
+    declines fields of `TokenChoice` that it does not know."""
     if logits.dtype != torch.float64:
         logits = logits.float()
     if choice.temperature != 1:

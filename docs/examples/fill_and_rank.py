@@ -4,8 +4,8 @@
 
 A line of the text file with masks, "She[MASK:2-4] home.", is printed filled in. A row
 of the CSV file has a sentence with alternatives, "He [lead|led] the horse.", in the
-column `sentence`; the columns `best` and `share` are added and the rows printed. Columns
-are separated by commas, semicolons or tabs."""
+column `sentence`; the columns `best` and `share` are added and the rows printed.
+Columns are separated by commas, semicolons or tabs."""
 
 import argparse
 import csv
