@@ -57,8 +57,8 @@ class Arguments(RunOptions, OutputOptions):
     """Tokens in a sample, prompt included; by default the model's block size."""
     new_tokens: Count | None = None
     """Instead of --length: tokens to generate after the prompt."""
-    num_samples: Count | None = None
-    """Samples of each prompt: 4, or 1 with --interactive."""
+    num_samples: Count = 4
+    """Samples of each prompt."""
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens.
     [MASK:2-12] tries every length from 2 to 12, --num-samples times each, and shows the
@@ -98,10 +98,6 @@ class Arguments(RunOptions, OutputOptions):
     up to then."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
-    interactive: bool = False
-    """Read lines from the terminal or standard input: masks are filled in, other text
-    is continued by 40 tokens. An empty line repeats the last one with the next seed;
-    "exit" or Ctrl-D ends."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +134,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
     # 1. Everything that can be wrong before a model is loaded.
     check_arguments(a, procs)
-    usual = 4
-    if a.interactive:
-        usual = a.candidates or 1
-    a = replace(a, num_samples=a.num_samples or usual)
     options = a.decoding
     if options.mode is not None:
         options = modes.with_mode_defaults(options)
@@ -152,7 +144,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     if not of_data:
         requests = read_requests(a)
         is_infill = any(request.kind == "infill" for request in requests)
-        if a.candidates and not (a.interactive or is_infill):
+        if a.candidates and not is_infill:
             raise UserError(
                 "--candidates chooses among fillings: give --infill, or leave it out"
             )
@@ -183,10 +175,7 @@ def sample(a: Arguments, procs: Processes) -> None:
 
     # 3. Samples.
     session = Session(options, loaded, tokenizer, outputs, procs)
-    if a.interactive:
-        terminal.interact(lambda line, seed: fill_line(a, session, line, seed), a.seed)
-    else:
-        fill(a, session, requests)
+    fill(a, session, requests)
 
 
 def check_arguments(a: Arguments, procs: Processes) -> None:
@@ -208,37 +197,6 @@ def check_arguments(a: Arguments, procs: Processes) -> None:
         )
     if "" in a.stop:
         raise UserError("--stop is empty; give the text before which samples are cut")
-    if a.interactive:
-        names = ("prompt", "infill", "prompts", "jsonl", "html")
-        given = [f"--{name}" for name in names if getattr(a, name) is not None]
-        if procs.world_size > 1:
-            given.append("torchrun")
-        if given:
-            raise UserError(
-                f"--interactive reads lines and shows the samples: leave out {given[0]}"
-            )
-
-
-def fill_line(a: Arguments, session: Session, line: str, seed: int) -> None:
-    """Fill in or continue a line of --interactive."""
-    kind: Literal["prompt", "infill"] = "prompt"
-    length = a.length
-    new_tokens = a.new_tokens
-    if gaps.MASK.search(line):
-        kind = "infill"
-        length = None
-        new_tokens = None
-    elif length is None and new_tokens is None:
-        block_size = session.loaded.model.config.block_size
-        room = block_size - len(session.tokenizer.encode(line))
-        new_tokens = max(1, min(40, room))
-    changed = replace(
-        a,
-        seed=seed,
-        length=length,
-        new_tokens=new_tokens,
-    )
-    fill(changed, session, [Request("this line", kind, line)])
 
 
 MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
@@ -468,11 +426,9 @@ class Report:
         tokens = str(longest)
         if shortest < longest:
             tokens = f"{shortest} to {longest}"
-        source = f"from {self.session.loaded.description}"
-        if self.a.interactive:
-            source = f"with seed {self.a.seed}"
         line = (
-            f"{counted(self.count, 'samples')} of {tokens} tokens {source}: "
+            f"{counted(self.count, 'samples')} of {tokens} tokens "
+            f"from {self.session.loaded.description}: "
             f"{self.model_calls} model calls, {self.token_forwards} token-forwards, "
             f"{self.seconds:.2f} s"
         )

@@ -116,13 +116,6 @@ def test_a_closed_output_is_nowhere_and_no_error(tmp_path, closed):
     assert (tmp_path / "result").read_text() == "whole"
 
 
-def test_interactive_without_standard_input_is_told(run):
-    command = f"{sys.executable} sample.py {run} --interactive --device cpu <&-"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: standard input is closed")
-
-
 @pytest.mark.parametrize(
     "body, status, out, err",
     [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .estimates import t_quantile
+from .estimates import estimate
 
 
 def unigram_entropy(tokens: Sequence[int]) -> float:
@@ -172,25 +172,20 @@ def corpus_perplexity(
     totals: Sequence[float], counts: Sequence[int]
 ) -> dict[str, float]:
     """Return exp(all nats / all scored tokens), its 95% interval over samples, and both
-    as nats, from the -log p of each sample and its scored tokens.
-
-    The mean over tokens is a ratio of two sums, with the standard error
-    sqrt(N / (N - 1) sum_i (total_i - mean count_i)^2) / sum_i count_i."""
-    scored = []
-    for total, count in zip(totals, counts, strict=True):
-        if count:
-            scored.append((total, count))
-    N = len(scored)
-    tokens = sum(count for _, count in scored)
+    as nats, from the -log p of each sample and its scored tokens."""
+    nats = torch.tensor(totals, dtype=torch.float64)
+    tokens = torch.tensor(counts, dtype=torch.float64)
+    is_scored = tokens > 0
+    nats = nats[is_scored]
+    tokens = tokens[is_scored]
     nll = math.nan
-    if tokens:
-        nll = math.fsum(total for total, _ in scored) / tokens
     error = math.nan
-    if N > 1:
-        deviations = [total - nll * count for total, count in scored]
-        squares = math.fsum(deviation**2 for deviation in deviations)
-        error = math.sqrt(squares * N / (N - 1)) / tokens
-    half = t_quantile(N - 1) * error
+    half = math.nan
+    if len(tokens) > 0:
+        mean = estimate(nats / tokens, weights=tokens / tokens.mean())
+        nll = mean.nll
+        error = mean.standard_error
+        half = mean.half_width
     return {
         "nll": nll,
         "standard_error": error,
