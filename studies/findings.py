@@ -5,6 +5,7 @@ verdicts.
     python -m studies.findings E13 --jobs 2            # results/findings/E13.*
     python -m studies.findings E13 --run-configs l2r0 # some now, the others later
     python -m studies.findings details E13             # all figures, claims, rates
+    python -m studies.findings speeds E21              # what each run config takes
     python -m studies.findings page                    # all pages of what has results
 
 An experiment is a file of studies/configs/findings. An interrupted one is resumed:
@@ -22,21 +23,26 @@ import tyro
 from aogpt.data.prepare import Prepare, prepare
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import write_atomically, write_text
+from aogpt.runtime.files import write_atomically, write_json, write_text
+from aogpt.runtime.outputs import commit, versions
 from aogpt.runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
+from studies.bench_common import cpu_name
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
+from studies.speedrun import speed_of_short_run
+
+REPETITIONS = 7  # of each short run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
     words: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """An experiment (a file of studies/configs/findings without its suffix), `details`
-    and an experiment, or `page`."""
+    or `speeds` and an experiment, or `page`."""
     run_configs: tuple[str, ...] = ()
     """Only these run configs. Their rows are saved, results go to out/findings/part."""
 
@@ -47,6 +53,8 @@ def main() -> None:
     match a.words:
         case ["page"]:
             write_pages()
+        case ["speeds", name]:
+            measure_speeds(load_experiment(name))
         case ["details", name]:
             load_experiment(name)  # its name is checked first
             experiment, recipes = pages.load_results(name)
@@ -54,7 +62,10 @@ def main() -> None:
         case [name]:
             run(load_experiment(name), a)
         case _:
-            raise UserError("name one experiment, or: details EXPERIMENT, or: page")
+            raise UserError(
+                "name one experiment, or: details EXPERIMENT, or: speeds EXPERIMENT, "
+                "or: page"
+            )
 
 
 def run(experiment: Experiment, a: Arguments) -> None:
@@ -88,6 +99,33 @@ def run(experiment: Experiment, a: Arguments) -> None:
     write_figure(folder, experiment, recipes)
     if complete:
         write_page(experiment, recipes)
+
+
+def measure_speeds(experiment: Experiment) -> None:
+    """Write the tokens a second of short runs of the run configs in the table of costs
+    that have results, trained in turn, so that other work of the machine affects all of
+    them alike."""
+    _, recipes = pages.load_results(experiment.name)
+    speeds: pages.Speeds = {}
+    for recipe, entries in recipes.items():
+        own = speeds[recipe] = {}
+        for _ in range(REPETITIONS):
+            for name in experiment.equal_time:
+                if name not in entries:
+                    continue
+                run_config = experiment.recipes[recipe][name]
+                tuned = entries[name]["tuned"]
+                config = experiment.config(recipe, run_config, 0, tuned)
+                speed = speed_of_short_run(config, processes=1)
+                own.setdefault(name, []).append(speed)
+                show(f"{recipe}: {name}: {speed:,.0f} tokens a second", flush=True)
+    report = {
+        "tokens_per_second": speeds,
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "versions": versions(),
+    }
+    write_json(pages.RESULTS / f"{experiment.name}.speeds.json", report)
 
 
 def write_pages() -> None:

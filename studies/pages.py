@@ -10,6 +10,8 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
 """
 
 import functools
+import json
+import math
 import re
 import statistics
 
@@ -31,6 +33,9 @@ from studies.verdicts import (
 
 RESULTS = ROOT / "results" / "findings"
 FEW = 4  # below that many seeds their values are shown, not a mean
+
+Speeds = dict[str, dict[str, list[float]]]
+"""Trained tokens a second of each repetition, by recipe and run config."""
 
 
 @functools.cache
@@ -273,7 +278,7 @@ def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
     lines += [f"![{e.name}]({e.name}.png)", ""]
     lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
-        lines += equal_time_tables(e, recipes)
+        lines += equal_time_tables(e, recipes, read_speeds(e.name))
     verdicts = []
     for recipe, claims in judgements(e, recipes).items():
         for claim in claims:
@@ -372,23 +377,28 @@ def is_measured(kind: str, recipes: Recipes) -> bool:
     return False
 
 
-def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
+def equal_time_tables(
+    experiment: Experiment, recipes: Recipes, speeds: Speeds
+) -> list[str]:
     """Return a table for each recipe: what each run config costs, its loss, and the
     loss of the run config that stands for it with fewer tokens, which takes a share of
     the operations and of the time of the first run config."""
     first = next(iter(experiment.equal_time))
     lines = [
         "**What each costs.** FLOPs are of matrices and attention, forward and "
-        "backward, without the tables and projections of adaLN; speeds are of the "
-        "fastest run, since other work shared the CPU, so they are rough. The last "
-        "column is of runs of half as many tokens, at the rates of the whole runs, "
-        "which were not tuned again; in brackets, what they take of the operations and "
-        f"of the time of `{first}` with all tokens. No run is at exactly equal "
-        "operations or time.",
+        "backward, without the tables and projections of adaLN. The time of training "
+        f"is beside that of `{first}`, on one core: short runs in turn, so that other "
+        "work of the machine affects all alike; the median and range of the "
+        f"repetitions (`python -m studies.findings speeds {experiment.name}`). The "
+        "last column is of runs of half as many tokens, at the rates of the whole "
+        "runs, which were not tuned again; in brackets, what they take of the "
+        f"operations and of the time of `{first}` with all tokens. No run is at "
+        "exactly equal operations or time: the last column reads them off a line "
+        "through the two runs, in the logarithm of the tokens.",
         "",
     ]
-    head = ["parameters", "MFLOPs a token", "tokens a second"]
-    head += ["all tokens", "half of the tokens"]
+    head = ["parameters", "MFLOPs a token", "time a token"]
+    head += ["all tokens", "half of the tokens", "at equal operations, time"]
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
@@ -396,20 +406,41 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
             if not needed <= entries.keys():
                 continue
             entry = entries[name]
+            times = times_beside(speeds.get(recipe, {}), name, first)
+            time = "not measured"
+            if times:
+                time = (
+                    f"{statistics.median(times):.2f} "
+                    f"({min(times):.2f} to {max(times):.2f})"
+                )
             part = ""
+            on_line = ""
             if other != name:
                 runs = entries[other]["runs"]
                 loss = figure_cell(experiment, experiment.kind, runs)
-                operations, time = costs_beside(entries[other], entry, entries[first])
-                part = f"{loss} ({operations:.2f}, {time:.2f})"
+                tokens, operations = costs_beside(entries[other], entries[first])
+                losses = []
+                for rows_of_runs in (runs, entry["runs"]):
+                    values = [value_of(row, experiment.kind) for row in rows_of_runs]
+                    losses.append(statistics.fmean(values))
+                at_operations = loss_at(*losses, tokens, tokens / operations)
+                share = "not measured"
+                at_time = "not measured"
+                if times:
+                    slower = statistics.median(times)
+                    share = f"{tokens * slower:.2f}"
+                    at_time = f"{loss_at(*losses, tokens, 1 / slower):.3f}"
+                part = f"{loss} ({operations:.2f}, {share})"
+                on_line = f"{at_operations:.3f}, {at_time}"
             rows.append(
                 [
                     f"{entry['description']}: {options_of(experiment, recipe, name)}",
                     cost_cell(entry, "parameters"),
                     cost_cell(entry, "mflops"),
-                    f"{speed_of(entry):,.0f}",
+                    time,
                     figure_cell(experiment, experiment.kind, entry["runs"]),
                     part,
+                    on_line,
                 ]
             )
         title = f"{title_of(recipe)}: {title_of(experiment.kind)}"
@@ -418,19 +449,33 @@ def equal_time_tables(experiment: Experiment, recipes: Recipes) -> list[str]:
     return lines
 
 
-def costs_beside(part: dict, whole: dict, other: dict) -> tuple[float, float]:
-    """Return the operations and the time of a run with a part of the tokens, as shares
-    of those of another one; its speed is that of the whole run, which is longer."""
-    tokens = part["runs"][0]["tokens"][-1]
-    all_tokens = other["runs"][0]["tokens"][-1]
-    operations = tokens * part["flops"] / (all_tokens * other["flops"])
-    time = tokens / speed_of(whole) / (all_tokens / speed_of(other))
-    return operations, time
+def costs_beside(part: dict, other: dict) -> tuple[float, float]:
+    """Return the tokens and the operations of a run, as shares of those of another
+    one."""
+    tokens = part["runs"][0]["tokens"][-1] / other["runs"][0]["tokens"][-1]
+    return tokens, tokens * part["flops"] / other["flops"]
 
 
-def speed_of(entry: dict) -> float:
-    """Return the trained tokens a second of the fastest run."""
-    return max(row["tokens_per_second"] for row in entry["runs"])
+def loss_at(part: float, whole: float, part_share: float, share: float) -> float:
+    """Return the loss at a share of the tokens, on the line through the losses at
+    `part_share` and at all of them, in the logarithm of the tokens."""
+    return whole + (part - whole) * math.log(share) / math.log(part_share)
+
+
+def times_beside(speeds: dict[str, list[float]], name: str, first: str) -> list[float]:
+    """Return the time a token of a run config, divided by that of the first one, of
+    each repetition; none where it was not measured."""
+    pairs = zip(speeds.get(first, []), speeds.get(name, []), strict=False)
+    return [first_speed / speed for first_speed, speed in pairs]
+
+
+def read_speeds(name: str) -> Speeds:
+    """Return the trained tokens a second of an experiment's run configs, measured in
+    turn, by recipe; none where they were not measured."""
+    file = RESULTS / f"{name}.speeds.json"
+    if not file.exists():
+        return {}
+    return json.loads(file.read_text())["tokens_per_second"]
 
 
 def options_of(experiment: Experiment, recipe: str, name: str) -> str:
