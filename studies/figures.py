@@ -16,7 +16,7 @@ from studies.measures import mean_and_half_width
 from studies.pages import FEW, title_of, unit_of, value_of
 
 Entries = dict[str, dict]
-PALETTE = [*COLORS, "#882255", "#999999", "#332288", "#7A4A1E"]
+PALETTE = [*COLORS, "#882255", "#999999", "#7A4A1E", "#332288"]
 # Places in PALETTE, the same for a system in all figures.
 SYSTEMS = {
     "aogpt": 0,
@@ -34,6 +34,7 @@ SYSTEMS = {
     "fixed": 4,
     "adaln": 5,
     "l2r10": 6,
+    "mask_query": 8,
 }
 MARKERS = "osD^v<>Ph*Xd"
 BAR = "Large markers and bars: mean of the seeds and its 95% interval"
@@ -80,8 +81,9 @@ def system_of(name: str) -> int | None:
     """Return the color of the system that a run config is a variant of, if of any."""
     if name in SYSTEMS:
         return SYSTEMS[name]
-    if name.startswith("two_stream"):
-        return SYSTEMS["two_stream"]
+    for system in ("two_stream", "mask_query"):
+        if name.startswith(system):
+            return SYSTEMS[system]
     parts = name.split("_")
     return SYSTEMS.get(parts[0], SYSTEMS.get(parts[-1]))
 
@@ -249,7 +251,7 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
             color="black",
             linewidth=0.8,
         )
-    axes.set_xlabel("tokens, millions")
+    axes.set_xlabel("tokens to predict, millions")
     axes.set_ylabel(f"loss, {title_of(kind)}, nats per token")
     if experiment.figure_top is not None:
         axes.set_ylim(top=experiment.figure_top)

@@ -206,7 +206,7 @@ def figure(rows: dict[str, dict]) -> bytes:
     middle.set_ylabel("divergence of 2-grams from held-out books, nats")
     text = rows[ONE_AT_A_TIME]["js_2_text"]
     middle.axhline(text, color="grey", linestyle=":", label="other held-out text")
-    middle.legend(fontsize=6.5)
+    middle.legend(fontsize=6.5, loc="center left")
     groups = grouped(rows["acceptance"]["by_distance"])
     right.errorbar(
         range(len(groups)),
