@@ -9,7 +9,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal
 
-from ..runtime.paths import DATA
+from ..runtime.paths import DATA, PROJECT
 from . import books, sources
 from .sources import (
     ROW_FILES,
@@ -24,24 +24,9 @@ from .tokenizers import ALPHABET, TOKENIZERS
 
 SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
-# What `python -m studies.prepare NAME` makes, which used to be made here.
-OF_STUDIES = (
-    "chorales",
-    "polya",
-    "latin5",
-    "shuffled",
-    "sudoku6",
-    "star",
-    "addition",
-    "reversal",
-    "exchanged",
-    "mirror",
-    "parity",
-    "colouring",
-    "copy",
-    "replace",
-    "shuffle",
-)
+# The names of what `python -m studies.prepare` makes; only a clone has the studies.
+STUDIES = PROJECT / "studies" / "datasets.txt"
+OF_STUDIES = STUDIES.read_text().split() if STUDIES.is_file() else []
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,7 @@ class Request:
     split: str | None = None  # into which all documents go
     repository: str = ""  # of the hub
     config: str | None = None  # of the repository
-    # Of a study's dataset, in settings of meta.json; empty for those of DATASETS.
+    # `Prepare.of_dataset`: what only the datasets of another command take
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -145,7 +145,7 @@ class Prepare:
 
     @property
     def of_dataset(self) -> dict[str, Any]:
-        """Options on which the result depends that only a study's dataset has."""
+        """The options on which the result depends that a subclass of this one adds."""
         return {}
 
 
