@@ -31,7 +31,7 @@ OF_STUDIES = STUDIES.read_text().split() if STUDIES.is_file() else []
 
 @dataclass(frozen=True)
 class Request:
-    """What a user wants of a dataset."""
+    """The options of a user for one dataset."""
 
     name: str  # of the dataset
     reading: Reading
@@ -51,8 +51,8 @@ Divide = Callable[[Corpus, tuple[str, ...]], dict[str, Corpus]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset: of files, or of what it downloads. A subclass
-    with another `corpora` can make documents."""
+    """A dataset that prepare.py makes from files or from a download. A subclass with
+    another `corpora` can make documents."""
 
     numbers: tuple[int, ...] = ()  # published documents of each of `splits`
     splits: tuple[str, ...] = SPLITS
@@ -100,7 +100,11 @@ class Dataset:
             repository, config = self.hub or (request.repository, request.config)
             corpora = {
                 first: sources.hub_rows(
-                    request.name, repository, config, split, reading
+                    name=request.name,
+                    repository=repository,
+                    config=config,
+                    split=split,
+                    reading=reading,
                 )
             }
         if self.divide:
@@ -121,7 +125,8 @@ def evaluation_set(
     **options: Any,
 ) -> Dataset:
     """Return a test set of the published tables. numbers: published rows of each of
-    `splits`. lines: suffixes of text files with a row a line. options: of Dataset."""
+    `splits`. lines: suffixes of text files with a row a line. options: other fields of
+    Dataset."""
     readers = dict(ROW_FILES)
     for suffix in lines:
         readers[suffix] = read_lines

@@ -42,14 +42,13 @@ from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
 from .packing import Losses, SplitFile
 from .prompts import Examples, encode_example, without_marks
-from .sources import LEFT_OUT, Corpus, Reading, found_files
+from .sources import LEFT_OUT, Corpus, Reading, source_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
 FILES = {"meta.json", tokenizers.OWN, tokenizers.HUB, tokenizers.HUB_SETTINGS}
-for _split in SPLITS:
-    FILES.add(f"{_split}.bin")
-    FILES.add(f"{_split}.roles.bin")
+FILES.update(f"{split}.bin" for split in SPLITS)
+FILES.update(f"{split}.roles.bin" for split in SPLITS)
 DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
 ENOUGH = 100_000  # tokens of text to train on: below that a note
 FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
@@ -187,9 +186,9 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     target = output_folder(args)
     args = replace(
         args,
-        source=found_files(args.source, dataset.readers),
-        val=found_files(args.val, dataset.readers),
-        test=found_files(args.test, dataset.readers),
+        source=source_files(args.source, dataset.readers),
+        val=source_files(args.val, dataset.readers),
+        test=source_files(args.test, dataset.readers),
     )
     check_options(args, dataset)
     args = with_defaults(args, dataset)
@@ -199,7 +198,12 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     corpora = dataset.corpora(
         Request(
             args.name,
-            reading(args.field, args.prompt_field, args.split_at, args.skip_bad_rows),
+            reading(
+                field=args.field,
+                prompt_field=args.prompt_field,
+                split_at=args.split_at,
+                skip_bad_rows=args.skip_bad_rows,
+            ),
             source=args.source,
             val=args.val,
             test=args.test,
@@ -210,7 +214,13 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         )
     )
     shown = args.out or Path(os.path.relpath(target))
-    meta = metadata(target.name, args, tokenizer, dataset, corpora)
+    meta = metadata(
+        name=target.name,
+        args=args,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        corpora=corpora,
+    )
     if is_finished(target, meta, args.overwrite):
         show(
             f"{target} holds this dataset already: nothing to do (--overwrite makes it "
@@ -507,7 +517,7 @@ class Writer:
     def notes_on_splits(
         self, files: dict[str, SplitFile], entries: dict[str, dict]
     ) -> list[str]:
-        """Return what is odd about the splits: their sizes, and rows that two of them
+        """Return notes on the splits: on odd sizes, and on rows that two of them
         have."""
         notes = []
         fraction = self.args.val_fraction
@@ -537,7 +547,7 @@ class Writer:
         return notes
 
     def notes_on_reading(self, reading: Reading) -> list[str]:
-        """Return what was noticed while documents were read and encoded."""
+        """Return notes on what was noticed while documents were read and encoded."""
         notes = []
         for message, n in reading.counts.items():
             # Nobody asks for the other fields of files that come along.
