@@ -63,7 +63,7 @@ def pick_dtype(dtype: str, device: torch.device, width: int = 0) -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Say whether the CPU multiplies matrices of bfloat16 itself."""
+    """Return whether the CPU multiplies matrices of bfloat16 itself."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
@@ -84,7 +84,8 @@ def precision_note(dtype: str, device: torch.device, width: int = 0) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
+    """Return a context of mixed precision for matrix products in bfloat16, of no effect
+    for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
 
 
