@@ -462,7 +462,11 @@ class Mixture(TokenDataset):
         for pattern in np.unique(sequence // PATTERN):
             here = sequence // PATTERN == pattern
             (bits,) = philox_bits(
-                seed, int(pattern), range(1), PATTERN, randomness.MIXTURE
+                seed,
+                int(pattern),
+                rows=range(1),
+                width=PATTERN,
+                stream=randomness.MIXTURE,
             )
             shuffle = np.argsort(bits, kind="stable")
             drawn = parts[shuffle]
@@ -581,7 +585,9 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.
-    (bits,) = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)
+    (bits,) = philox_bits(
+        seed, epoch, rows=range(1), width=count, stream=randomness.SHUFFLE
+    )
     return np.argsort(bits, kind="stable")
 
 
@@ -600,8 +606,14 @@ def batch_lengths(
     last = (steps.stop - 1) // LENGTHS_AT_ONCE
     bits = []
     for chunk in range(first, last + 1):
-        count = 2 * LENGTHS_AT_ONCE
-        bits.append(philox_bits(seed, chunk, range(1), count, randomness.LENGTHS))
+        numbers = philox_bits(
+            seed,
+            chunk,
+            rows=range(1),
+            width=2 * LENGTHS_AT_ONCE,
+            stream=randomness.LENGTHS,
+        )
+        bits.append(numbers)
     start = steps.start - first * LENGTHS_AT_ONCE
     pairs = to_uniform(np.concatenate(bits)).reshape(-1, 2)
     uniform = pairs[start : start + len(steps)]
