@@ -64,6 +64,7 @@ class Reading:
     split_at: str | None = None  # the separator of documents in a text
     skip_bad_rows: bool = False  # whether a row without a text is left out
     counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
+    left_out: Counter[str] = field(default_factory=Counter)  # other fields, how often
     bad_rows: list[str] = field(default_factory=list)  # errors of the first ones
     separators: int = 0  # how often `split_at` occurred
 
@@ -74,7 +75,7 @@ class Reading:
 
     def document(self, row: dict, place: str) -> str:
         """Return the document of a row. Raises UserError, which begins with `place`."""
-        self.counts.update(LEFT_OUT.format(key) for key in row.keys() - self.fields)
+        self.left_out.update(row.keys() - self.fields)
         return text_of(row, self.field, place)
 
     def skip(self, error: UserError) -> None:
@@ -86,7 +87,7 @@ class Reading:
             self.bad_rows.append(str(error))
 
     def documents(self, text: str) -> Iterator[str]:
-        """Yield the documents in what was read as one."""
+        """Yield the documents in a text, which `split_at` separates."""
         if not self.split_at:
             self.counts[MARKED] += text.count(END_OF_TEXT)
             yield text
