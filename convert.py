@@ -141,8 +141,8 @@ def write_folder(
     write_settings: Callable[[Path, bytes], Any],
     name: str = "model.safetensors",
 ) -> None:
-    """Write a folder with a file of weights, and what `write_settings` writes beside
-    it, completely or not at all. Raises CheckpointError."""
+    """Write a folder with a file of weights, and with the files of `write_settings`,
+    completely or not at all. Raises CheckpointError."""
     try:
         with staging(destination, replace=False) as folder:
             (folder / name).write_bytes(data)

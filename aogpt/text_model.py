@@ -125,7 +125,7 @@ class Alternative:
     given_both_sides: float | None
     """log p of the tokens that differ between alternatives, given all others, nats.
     None for the alternative of no text, and for a plain GPT, which would have to sum
-    over all other fillings; what it knows of both sides is the `share`."""
+    over all other fillings; its `share` uses both sides."""
 
 
 class Likely(NamedTuple):
@@ -318,7 +318,7 @@ class TextModel:
             return rows[0]
 
     def _check_any_order(self, is_l2r: bool = False) -> None:
-        """Raise UserError if a plain GPT is asked for more than left to right."""
+        """Raise UserError for an order other than left to right and a plain GPT."""
         if self.model.config.l2r_only and not is_l2r:
             raise UserError(
                 "this model is a plain GPT: it only predicts from left to right"
@@ -644,7 +644,7 @@ class TextModel:
         A plain GPT has not learned to fill gaps. It draws continuations of the left
         text and weights them by how probable they and the rest of the text are
         (`sampling.resampling`). `weight` and `effective_sample_size` of a filling say
-        how far to trust that. mode="resampling" has any decoder fill gaps so.
+        how far to trust that. With mode="resampling" any decoder fills gaps so.
 
         Args:
             text: a text with gaps, or a list of them.
@@ -943,7 +943,7 @@ class TextModel:
 
 
 def _list_of(text: Any) -> list[str]:
-    """Return a text, or a list of texts, as a list. Raises UserError for what is none,
+    """Return a text, or a list of texts, as a list. Raises UserError for other values,
     such as the None or NaN of an empty cell of a table."""
     if isinstance(text, str):
         return [text]
@@ -961,7 +961,8 @@ def _list_of(text: Any) -> list[str]:
 
 @contextlib.contextmanager
 def in_list(place: int, count: int) -> Iterator[None]:
-    """Let a mistake say which text of a list it is about; place: from 1."""
+    """Put the number of a text in its list before the message of a UserError; place:
+    the number, from 1."""
     try:
         yield
     except UserError as error:

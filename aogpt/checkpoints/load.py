@@ -194,7 +194,7 @@ def newest_checkpoint(
 ) -> tuple | None:
     """Read the newest usable checkpoint of a run folder, or the checkpoint at `path`.
 
-    Returns its path and what `from_checkpoint` returns; None if there is none."""
+    Returns its path and the result of `from_checkpoint`; None if there is none."""
     read = partial(from_checkpoint, weights=weights, base=base)
     if (path / store.STATE).is_file():
         return path, read(path)

@@ -43,8 +43,8 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
 
 
 def plain(text: Any) -> str:
-    """Return any text as one line of Markdown that shows it as it is: no HTML, link,
-    emphasis or new cell of a table comes of it."""
+    """Return any text as one line of Markdown that shows it as it is, without HTML,
+    links, emphasis or new cells of a table."""
     line = visible(text, one_line=True)
     return re.sub(r"[^\w .-]|_", lambda match: f"&#{ord(match[0])};", line)
 

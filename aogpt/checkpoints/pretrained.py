@@ -209,7 +209,7 @@ def joined(
 
 def config_of(settings: dict, has_start: bool) -> ModelConfig:
     """Return the plain GPT of a config.json. has_start: its tokenizer writes a
-    begin-of-text. Raises UserError for what our model does not have."""
+    begin-of-text. Raises UserError for parts that our model does not have."""
     name = settings["architectures"][0]
     if name not in ARCHITECTURES:
         raise UserError(
@@ -336,8 +336,8 @@ def settings_of(
     config: ModelConfig, tokenizer: HubTokenizer, tied_head: bool, dtype: str
 ) -> dict[str, Any]:
     """Return the config.json of a model that `transformers` computes from left to
-    right. tied_head: whether the file has no head. Raises UserError for what its Llama,
-    Qwen2 and Qwen3 do not have."""
+    right. tied_head: whether the file has no head. Raises UserError for parts that its
+    Llama, Qwen2 and Qwen3 do not have."""
     with torch.device("meta"):  # without memory
         model = build_model(config)
     if config.is_encoder or conditioning_parameters(model):

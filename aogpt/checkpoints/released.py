@@ -342,7 +342,8 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
 
 
 def _width(state: dict, name: str) -> int:
-    """Return the columns of a matrix. Raises UserError for what is none."""
+    """Return the number of columns of a matrix. Raises UserError where there is no
+    matrix of this name."""
     if name not in state or state[name].dim() != 2:
         raise UserError(f"it lacks {name}, a matrix")
     return state[name].shape[1]

@@ -236,7 +236,7 @@ def only_warned(action: str) -> Iterator[None]:
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Remove files and folders that a killed process left half written or removed."""
     for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
         if step_of(Path(path.name[1:-4])) is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -246,7 +246,7 @@ def remove_partial(run_folder: Path) -> None:
 
 
 def dtype_and_shape(tensor: Tensor) -> list:
-    """Return what state.json records of a tensor, such as ["float32", 8, 4]."""
+    """Return the entry of a tensor in state.json, such as ["float32", 8, 4]."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, *tensor.shape]
 

@@ -46,7 +46,7 @@ class Index(TypedDict):
 def read_weights(path: Path) -> LazyTensors | dict:
     """Return the tensors of a safetensors file or of the files of an index, which are
     read when they are looked up, or the contents of a PyTorch file. Raises
-    CheckpointError for what cannot be read."""
+    CheckpointError for a file that cannot be read."""
     if path.name != INDEX:
         return read_file(path)
     files = read_json(path, Index, "get it again")["weight_map"]

@@ -41,7 +41,7 @@ class Request:
     split: str | None = None  # into which all documents go
     repository: str = ""  # of the hub
     config: str | None = None  # of the repository
-    # `Prepare.of_dataset`: what only the datasets of another command take
+    # `Prepare.of_dataset`: options of the datasets of another command
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +62,7 @@ class Dataset:
     hub: tuple[str, str | None] | None = None  # repository and configuration
     url: str | None = None  # of a file, with the split's name in it
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
-    clean: Callable[[str], str] | None = None  # what was read -> text of the row
+    clean: Callable[[str], str] | None = None  # (row as it was read) -> its text
     divide: Divide | None = None  # where files hold all splits
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits

@@ -36,14 +36,13 @@ if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-# That a batch can be shortened to: torch.compile makes code for each of them.
-LENGTHS = 8
+LENGTHS = 8  # to which a batch can be shortened: torch.compile makes code for each
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
 PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
-# What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!"
-# has the id 0, and the first 512 ids are bytes and the most frequent pairs. The upper
-# half of an id of 32 bits is below 16 for every vocabulary of fewer than a million.
+# Signs that a file without meta.json is not text in GPT-2's ids of 16 bits. "!" has the
+# id 0, and the first 512 ids are bytes and the most frequent pairs. The upper half of
+# an id of 32 bits is below 16 for every vocabulary of fewer than a million.
 MOST_ZEROS = 0.25
 FEW_IDS = 16
 COMMON_IDS = 512
@@ -60,7 +59,7 @@ class Split(TypedDict):
     sha256: str
     # File and sha256 of the prompt mask, a byte a token.
     roles: NotRequired[dict[str, FileName]]
-    # UTF-8 bytes of the text, and of what its tokens stand for, where they can differ.
+    # UTF-8 bytes of the text, and those its tokens stand for, where they can differ
     text_bytes: NotRequired[NonNegative]
     token_bytes: NotRequired[NonNegative]
 
@@ -116,8 +115,8 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder: str | Path) -> Meta:
-    """Return the contents of meta.json, made up for nanoGPT's token files. Raises
-    FileNotFoundError."""
+    """Return the contents of meta.json, or for token files of nanoGPT, which lack it,
+    `nanogpt_meta`. Raises FileNotFoundError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
@@ -135,7 +134,7 @@ def load_meta(folder: str | Path) -> Meta:
 
 
 def nanogpt_meta(folder: Path) -> Meta:
-    """Return the meta.json of nanoGPT's train.bin and val.bin. Raises UserError for
+    """Return a meta.json for nanoGPT's train.bin and val.bin. Raises UserError for
     files that are not GPT-2's ids in 16 bits."""
     if (folder / "meta.pkl").exists():
         raise UserError(

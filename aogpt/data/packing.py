@@ -28,12 +28,12 @@ from .detokenisers import detokenise
 from .sources import Corpus
 from .tokenizers import Tokenizer, text_bytes, without_lone_surrogates
 
-# of sedd
+# the protocol sedd
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
 WHITE_SPACE = b" \t\r\n"  # in which copies of a document may differ
-CHECKED_BYTES = 1 << 24  # of text that are decoded again, to see what a tokenizer loses
+CHECKED_BYTES = 1 << 24  # of text, decoded again to see whether a tokenizer loses text
 SHOWN = 40  # characters of a text in a note
 # Where a single document may be divided: at the last line end or word end in this part
 # of the validation share before its beginning.
@@ -203,7 +203,7 @@ class SplitFile:
         # a hash of each document's text without white space, unless nothing is left
         self.hashes = array("Q")
         self.text_bytes = 0
-        self.token_bytes = 0  # what the ids stand for, if no text was lost
+        self.token_bytes = 0  # of the text that the ids stand for
         self.has_roles = False  # whether a token is not predicted
         self._file = path.open("wb")
         self._roles_path = path.with_suffix(".roles.bin")

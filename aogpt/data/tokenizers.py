@@ -540,8 +540,8 @@ def without_lone_surrogates(text: str) -> str:
 def other_tokenizer(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, tuple]:
-    """Return {key: (theirs, ours)} of the RECORDED keys that differ, where both
-    descriptions have them."""
+    """Return {key: (theirs, ours)} for the RECORDED keys whose values differ, where
+    both descriptions have them."""
     sha256 = theirs.get("tokenizer_sha256")
     is_same_file = sha256 is not None and sha256 == ours.get("tokenizer_sha256")
     differences = {}
@@ -596,7 +596,7 @@ def _read_file(path: Path) -> BytePairTokenizer:
             f"the vocabulary {path} is missing or empty: give one of at least 256 "
             f"tokens, or copy it back ({OWN} of data, run or export)"
         )
-    # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
+    # tiktoken's own reader of such files would leave a copy of them in its cache.
     name = "english" if path == ENGLISH else OWN
     ranks = {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):

@@ -162,7 +162,7 @@ def page(run: str):
 
 
 def views(session: Session) -> list[dict]:
-    """Return what app.js draws: the text, and the one beside."""
+    """Return the texts for app.js to draw: the text, and the one beside."""
     drawn = []
     if session.fill is not None:
         drawn.append(view(session.fill, session.selected))

@@ -1,4 +1,4 @@
-"""A text whose blanks are filled in one by one, and what the page draws of it."""
+"""A text whose blanks are filled in one by one, and its view for the page."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The device of a process: which one, at what precision, and how much memory it has."""
+"""The device of a process: its choice, precision and memory."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import UserError
 
-# The least width of models that train in bfloat16 on a CPU unless told otherwise. With
+# The least width of models that by default train in bfloat16 on a CPU. With
 # avx512_bf16, forward and backward took 1 / 1.6 of the time at widths 256 to 512, whole
 # SmolLM2 (width 576) 1 / 2.4; narrow models stay in float32, the same on every CPU.
 WIDE = 512

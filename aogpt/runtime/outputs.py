@@ -134,7 +134,7 @@ class Outputs:
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
     def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
-        """Add rows to a result that `write_jsonl` began. Prints what cannot be
+        """Add rows to a result that `write_jsonl` began. Prints rows that cannot be
         written."""
         text = "".join(to_json(row) + "\n" for row in rows)
         try:

@@ -145,7 +145,7 @@ def expand_home(path: str | Path) -> Path:
     """Return the path with the home directory for "~"."""
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # of a user without one
+    except RuntimeError as error:  # the user has no home directory
         raise UserError(f"{path}: {error} Write the path without ~.") from None
 
 
@@ -160,7 +160,7 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
         raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
 
 
-OTHER_NAMES = {  # keys, and what other projects call them
+OTHER_NAMES = {  # keys, and their names in other projects
     "lr": "learning_rate max_lr",
     "warmup_steps": "warmup_iters num_warmup_steps",
     "steps": "max_iters max_steps num_steps",
@@ -194,7 +194,7 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
     value = error["input"]
     if kind == "json_invalid":
         return f"this is not JSON ({context['error']})"
-    if kind == "value_error":  # of a dataclass's own checks
+    if kind == "value_error":  # raised by a dataclass's own checks
         return str(context["error"])
     if kind == "missing":
         return f"it lacks {key}"
