@@ -67,7 +67,13 @@ def convert(
     if dtype is None:
         dtype = "bfloat16" if adapter else "float32"
     if adapter:
-        count = write_adapter(source, destination, weights, checkpoint, dtype)
+        count = write_adapter(
+            source=source,
+            destination=destination,
+            weights=weights,
+            checkpoint=checkpoint,
+            dtype=dtype,
+        )
         show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
         return
     loaded = load(source, weights, checkpoint=checkpoint)
@@ -83,7 +89,14 @@ def convert(
         if layout == "transformers":
             write_transformers_files(folder, loaded, tensors, dtype)
         else:
-            write_export(folder, loaded, source, data, dtype, hub)
+            write_export(
+                folder=folder,
+                loaded=loaded,
+                source=source,
+                data=data,
+                dtype=dtype,
+                hub=hub,
+            )
 
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)
@@ -96,8 +109,9 @@ def convert(
 
 
 def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
-    """Return how many parameters are written. [None] is hidden from all steps but the
-    first, which of released weights without a begin-of-text is not scored."""
+    """Return the number of parameters that are written, in words. [None] is hidden from
+    all steps but the first, which is not scored in released weights without a
+    begin-of-text."""
     count = sum(tensor.numel() for tensor in tensors.values())
     description = f"{count:,} parameters"
     is_unread = loaded.model.config.start == "hidden" and loaded.scored_from > 0
@@ -127,24 +141,26 @@ def write_folder(
     write_settings: Callable[[Path, bytes], Any],
     name: str = "model.safetensors",
 ) -> None:
-    """Write a folder with a file of weights, and what `write_settings` writes beside
-    it, completely or not at all. Raises CheckpointError."""
+    """Write a folder with a file of weights, and with the files of `write_settings`,
+    completely or not at all. Raises CheckpointError."""
     try:
         with staging(destination, replace=False) as folder:
             (folder / name).write_bytes(data)
             write_settings(folder, data)
     except OSError as error:
-        reason = error
         if os.path.lexists(destination):
-            reason = "another process has made it; remove it, or give a new folder"
-        raise CheckpointError(f"could not write {destination}: {reason}") from error
+            raise CheckpointError(
+                f"could not write {destination}: another process has made it; remove "
+                "it, or give a new folder"
+            ) from error
+        raise CheckpointError(f"could not write {destination}: {error}") from error
 
 
 def write_adapter(
     source: str, destination: Path, weights: str, checkpoint: str, dtype: str
 ) -> int:
-    """Write the adapters of a run; returns their number of parameters. Raises
-    CheckpointError for a run without."""
+    """Write the adapters of a run, and return their number of parameters. Raises
+    CheckpointError for a run without adapters."""
     prefix = "ema." if weights == "ema" else "model."
 
     def read(path: Path) -> tuple[store.State, dict[str, Tensor]]:
@@ -198,7 +214,7 @@ def write_export(
     settings["files"] = {}
     if not hub:
         settings["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
-    if Path(loaded.tokenizer).name in FILES:  # of a GGUF file it is a path
+    if Path(loaded.tokenizer).name in FILES:  # a path, if it is of a GGUF file
         settings["tokenizer"] = Path(loaded.tokenizer).name
     settings["sha256"] = digest(settings)
     if hub:
@@ -206,7 +222,7 @@ def write_export(
 
         run_folder = Path(loaded.path).parent.parent
         rows = read_metrics(run_folder / "metrics.jsonl")
-        write_hub_files(folder, loaded, settings, dtype, rows)
+        write_hub_files(folder, loaded, export=settings, dtype=dtype, rows=rows)
         return
     if Path(loaded.tokenizer).name in FILES:
         loaded.get_tokenizer().keep(folder)

@@ -11,6 +11,7 @@ MODEL: a run folder, such as results/books_model, released weights, or a Hugging
 repo id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release
 this is."""
 
+import re
 import sys
 
 from . import __version__
@@ -18,8 +19,7 @@ from .runtime import environment  # noqa: F401  # says if packages are missing
 from .runtime.command_line import run_script, show
 from .runtime.errors import UserError
 
-TEXT_COMMANDS = ("score", "rank", "fill", "blanks", "generate")
-COMMANDS = (*TEXT_COMMANDS, "playground")
+COMMANDS = re.findall(r"^aogpt (\w+) ", __doc__, re.MULTILINE)  # those of this text
 
 
 def main() -> int | None:
@@ -37,15 +37,15 @@ def main() -> int | None:
     if sys.argv[0].endswith("__main__.py"):  # not the installed command
         program = "python -m aogpt"
     sys.argv = [f"{program} {command}", *sys.argv[2:]]
-    if command in TEXT_COMMANDS:
-        from .commands import main as run_command
-    else:
+    if command == "playground":
         from .playground.app import main as run_command
+    else:
+        from .commands import main as run_command
     return run_command()
 
 
 def console() -> None:
-    """The entry point of the installed command."""
+    """Run the installed command `aogpt`."""
     run_script(main)
 
 

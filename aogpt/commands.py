@@ -13,7 +13,7 @@ import textwrap
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -34,8 +34,9 @@ Answer = tuple[dict, list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ModelOptions, OutputOptions, abc.ABC):
-    """What the commands share."""
+    """The options of all commands."""
 
+    example: ClassVar[str]  # a text for messages
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face
     repo id."""
@@ -66,6 +67,7 @@ class Score(Command):
     Log-probabilities are natural logarithms. For long texts and data sets see
     eval_ppl.py."""
 
+    example = "The old horse was tired."
     order: str = "l2r"
     """Order in which tokens are predicted: l2r, random or another order.kind, as
     slots:block=8."""
@@ -118,6 +120,7 @@ class Rank(Command):
     aogpt rank MODEL "The [cat|dog|tax] barked."
     aogpt rank MODEL "She went home[.|]" --end"""
 
+    example = "The [cat|dog|tax] barked."
     end: bool = False
     """Score the end of the text, too: for alternatives at the end."""
 
@@ -153,6 +156,7 @@ class Blanks(Command):
 
     aogpt blanks MODEL "The dog[MASK:2] at the moon." --top 5"""
 
+    example = "The cat[MASK] home."
     top: Count = 10
     """Number of tokens to list for each mask."""
 
@@ -173,7 +177,7 @@ class Blanks(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Command, TokenChoice):
-    """How tokens are drawn."""
+    """The options of commands that draw tokens."""
 
     seed: int | None = None
     """Repeats the samples; by default they are drawn anew each time."""
@@ -199,6 +203,7 @@ class Fill(Drawing):
     draws continuations, by default 64, and weights them by how well the text goes
     on. With --mode resampling other decoders do so as well."""
 
+    example = "She[MASK:2-6] home."
     candidates: Count = 3
     """Different fillings to show at most, the best first."""
     temperature: Temperature | None = None
@@ -252,6 +257,7 @@ class Generate(Drawing):
 
     Left to right reads best."""
 
+    example = "Once upon a time"
     new_tokens: Count = 60
     """Tokens to generate."""
     temperature: Temperature = 0.7
@@ -280,13 +286,6 @@ COMMANDS = {
     "rank": Rank,
     "blanks": Blanks,
     "generate": Generate,
-}
-EXAMPLES = {
-    "score": "The old horse was tired.",
-    "fill": "She[MASK:2-6] home.",
-    "rank": "The [cat|dog|tax] barked.",
-    "blanks": "The cat[MASK] home.",
-    "generate": "Once upon a time",
 }
 
 
@@ -341,7 +340,7 @@ def check_words(command: str, model: str, texts: tuple[str, ...]) -> None:
     """Raise UserError where the model or the text is missing, and note texts that look
     like the words of one text."""
     program = sys.argv[0]
-    example = EXAMPLES[command]
+    example = COMMANDS[command].example
     if re.search(r"[\s\[]", model) and not Path(model).exists():
         raise UserError(
             f"there is no model {model!r}; the model comes first, then the text: "

@@ -63,23 +63,23 @@ class Scored:
 
     @property
     def scored(self) -> int:
-        """The number of tokens that are scored."""
+        """Return the number of tokens that are scored."""
         return sum(log_prob is not None for log_prob in self.log_probs)
 
     @property
     def nats(self) -> float:
-        """-log p of the tokens that are scored."""
+        """Return -log p of the tokens that are scored."""
         return -_total(self.log_probs)
 
     @property
     def nats_per_token(self) -> float:
-        """The mean of -log p over the tokens that are scored."""
+        """Return the mean of -log p over the tokens that are scored."""
         return self.nats / max(1, self.scored)
 
     @property
     def bits_per_byte(self) -> float:
-        """-log2 p of the tokens that are scored, by their bytes; NaN where these have
-        none, as the end of a text alone."""
+        """Return -log2 p of the tokens that are scored, divided by the number of their
+        bytes; NaN where they have no bytes, as the end of a text alone."""
         if not self.bytes:
             return math.nan
         return self.nats / math.log(2) / self.bytes
@@ -120,12 +120,12 @@ class Alternative:
     text: str
     log_prob: float  # of the whole text, nats
     share: float
-    """Of the probability of all alternatives: p(alternative | left) p(right | left,
-    alternative), normalised over the alternatives."""
+    """The share of the probability of all alternatives: p(alternative | left) p(right |
+    left, alternative), normalised over the alternatives."""
     given_both_sides: float | None
     """log p of the tokens that differ between alternatives, given all others, nats.
     None for the alternative of no text, and for a plain GPT, which would have to sum
-    over all other fillings; what it knows of both sides is the `share`."""
+    over all other fillings; its `share` uses both sides."""
 
 
 class Likely(NamedTuple):
@@ -156,7 +156,7 @@ def load(
         device: "auto" for a GPU if there is one, "cpu", "cuda", "cuda:1", "mps", or
             another device of PyTorch.
         block_size: the longest text in tokens, if not that of training.
-        checkpoint: of a run folder: "last", "best" or the number of a step.
+        checkpoint: which one of a run folder: "last", "best" or the number of a step.
 
     Raises UserError for what cannot be loaded."""
     check_value(path, str | Path, "path")
@@ -175,8 +175,8 @@ def load(
 
 @contextlib.contextmanager
 def _python_names() -> Iterator[None]:
-    """Call options as Python does: top_p where a message for the command line has
-    --top-p."""
+    """Name options in messages as Python does: top_p where a message for the command
+    line has --top-p."""
     try:
         yield
     except UserError as error:
@@ -202,12 +202,7 @@ class TextModel:
 
     @overload
     def score(
-        self,
-        text: str,
-        order: str | Tensor = ...,
-        seed: int = ...,
-        *,
-        end: bool = ...,
+        self, text: str, order: str | Tensor = ..., seed: int = ..., *, end: bool = ...
     ) -> Scored: ...
 
     @overload
@@ -234,7 +229,7 @@ class TextModel:
             text: a text, or a list of texts, which are scored in batches. Longer texts
                 than a block are scored in blocks, each by itself.
             order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
-            seed: of the orders.
+            seed: the seed of the orders.
             end: score the end of the text, too, as one more token.
 
         A model without a start token does not score the first token of an order: its
@@ -281,7 +276,7 @@ class TextModel:
     def _scored(
         self, text: str, ids: list[int], log_probs: list[float | None], end: bool
     ) -> Scored:
-        """Return the scores of a text, with the number of bytes that they are of."""
+        """Return the scores of a text, with the number of bytes of its tokens."""
         of_text = ids[:-1] if end else ids
         pieces = self.tokenizer.pieces(of_text)
         if end:
@@ -312,11 +307,18 @@ class TextModel:
         with _python_names():
             config = parse_order(order, "order")
             self._check_any_order(config.kind == "l2r")
-            rows = orders_at(config, seed, number, range(1), length, SCORED_ORDERS)
+            rows = orders_at(
+                config,
+                seed=seed,
+                step=number,
+                rows=range(1),
+                length=length,
+                stream=SCORED_ORDERS,
+            )
             return rows[0]
 
     def _check_any_order(self, is_l2r: bool = False) -> None:
-        """Raise UserError if a plain GPT is asked for more than left to right."""
+        """Raise UserError for an order other than left to right and a plain GPT."""
         if self.model.config.l2r_only and not is_l2r:
             raise UserError(
                 "this model is a plain GPT: it only predicts from left to right"
@@ -335,8 +337,7 @@ class TextModel:
             batch = by_length[-size:]
             del by_length[-size:]
             log_probs_of_batch = self._log_probs_of_batch(
-                [rows[number] for number in batch],
-                [orders[number] for number in batch],
+                [rows[number] for number in batch], [orders[number] for number in batch]
             )
             for number, log_probs_of_row in zip(batch, log_probs_of_batch, strict=True):
                 first = orders[number][: self.loaded.scored_from]
@@ -357,11 +358,7 @@ class TextModel:
             order[number, : len(row_order)] = row_order
         lengths = torch.tensor([len(row) for row in rows])
         along = gaps.log_probs_along(
-            self.model,
-            x,
-            order=order,
-            lengths=lengths,
-            start=torch.zeros_like(lengths),
+            self.model, x, order=order, lengths=lengths, start=torch.zeros_like(lengths)
         )
         by_position = torch.zeros_like(along).scatter_(1, order, along)
         log_probs = []
@@ -435,8 +432,8 @@ class TextModel:
             text: a text, whose blocks are the sequences; or a list of independent
                 texts, such as sentences, each scored by itself. Then the interval and
                 p_value are by text.
-            order: as of `score`.
-            seed: of the orders.
+            order: an order as in `score`.
+            seed: the seed of the orders.
             draws: random orders of each block, the same for both models."""
         check_value(draws, Draws, "draws")
         check_value(seed, Seed, "seed")
@@ -451,8 +448,11 @@ class TextModel:
                 gaps.refuse_masks(document, "compare takes texts without one")
         models = comparable([self.loaded, other.loaded])
         size = min(self.block_size, other.block_size)
-        eval_set = open_texts("text", texts, models[0], None, size)
-        runner = BatchRunner(Processes(0, 1, self.device), torch.float32, size)
+        eval_set = open_texts(
+            "text", texts, models[0], max_sequences=None, block_size=size
+        )
+        alone = Processes(rank=0, world_size=1, device=self.device)
+        runner = BatchRunner(alone, torch.float32, size)
         tasks = []
         for model, loaded in zip((self, other), models, strict=True):
             model._check_any_order(orders.kind == "l2r")
@@ -551,7 +551,7 @@ class TextModel:
             top_k: draw from this number of most probable tokens.
             mode: the order: "mdm" (default), "l2r" (default of a plain GPT),
                 "confidence", ...
-            options: others of `sampling.modes.DecodingOptions`.
+            options: other fields of `sampling.modes.DecodingOptions`.
 
         Returns a `Generated`, a string with the prompt; lists for a list or with
         num_samples."""
@@ -644,29 +644,29 @@ class TextModel:
         A plain GPT has not learned to fill gaps. It draws continuations of the left
         text and weights them by how probable they and the rest of the text are
         (`sampling.resampling`). `weight` and `effective_sample_size` of a filling say
-        how far to trust that. mode="resampling" has any decoder fill gaps so.
+        how far to trust that. With mode="resampling" any decoder fills gaps so.
 
         Args:
             text: a text with gaps, or a list of them.
             candidates: how many different fillings to return at most, the best first.
-            num_samples: fillings to draw of each length, by default 4; of resampling
-                continuations, by default 64.
+            num_samples: fillings to draw of each length, by default 4; with resampling,
+                continuations to draw, by default 64.
             seed: repeats the fillings; None: draws anew each time. `Filling.seed` says
                 which.
-            temperature: 0 takes the most probable token; by default 1. Of resampling:
-                at which it draws continuations, by default 0.75; the weights correct
+            temperature: 0 takes the most probable token; by default 1. Resampling draws
+                continuations at this temperature, by default 0.75; the weights correct
                 for it.
             top_p: draw from the most probable tokens that together have this
                 probability.
             top_k: draw from this number of most probable tokens.
             mode: the order: "mdm" (default), "l2r", "confidence", ...; or "resampling".
             rank_by: "filling": the mean log p of the filling given both sides. "right":
-                that of the text to the right given all before it. "joint": of both,
-                left to right. By default "filling" if all gaps have known lengths, else
-                "right", which does not depend on the number of tokens that are filled
-                in. Resampling: "joint", or "joint and right" where lengths
-                differ, which counts the text to the right twice.
-            options: others of `sampling.modes.DecodingOptions`.
+                that of the text to the right given all before it. "joint": that of
+                both, left to right. By default "filling" if all gaps have known
+                lengths, else "right", which does not depend on the number of tokens
+                that are filled in. Resampling: "joint", or "joint and right" where
+                lengths differ, which counts the text to the right twice.
+            options: other fields of `sampling.modes.DecodingOptions`.
 
         Returns a list of fillings; a list of such lists for a list of texts. Raises
         UserError for a text without masks, or whose shortest gaps exceed a block."""
@@ -691,7 +691,14 @@ class TextModel:
             if resampling.is_resampled(gapped, mode, self.model.config):
                 fill = self._fill_by_resampling
             with in_list(place, len(texts)):
-                fillings = fill(gapped, candidates, num_samples, seed, rank_by, options)
+                fillings = fill(
+                    gapped,
+                    candidates=candidates,
+                    num_samples=num_samples,
+                    seed=seed,
+                    rank_by=rank_by,
+                    options=options,
+                )
             fillings_of_texts.append(fillings)
         return fillings_of_texts[0] if isinstance(text, str) else fillings_of_texts
 
@@ -714,7 +721,9 @@ class TextModel:
         for context in contexts:
             context_of_rows += [context] * count
         by = rank_by or gaps.rank_by(self.model, contexts)
-        best = gaps.best_fillings(self.model, context_of_rows, rows, candidates, by)
+        best = gaps.best_fillings(
+            self.model, context_of_rows, rows, most=candidates, by=by
+        )
         if any(math.isnan(getattr(scores, by)) for _, scores in best):
             raise UserError(
                 f'rank_by is "{by}", but these fillings have no such probability: '
@@ -789,7 +798,12 @@ class TextModel:
             modes.check_context(context, self.model.config, self.loaded.scored_from)
         with _python_names():
             return modes.generate_rows(
-                self.model, contexts, decoding, self.loaded.vocab_size, seed, count
+                self.model,
+                contexts,
+                decoding,
+                vocab_size=self.loaded.vocab_size,
+                seed=seed,
+                count=count,
             )
 
     def _decoding(self, options: dict[str, Any]) -> DecodingOptions:
@@ -929,7 +943,7 @@ class TextModel:
 
 
 def _list_of(text: Any) -> list[str]:
-    """Return a text, or a list of texts, as a list. Raises UserError for what is none,
+    """Return a text, or a list of texts, as a list. Raises UserError for other values,
     such as the None or NaN of an empty cell of a table."""
     if isinstance(text, str):
         return [text]
@@ -947,7 +961,8 @@ def _list_of(text: Any) -> list[str]:
 
 @contextlib.contextmanager
 def in_list(place: int, count: int) -> Iterator[None]:
-    """Let a mistake say which text of a list it is about; place: from 1."""
+    """Put the number of a text in its list before the message of a UserError; place:
+    the number, from 1."""
     try:
         yield
     except UserError as error:
@@ -964,22 +979,21 @@ def _note_space(text: str, tokenizer: Tokenizer) -> None:
 
 
 def _total(log_probs: list[float | None]) -> float:
-    """Return the sum over the tokens that are scored."""
+    """Return the sum of the log-probabilities of the tokens that are scored."""
     return math.fsum(log_prob for log_prob in log_probs if log_prob is not None)
 
 
 def _check_option(name: str) -> None:
     """Raise UserError for an option of decoding that does not exist."""
-    known = [field.name for field in fields(DecodingOptions)]
-    if name in known:
+    names = [field.name for field in fields(DecodingOptions)]
+    if name in names:
         return
-    # Those of the methods themselves can be meant, too.
-    names = [*known, "num_samples", "seed", "candidates", "new_tokens"]
+    # A parameter of a method can be meant, too.
+    names += ["num_samples", "seed", "candidates", "new_tokens"]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    advice = f"there are {names}"
     if near:
-        advice = f"did you mean {near[0]!r}?"
-    raise UserError(f"there is no option {name!r}; {advice}")
+        raise UserError(f"there is no option {name!r}; did you mean {near[0]!r}?")
+    raise UserError(f"there is no option {name!r}; there are {names}")
 
 
 def _checked_seed(seed: int | None) -> int:

@@ -14,6 +14,8 @@ LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")  # to a file of the repository
 
 
 def on_files(files: Files, config) -> Files:
+    """Return the files of the site: those of the theme, the pages of the repository and
+    what they link to, and the notebook."""
     root = Path(config.config_file_path).parent
     tracked = subprocess.check_output(
         ["git", "ls-files"], cwd=root, text=True
@@ -24,11 +26,12 @@ def on_files(files: Files, config) -> Files:
             wanted.add(
                 posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
             )
-    found = [name for name in tracked if name in wanted]
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    ours = [
-        File.generated(config, name, abs_src_path=str(root / name)) for name in found
-    ]
+    ours = []
+    for name in tracked:
+        if name in wanted:
+            path = str(root / name)
+            ours.append(File.generated(config, name, abs_src_path=path))
     tour = File.generated(
         config, "docs/tour.md", content=page_of(root / "docs" / "tour.ipynb")
     )
@@ -36,12 +39,13 @@ def on_files(files: Files, config) -> Files:
 
 
 def page_of(notebook: Path) -> str:
+    """Return a notebook as a page of Markdown, with its code and output."""
     parts = []
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
-        parts.append(
-            text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
-        )
+        if cell["cell_type"] != "markdown":
+            text = f"```python\n{text}\n```"
+        parts.append(text)
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if image := data.get("image/png"):

@@ -25,7 +25,7 @@ PART = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
 
 @schema
 class Adapter(TypedDict):
-    """What a checkpoint records of its adapters."""
+    """The record of its adapters in a checkpoint."""
 
     rank: Count
     alpha: Amount  # the products are multiplied by alpha / rank

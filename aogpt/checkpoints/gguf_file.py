@@ -15,7 +15,7 @@ from ..runtime.errors import UserError, reason_of
 from .tensors import LazyTensors
 
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-BLOCK = {  # of blk.N: of model.layers.N
+BLOCK = {  # modules of blk.N: modules of model.layers.N
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -84,36 +84,36 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], LazyTensors, dict[str, str]]:
 
 
 def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Return the config.json of `transformers` that the fields of a file mean."""
+    """Return the fields of a file as a config.json of `transformers`."""
 
-    def of(name: str, default: Any = None) -> Any:
+    def field(name: str, default: Any = None) -> Any:
         return fields.get(f"{kind}.{name}", default)
 
-    scaling = of("rope.scaling.type", "none")
+    scaling = field("rope.scaling.type", "none")
     if scaling != "none":
         raise UserError(f"rotary positions are scaled by {scaling!r}; supported: none")
     return {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
-        "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of(
-            "attention.head_count_kv", of("attention.head_count")
+        "hidden_size": field("embedding_length"),
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": field("attention.head_count"),
+        "num_key_value_heads": field(
+            "attention.head_count_kv", field("attention.head_count")
         ),
-        "head_dim": of("attention.key_length"),
+        "head_dim": field("attention.key_length"),
         "vocab_size": len(fields.get("tokenizer.ggml.tokens", ())),
-        "max_position_embeddings": of("context_length"),
-        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_theta": of("rope.freq_base", 10000.0),
+        "max_position_embeddings": field("context_length"),
+        "rms_norm_eps": field("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": field("rope.freq_base", 10000.0),
         "tie_word_embeddings": tied,
     }
 
 
 def dequantised(tensor: Any, heads: int | None) -> Tensor:
-    """Return a tensor of a GGUF file as float32, (out, in) or (width,). heads: of
-    queries or keys whose rows are interleaved."""
+    """Return a tensor of a GGUF file as float32, (out, in) or (width,). heads: the
+    number of heads of queries or keys whose rows are interleaved."""
     from gguf.quants import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -124,7 +124,8 @@ def dequantised(tensor: Any, heads: int | None) -> Tensor:
 
 
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
-    """Return the files of a tokenizer of the fields of a file; see `read_gguf`."""
+    """Return the files of the tokenizer in the fields of a file, text by name, as
+    `read_gguf` does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     split = fields.get("tokenizer.ggml.pre", "default")

@@ -3,8 +3,8 @@ writes it.
 
 config.json          settings, and where transformers finds the code
 model.safetensors    weights
-modeling_aogpt.py    a copy of sampling/hub_model.py; the other .py files: of what it
-                     imports of the package
+modeling_aogpt.py    a copy of sampling/hub_model.py; the other .py files are copies of
+                     what it imports of the package
 tokenizer.json       the tokenizer, with [MASK]; beside it tokenizer_config.json
 README.md            a model card: checkpoints/model_card.py"""
 
@@ -47,8 +47,8 @@ MASK = "[MASK]"
 def write_hub_files(
     folder: Path, loaded: Loaded, export: dict, dtype: str, rows: list[dict]
 ) -> None:
-    """Everything but the weights. export: the config.json of an export. rows: of
-    metrics.jsonl."""
+    """Write everything but the weights. export: the config.json of an export. rows: the
+    rows of metrics.jsonl."""
     mask_id, start_id = write_tokenizer(folder, loaded.get_tokenizer())
     settings = {
         "model_type": "aogpt",
@@ -140,14 +140,14 @@ def write_tokenizer_settings(
 
 
 def library_tokenizer(tokenizer: Tokenizer):
-    """Return one of ours as a `tokenizers.Tokenizer` with the same ids, and [MASK]
-    after them. It reads "<|endoftext|>" as the end of a text."""
+    """Return a tokenizer of ours as a `tokenizers.Tokenizer` with the same ids, and
+    [MASK] after them. It reads "<|endoftext|>" as the end of a text."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(
         pattern=GPT2_WORDS, extra_special_tokens=[END_OF_TEXT, MASK]
     )
-    # which are in memory already
+    # the ranks are in memory already
     converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
     library = converter.converted()
     assert library.token_to_id(END_OF_TEXT) == tokenizer.eot

@@ -63,10 +63,8 @@ class Loaded:
     scored_from: int = 0
     # The layout of released weights; None for a model trained here.
     system: str | None = None
-    # That a run has trained on; None where nothing records it.
-    tokens: int | None = None
-    # Of the vocabulary of its tokenizer; None where nothing records it.
-    tokenizer_sha256: str | None = None
+    tokens: int | None = None  # that a run has trained on; None: not recorded
+    tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     description: str = ""  # the source, its step and the kind of its weights
 
     def get_tokenizer(self) -> Tokenizer:
@@ -74,7 +72,7 @@ class Loaded:
         return get_tokenizer(self.tokenizer, self.tokenizer_sha256, Path(self.path))
 
     def origin(self) -> dict[str, Any]:
-        """Return what a JSON report says of the source."""
+        """Return the entries on the source in a JSON report."""
         return {
             "path": self.path,
             "step": self.step,
@@ -100,14 +98,21 @@ def load(
         weights: "ema" for the averaged weights where there are any, "raw" for the last
             ones.
         block_size: another sequence length than the model was trained with.
-        checkpoint: of a run folder: "last", "best" or the number of a step.
+        checkpoint: which one of a run folder: "last", "best" or the number of a step.
         adapter: adapters of this model, which are merged: a run or folder of
             convert.py --adapter. Their own path loads them with the base that they
             name.
-        base: of a path to adapters: another place of their base.
+        base: where `path` leads to adapters, another place of their base.
     """
     if adapter is not None:
-        return load(adapter, weights, device, block_size, checkpoint, base=path)
+        return load(
+            adapter,
+            weights=weights,
+            device=device,
+            block_size=block_size,
+            checkpoint=checkpoint,
+            base=path,
+        )
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = local_path(path)
@@ -179,7 +184,9 @@ def local_path(
 ) -> Path:
     """Return the path if it exists, else the local copy of the repo of this name."""
     local = expand_home(path)
-    return local if local.exists() else download(str(path), weights)
+    if local.exists():
+        return local
+    return download(str(path), weights)
 
 
 def newest_checkpoint(
@@ -187,7 +194,7 @@ def newest_checkpoint(
 ) -> tuple | None:
     """Read the newest usable checkpoint of a run folder, or the checkpoint at `path`.
 
-    Returns its path and what `from_checkpoint` returns; None if there is none."""
+    Returns its path and the result of `from_checkpoint`; None if there is none."""
     read = partial(from_checkpoint, weights=weights, base=base)
     if (path / store.STATE).is_file():
         return path, read(path)
@@ -249,8 +256,8 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
 def from_checkpoint(
     path: Path, weights: str, base: str | Path | None = None
 ) -> tuple[Transformer, dict]:
-    """Read the model of a checkpoint and the other fields of `Loaded`. base: of its
-    adapters; None: the one that it names."""
+    """Read the model of a checkpoint and the other fields of `Loaded`. base: the base
+    of its adapters; None: the one that the checkpoint names."""
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
@@ -312,7 +319,8 @@ def from_file(
     file: Path, weights: str, block_size: int | None = None
 ) -> tuple[Transformer, dict]:
     """Read the model of a file of weights and the other fields of `Loaded`. block_size:
-    of the sequences that it shall take; refused if its attention differs there."""
+    the length of the sequences that it must take; UserError if its attention differs
+    there."""
     if file.suffix == ".gguf":
         settings, contents, tokenizer = gguf_file.read_gguf(file)
         place = tokenizer_place(file, tokenizer)

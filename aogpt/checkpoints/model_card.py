@@ -17,7 +17,7 @@ from .load import Loaded
 # Parts of model_card.md, by name.
 TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
 TEXTS = dict(text.split("\n", 1) for text in TEXTS)
-# Of a run's configuration, which the card shows.
+# tables of a run's configuration that the card shows
 TABLES = ("model", "order", "objective", "optim")
 ORDERS = {
     "l2r": "left to right",
@@ -29,8 +29,8 @@ ORDERS = {
 
 def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> str:
     """Return the card in Markdown. Facts of the training are left out where the source
-    has no run. rows: of the run's metrics.jsonl. writes_start: the tokenizer writes a
-    begin-of-text."""
+    has no run. rows: the rows of the run's metrics.jsonl. writes_start: the tokenizer
+    writes a begin-of-text."""
     state_file = Path(loaded.path) / store.STATE
     state = None
     if state_file.is_file():
@@ -43,8 +43,8 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
 
 
 def plain(text: Any) -> str:
-    """Return any text as one line of Markdown that shows it as it is: no HTML, link,
-    emphasis or new cell of a table comes of it."""
+    """Return any text as one line of Markdown that shows it as it is, without HTML,
+    links, emphasis or new cells of a table."""
     line = visible(text, one_line=True)
     return re.sub(r"[^\w .-]|_", lambda match: f"&#{ord(match[0])};", line)
 
@@ -56,7 +56,7 @@ def number(values: dict, key: str) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # of an integer of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return None
 
 
@@ -87,7 +87,7 @@ def _summary(loaded: Loaded) -> str:
 
 
 def _usage(loaded: Loaded, writes_start: bool) -> str:
-    """Code for transformers, which the tests run, and for the project."""
+    """Return code for transformers, which the tests run, and for the project."""
     c = loaded.model.config
     parts = ["use", "score", "score in any order", "gap", "continue"]
     arguments = ', return_tensors="pt"'

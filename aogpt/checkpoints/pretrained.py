@@ -30,7 +30,7 @@ MISTRAL_WINDOW = 4096  # tokens, where its config.json names none
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder of `transformers` has that its config.json does not say."""
+    """The properties of a decoder of `transformers` that its config.json lacks."""
 
     model_type: str
     qkv_bias: bool = False  # biases of queries, keys and values alone
@@ -124,8 +124,8 @@ class Settings(TypedDict):
 
 
 def is_pretrained(settings: dict) -> bool:
-    """Say whether a config.json is of a causal language model of `transformers`, other
-    than GPT-2, and not one that convert.py --hub wrote."""
+    """Return whether a config.json is of a causal language model of `transformers`,
+    other than GPT-2, and not one that convert.py --hub wrote."""
     names = settings.get("architectures")
     other = names == ["GPT2LMHeadModel"] or settings.get("model_type") in (
         None,
@@ -174,7 +174,7 @@ def read(
 
 
 def module_names(config: ModelConfig) -> dict[str, list[str]]:
-    """Name the modules of `transformers` that make each of our modules."""
+    """Return the modules of `transformers` that make each of our modules, by name."""
     names = {"wte": ["model.embed_tokens"], "norm_f": ["model.norm"]}
     for layer in range(config.n_layer):
         for ours, theirs in BLOCK.items():
@@ -187,12 +187,10 @@ def module_names(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def joined(
-    state: MutableMapping[str, Tensor],
-    names: list[str],
-    rows: list[int] | None = None,
+    state: MutableMapping[str, Tensor], names: list[str], rows: list[int] | None = None
 ) -> Tensor:
-    """Join the rows of tensors. rows: how many each has, where that is not checked
-    with the joined tensor's. Raises UserError for quantised or odd ones."""
+    """Join the rows of tensors. rows: the number of rows of each, where the joined
+    tensor's shape does not check it. Raises UserError for quantised or odd ones."""
     parts = [state[name] for name in names]
     for name, part in zip(names, parts, strict=True):
         if not isinstance(part, Tensor):
@@ -211,7 +209,7 @@ def joined(
 
 def config_of(settings: dict, has_start: bool) -> ModelConfig:
     """Return the plain GPT of a config.json. has_start: its tokenizer writes a
-    begin-of-text. Raises UserError for what our model does not have."""
+    begin-of-text. Raises UserError for parts that our model does not have."""
     name = settings["architectures"][0]
     if name not in ARCHITECTURES:
         raise UserError(
@@ -338,8 +336,8 @@ def settings_of(
     config: ModelConfig, tokenizer: HubTokenizer, tied_head: bool, dtype: str
 ) -> dict[str, Any]:
     """Return the config.json of a model that `transformers` computes from left to
-    right. tied_head: whether the file has no head. Raises UserError for what its Llama,
-    Qwen2 and Qwen3 do not have."""
+    right. tied_head: whether the file has no head. Raises UserError for parts that its
+    Llama, Qwen2 and Qwen3 do not have."""
     with torch.device("meta"):  # without memory
         model = build_model(config)
     if config.is_encoder or conditioning_parameters(model):
@@ -419,7 +417,8 @@ def settings_of(
 
 def architecture_for(config: ModelConfig, has_qkv_bias: bool) -> str:
     """Return the first architecture with the norms and biases of a model's attention,
-    else the first with its norms. has_qkv_bias: of queries, keys and values alone."""
+    else the first with its norms. has_qkv_bias: whether queries, keys and values alone
+    have biases."""
     with_norms = []
     for name, architecture in ARCHITECTURES.items():
         if architecture.qk_norm == config.qk_norm:

@@ -137,8 +137,8 @@ DIFFUSION_BLOCK = {
 
 
 def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
-    """Return the names in AO-GPT, sigma-GPT and GPT-2 -> ours. final: the prefix of the
-    last norm."""
+    """Return our name of each parameter by its name in AO-GPT, sigma-GPT and GPT-2.
+    final: the prefix of the last norm."""
     names = {}
     for table in ("wte", "wpe", "wtpe"):
         names.update(_parameters(f"transformer.{table}", table))
@@ -151,7 +151,7 @@ def gpt_names(n_layer: int, final: str = "transformer.") -> dict[str, str]:
 
 
 def diffusion_names(n_layer: int) -> dict[str, str]:
-    """Return the names in RADD and SEDD -> ours."""
+    """Return our name of each parameter by its name in RADD and SEDD."""
     names = {}
     names.update(_parameters("sigma_map.mlp.0", "noise.fc"))
     names.update(_parameters("sigma_map.mlp.2", "noise.proj"))
@@ -164,7 +164,8 @@ def diffusion_names(n_layer: int) -> dict[str, str]:
 
 
 def _blocks(prefix: str, modules: dict[str, str], n_layer: int) -> dict[str, str]:
-    """Return the names of all blocks -> ours. modules: of a block."""
+    """Return our name of each parameter of all blocks by its name there. modules: our
+    names of a block's modules by theirs."""
     names = {}
     for layer in range(n_layer):
         for theirs, ours in modules.items():
@@ -174,7 +175,7 @@ def _blocks(prefix: str, modules: dict[str, str], n_layer: int) -> dict[str, str
 
 
 def _parameters(theirs: str, ours: str) -> dict[str, str]:
-    """Return the names of a module's weight and bias -> ours."""
+    """Return our names of a module's weight and bias by their names there."""
     return {
         f"{theirs}.weight": f"{ours}.weight",
         f"{theirs}.bias": f"{ours}.bias",
@@ -200,7 +201,8 @@ def _sigma_gpt(state: dict, settings: dict):
 
 
 def _gpt2(state: dict, settings: dict):
-    """Linear layers are stored transposed (Conv1D), causal masks as buffers."""
+    """Read GPT-2, whose linear layers are stored transposed (Conv1D) and whose causal
+    masks are buffers."""
     config = _gpt_config(
         settings,
         length="n_positions",
@@ -272,9 +274,10 @@ def _without_frequencies(state: dict) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a system stores its weights. To read another one: a line in LAYOUTS."""
+    """The layout in which a system stores its weights. To read another one, add a line
+    to LAYOUTS."""
 
-    # One of its names begins with a match; of the layouts below, the first counts.
+    # One of its names begins with a match. The first layout with one is chosen.
     mark: str
     read: Callable[[dict, dict], tuple[ModelConfig, dict, dict[str, str]]]
     """(state, settings) -> configuration, tensors by their names, names -> ours."""
@@ -339,7 +342,8 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
 
 
 def _width(state: dict, name: str) -> int:
-    """Return the columns of a matrix. Raises UserError for what is none."""
+    """Return the number of columns of a matrix. Raises UserError where there is no
+    matrix of this name."""
     if name not in state or state[name].dim() != 2:
         raise UserError(f"it lacks {name}, a matrix")
     return state[name].shape[1]

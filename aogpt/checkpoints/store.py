@@ -82,7 +82,7 @@ def path_of(run_folder: Path, step: int) -> Path:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return where a checkpoint is while it is being written or removed."""
+    """Return the path of a checkpoint while it is being written or removed."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -145,8 +145,8 @@ def write(
     run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
 ) -> Path:
     """Write a checkpoint from this process alone, a file for each kind of tensor.
-    values: of State. keep: how many of the newest to keep, besides the best. Raises
-    OSError or SafetensorError."""
+    values: the contents of State. keep: how many of the newest checkpoints stay,
+    besides the best. Raises OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
     folder = temporary_of(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -175,8 +175,8 @@ def start_writing_shards(
     group: ProcessGroup,
 ) -> Future:
     """Copy the shards of this process to CPU memory and write them in the background.
-    All processes must call. then: called on process 0 when all have written. group: of
-    gloo, its own."""
+    All processes must call. then: called on process 0 when all have written. group: a
+    group of gloo for this alone."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
     # otherwise it logs the duration of every step
@@ -236,7 +236,7 @@ def only_warned(action: str) -> Iterator[None]:
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Remove files and folders that a killed process left half written or removed."""
     for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
         if step_of(Path(path.name[1:-4])) is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -246,7 +246,7 @@ def remove_partial(run_folder: Path) -> None:
 
 
 def dtype_and_shape(tensor: Tensor) -> list:
-    """Return what state.json records of a tensor, such as ["float32", 8, 4]."""
+    """Return the entry of a tensor in state.json, such as ["float32", 8, 4]."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, *tensor.shape]
 
@@ -268,9 +268,9 @@ def is_finite(tensor: Tensor) -> Tensor | bool:
 
 def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
     """Return the contents of state.json, after its checksum and those of the files have
-    been verified. share: of the files, where several processes divide them. prefix: of
-    the tensors that will be read; files of other kinds are not verified. Raises
-    CheckpointError."""
+    been verified. share: the files to verify, where several processes divide them.
+    prefix: the beginning of the names of tensors that will be read; files of other
+    kinds are not verified. Raises CheckpointError."""
     file = path / STATE
     if not file.is_file():
         raise CheckpointError(
@@ -341,14 +341,17 @@ def read_newest(
             # An empty list can be of a moment when the only checkpoint was replaced.
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
-    if paths:
-        advice = f": {problems[0]}"
-        if procs:
-            advice = "; move the folder away to start anew"
+    if not paths:
+        return None
+    if procs:
         raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {run_folder} can be read{advice}"
+            f"none of the {len(paths)} checkpoints in {run_folder} can be read; move "
+            "the folder away to start anew"
         )
-    return None
+    raise CheckpointError(
+        f"none of the {len(paths)} checkpoints in {run_folder} can be read: "
+        f"{problems[0]}"
+    )
 
 
 def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:

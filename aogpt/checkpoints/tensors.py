@@ -46,7 +46,7 @@ class Index(TypedDict):
 def read_weights(path: Path) -> LazyTensors | dict:
     """Return the tensors of a safetensors file or of the files of an index, which are
     read when they are looked up, or the contents of a PyTorch file. Raises
-    CheckpointError for what cannot be read."""
+    CheckpointError for a file that cannot be read."""
     if path.name != INDEX:
         return read_file(path)
     files = read_json(path, Index, "get it again")["weight_map"]
@@ -66,7 +66,7 @@ def read_weights(path: Path) -> LazyTensors | dict:
 
 
 def read_file(path: Path) -> LazyTensors | dict:
-    """`read_weights` of one file."""
+    """Return the tensors of one file, as `read_weights` does."""
     if path.exists() and not path.is_file():  # opening a FIFO would wait
         raise CheckpointError(f"{path} is not a regular file; get it again")
     try:
@@ -92,16 +92,16 @@ def read_file(path: Path) -> LazyTensors | dict:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
         raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it is refused: a pickle of more "
+            f"than tensors and plain values can run code; {SUPPORTED}"
+        ) from error
     except Exception as error:  # torch raises many kinds for damaged and foreign files
         message = " ".join(str(error).split())[:100]
-        reason = f"truncated, or not a file of weights ({message})"
-        if isinstance(error, pickle.UnpicklingError):
-            reason = (
-                "it is refused: a pickle of more than tensors and plain values can run "
-                "code"
-            )
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: {reason}; {SUPPORTED}"
+            f"{path} cannot be read as a checkpoint: truncated, or not a file of "
+            f"weights ({message}); {SUPPORTED}"
         ) from error
     if not isinstance(contents, dict):
         raise CheckpointError(

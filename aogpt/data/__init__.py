@@ -1,2 +1,2 @@
-"""Data: prepare.py writes token files, loader.py reads them, tokenizers.py serves
-all."""
+"""Data: prepare.py writes token files, loader.py reads them, and both use
+tokenizers.py."""

@@ -56,7 +56,8 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 
 
 def _key(author: str, title: str) -> str:
-    """Return what tells a book apart, in one form of its accents."""
+    """Return the author and title by which a book is found, in one form of their
+    accents."""
     return unicodedata.normalize("NFC", f"{author}/{title}")
 
 

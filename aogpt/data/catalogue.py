@@ -9,7 +9,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal
 
-from ..runtime.paths import DATA
+from ..runtime.paths import DATA, PROJECT
 from . import books, sources
 from .sources import (
     ROW_FILES,
@@ -24,29 +24,14 @@ from .tokenizers import ALPHABET, TOKENIZERS
 
 SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
-# What `python -m studies.prepare NAME` makes, which used to be made here.
-OF_STUDIES = (
-    "chorales",
-    "polya",
-    "latin5",
-    "shuffled",
-    "sudoku6",
-    "star",
-    "addition",
-    "reversal",
-    "exchanged",
-    "mirror",
-    "parity",
-    "colouring",
-    "copy",
-    "replace",
-    "shuffle",
-)
+# The names of what `python -m studies.prepare` makes; only a clone has the studies.
+STUDIES = PROJECT / "studies" / "datasets.txt"
+OF_STUDIES = STUDIES.read_text().split() if STUDIES.is_file() else []
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user wants of a dataset."""
+    """The options of a user for one dataset."""
 
     name: str  # of the dataset
     reading: Reading
@@ -56,7 +41,7 @@ class Request:
     split: str | None = None  # into which all documents go
     repository: str = ""  # of the hub
     config: str | None = None  # of the repository
-    # Of a study's dataset, in settings of meta.json; empty for those of DATASETS.
+    # `Prepare.of_dataset`: options of the datasets of another command
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,8 +51,8 @@ Divide = Callable[[Corpus, tuple[str, ...]], dict[str, Corpus]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """How prepare.py makes a dataset: of files, or of what it downloads. A subclass
-    with another `corpora` can make documents."""
+    """A dataset that prepare.py makes from files or from a download. A subclass with
+    another `corpora` can make documents."""
 
     numbers: tuple[int, ...] = ()  # published documents of each of `splits`
     splits: tuple[str, ...] = SPLITS
@@ -77,7 +62,7 @@ class Dataset:
     hub: tuple[str, str | None] | None = None  # repository and configuration
     url: str | None = None  # of a file, with the split's name in it
     readers: dict[str, Reader] = field(default_factory=lambda: TEXT_FILES)  # by suffix
-    clean: Callable[[str], str] | None = None  # what was read -> text of the row
+    clean: Callable[[str], str] | None = None  # (row as it was read) -> its text
     divide: Divide | None = None  # where files hold all splits
     tokenizer: str = "gpt2"
     val_fraction: float | None = None  # of the documents; None: there are splits
@@ -115,7 +100,11 @@ class Dataset:
             repository, config = self.hub or (request.repository, request.config)
             corpora = {
                 first: sources.hub_rows(
-                    request.name, repository, config, split, reading
+                    name=request.name,
+                    repository=repository,
+                    config=config,
+                    split=split,
+                    reading=reading,
                 )
             }
         if self.divide:
@@ -136,7 +125,8 @@ def evaluation_set(
     **options: Any,
 ) -> Dataset:
     """Return a test set of the published tables. numbers: published rows of each of
-    `splits`. lines: suffixes of text files with a row a line. options: of Dataset."""
+    `splits`. lines: suffixes of text files with a row a line. options: other fields of
+    Dataset."""
     readers = dict(ROW_FILES)
     for suffix in lines:
         readers[suffix] = read_lines

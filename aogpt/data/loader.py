@@ -36,14 +36,13 @@ if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-# That a batch can be shortened to: torch.compile makes code for each of them.
-LENGTHS = 8
+LENGTHS = 8  # to which a batch can be shortened: torch.compile makes code for each
 LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
 PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
-# What tells that a file without meta.json is not text in ids of GPT-2 of 16 bits. "!"
-# has the id 0, and the first 512 ids are bytes and the most frequent pairs. The upper
-# half of an id of 32 bits is below 16 for every vocabulary of fewer than a million.
+# Signs that a file without meta.json is not text in GPT-2's ids of 16 bits. "!" has the
+# id 0, and the first 512 ids are bytes and the most frequent pairs. The upper half of
+# an id of 32 bits is below 16 for every vocabulary of fewer than a million.
 MOST_ZEROS = 0.25
 FEW_IDS = 16
 COMMON_IDS = 512
@@ -53,14 +52,14 @@ ADVICE = "prepare the dataset again"
 
 @schema
 class Split(TypedDict):
-    """What meta.json says of a split."""
+    """The entry of a split in meta.json."""
 
     file: FileName
     tokens: Annotated[int, Interval(ge=1, lt=2**63)]
     sha256: str
     # File and sha256 of the prompt mask, a byte a token.
     roles: NotRequired[dict[str, FileName]]
-    # UTF-8 bytes of the text, and of what its tokens stand for, where they can differ.
+    # UTF-8 bytes of the text, and those its tokens stand for, where they can differ
     text_bytes: NotRequired[NonNegative]
     token_bytes: NotRequired[NonNegative]
 
@@ -116,8 +115,8 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder: str | Path) -> Meta:
-    """Return the contents of meta.json, made up for nanoGPT's token files. Raises
-    FileNotFoundError."""
+    """Return the contents of meta.json, or for token files of nanoGPT, which lack it,
+    `nanogpt_meta`. Raises FileNotFoundError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         if path.with_name("train.bin").is_file():
@@ -135,7 +134,7 @@ def load_meta(folder: str | Path) -> Meta:
 
 
 def nanogpt_meta(folder: Path) -> Meta:
-    """Return the meta.json of nanoGPT's train.bin and val.bin. Raises UserError for
+    """Return a meta.json for nanoGPT's train.bin and val.bin. Raises UserError for
     files that are not GPT-2's ids in 16 bits."""
     if (folder / "meta.pkl").exists():
         raise UserError(
@@ -229,7 +228,8 @@ def token_dtype(name: str) -> np.dtype:
 
 
 def spread(count: int, total: int) -> np.ndarray:
-    """`count` numbers, evenly spread over range(total), int64; at most `total`."""
+    """Return `count` numbers, at most `total`, spread evenly over range(total), int64
+    (count,)."""
     count = min(count, total)
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
@@ -280,16 +280,17 @@ class TokenDataset:
         packed = self.meta.get("block_size") or block_size
         if protocol == "records" and packed < block_size:
             block_size = packed  # a model may take longer sequences
-        if packed != block_size:
-            advice = (
-                f"prepare it again with --block-size {block_size}, "
-                "or with --protocol full"
-            )
-            if protocol == "records":
-                advice = f"set the model's block_size to {packed} or more"
+        if packed != block_size and protocol == "records":
             raise UserError(
                 f"{self.folder} is packed into blocks of {packed} tokens (protocol "
-                f"{protocol}), not of {block_size}: {advice}"
+                f"records), not of {block_size}: set the model's block_size to "
+                f"{packed} or more"
+            )
+        if packed != block_size:
+            raise UserError(
+                f"{self.folder} is packed into blocks of {packed} tokens (protocol "
+                f"{protocol}), not of {block_size}: prepare it again with "
+                f"--block-size {block_size}, or with --protocol full"
             )
         count = self.tokens.size
         if count < block_size:
@@ -313,8 +314,8 @@ class TokenDataset:
                 self._roles = self._roles[chosen]
 
     def files(self) -> dict[str, dict]:
-        """Return what a run records of the files, by path, for `changed_files` when it
-        resumes."""
+        """Return the checksum, size and times of each file, by path, which a run
+        records for `changed_files` when it resumes."""
         recorded = {}
         for path, sha256 in zip(self._opened, self._sha256, strict=True):
             stat = path.stat()
@@ -353,8 +354,8 @@ class TokenDataset:
         return int(is_predicted.sum())
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Return blocks number `indices` (B integers in 0 .. num_blocks - 1) ->
-        LongTensor (B, T)."""
+        """Return the tokens of the blocks with these numbers (B integers in
+        0 .. num_blocks - 1), LongTensor (B, T)."""
         import torch
 
         self.check_unchanged()
@@ -365,8 +366,7 @@ class TokenDataset:
         return torch.from_numpy(tokens)
 
     def tail(self) -> torch.LongTensor:
-        """Return the tokens after the last whole block -> LongTensor (1, t), 0 <= t <
-        T."""
+        """Return the tokens after the last whole block, LongTensor (1, t), t < T."""
         import torch
 
         rest = self.tokens[self.num_blocks * self.block_size :]
@@ -375,16 +375,16 @@ class TokenDataset:
     def batch(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> torch.LongTensor:
-        """Return the sequences `rows` of the global batch of `step` -> LongTensor
+        """Return the sequences `rows` of the global batch of `step`, LongTensor
         (B, T)."""
         return self.blocks(self.indices(seed, step, rows, global_batch))
 
     def indices(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> np.ndarray:
-        """Return the blocks that `batch` reads, int64 (B,): sequence g = step *
-        global_batch + row + shift is block shuffle_e[g % num_blocks] of epoch e = g //
-        num_blocks."""
+        """Return the numbers of the blocks that `batch` reads, int64 (B,): sequence g =
+        step * global_batch + row + shift is block shuffle_e[g % num_blocks] of epoch e
+        = g // num_blocks."""
         assert step >= 0
         if len(rows):
             assert 0 <= min(rows) <= max(rows) < global_batch, rows
@@ -397,7 +397,7 @@ class Mixture(TokenDataset):
     number of every PATTERN consecutive ones, in random order. Each has its own epochs,
     as if it were read alone; an epoch of the mixture is one of the first data set.
 
-    counts: sequences of each part in every PATTERN. names: of the parts, for
+    counts: sequences of each part in every PATTERN. names: the parts' names, for
     messages."""
 
     def __init__(self, parts: list[TokenDataset], counts: list[int], names: list[str]):
@@ -427,17 +427,20 @@ class Mixture(TokenDataset):
         return lines
 
     def files(self) -> dict[str, dict]:
+        """Return the checksum, size and times of each file of all parts, by path."""
         recorded = {}
         for part in self.parts:
             recorded.update(part.files())
         return recorded
 
     def check_unchanged(self) -> None:
+        """Raise UserError or OSError if a file of a part has changed."""
         for part in self.parts:
             part.check_unchanged()
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Return blocks by their number among those of all parts."""
+        """Return the tokens of the blocks with these numbers among the blocks of all
+        parts, LongTensor (B, T)."""
         import torch
 
         part = np.searchsorted(self.ends, indices, side="right")
@@ -450,13 +453,19 @@ class Mixture(TokenDataset):
     def indices(
         self, seed: int, step: int, rows: range, global_batch: int
     ) -> np.ndarray:
+        """Return the numbers of the blocks that `batch` reads, among those of all
+        parts, int64 (B,)."""
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
         indices = np.empty_like(sequence)
         parts = np.repeat(np.arange(len(self.parts)), self.counts)
         for pattern in np.unique(sequence // PATTERN):
             here = sequence // PATTERN == pattern
             (bits,) = philox_bits(
-                seed, int(pattern), range(1), PATTERN, randomness.MIXTURE
+                seed,
+                int(pattern),
+                rows=range(1),
+                width=PATTERN,
+                stream=randomness.MIXTURE,
             )
             shuffle = np.argsort(bits, kind="stable")
             drawn = parts[shuffle]
@@ -473,9 +482,9 @@ class Mixture(TokenDataset):
 
 
 def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
-    """Return the blocks that consecutive sequences read: number n is block
-    shuffle_e[n % count] of epoch e = n // count. first: added to the epoch's number for
-    the shuffle."""
+    """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
+    reads block shuffle_e[n % count] of epoch e = n // count. first: added to the
+    epoch's number for the shuffle."""
     epochs, places = np.divmod(numbers, count)
     indices = np.empty_like(places)
     # Two epochs where a batch straddles them, more if it is larger than the dataset.
@@ -491,7 +500,9 @@ def open_training_data(
 ) -> TokenDataset:
     """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a
     Mixture of it with others. Raises FileNotFoundError or UserError."""
-    data = TokenDataset(folder, "train", block_size, verify, max_tokens)
+    data = TokenDataset(
+        folder, "train", block_size, verify=verify, max_tokens=max_tokens
+    )
     if not mix:
         return data
     parts = [data]
@@ -504,7 +515,7 @@ def open_training_data(
         if place.resolve() in folders:
             raise UserError(f"data.mix {text}: this data set is in the mixture twice")
         folders.add(place.resolve())
-        part = TokenDataset(place, "train", data.block_size, verify)
+        part = TokenDataset(place, "train", data.block_size, verify=verify)
         if any(part.meta.get(key) != data.meta.get(key) for key in RECORDED):
             raise UserError(
                 f"data.mix {name} has another tokenizer than {folder}; prepare it again"
@@ -573,7 +584,9 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.
-    (bits,) = philox_bits(seed, epoch, range(1), count, randomness.SHUFFLE)
+    (bits,) = philox_bits(
+        seed, epoch, rows=range(1), width=count, stream=randomness.SHUFFLE
+    )
     return np.argsort(bits, kind="stable")
 
 
@@ -592,8 +605,14 @@ def batch_lengths(
     last = (steps.stop - 1) // LENGTHS_AT_ONCE
     bits = []
     for chunk in range(first, last + 1):
-        count = 2 * LENGTHS_AT_ONCE
-        bits.append(philox_bits(seed, chunk, range(1), count, randomness.LENGTHS))
+        numbers = philox_bits(
+            seed,
+            chunk,
+            rows=range(1),
+            width=2 * LENGTHS_AT_ONCE,
+            stream=randomness.LENGTHS,
+        )
+        bits.append(numbers)
     start = steps.start - first * LENGTHS_AT_ONCE
     pairs = to_uniform(np.concatenate(bits)).reshape(-1, 2)
     uniform = pairs[start : start + len(steps)]

@@ -28,12 +28,12 @@ from .detokenisers import detokenise
 from .sources import Corpus
 from .tokenizers import Tokenizer, text_bytes, without_lone_surrogates
 
-# of sedd
+# the protocol sedd
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
 WHITE_SPACE = b" \t\r\n"  # in which copies of a document may differ
-CHECKED_BYTES = 1 << 24  # of text that are decoded again, to see what a tokenizer loses
+CHECKED_BYTES = 1 << 24  # of text, decoded again to see whether a tokenizer loses text
 SHOWN = 40  # characters of a text in a note
 # Where a single document may be divided: at the last line end or word end in this part
 # of the validation share before its beginning.
@@ -47,8 +47,8 @@ def route(
     whole: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield (split, document) of every document, in reading order. fraction: share of
-    the "train" documents that becomes "val". limit: of documents of the first split.
-    whole: never split one."""
+    the "train" documents that becomes "val". limit: the most documents to take of the
+    first split. whole: never split one."""
     for number, (split, corpus) in enumerate(corpora.items()):
         documents = iter(corpus.documents)
         if number == 0:
@@ -83,7 +83,7 @@ def _train_and_val(
             group += 1
             first = math.ceil(group * size)
             last = math.ceil((group + 1) * size)
-            bits = philox_bits(0, group, range(1), 1, SPLIT)
+            bits = philox_bits(0, group, rows=range(1), width=1, stream=SPLIT)
             chosen = first + int(bits[0, 0]) % (last - first)
         if index == chosen:
             yield "val", text
@@ -92,8 +92,8 @@ def _train_and_val(
 
 
 def _place_to_split(text: str, fraction: float) -> int:
-    """Return where the last share of a text begins: near its place after the end of a
-    line, else of a word, else at the place itself."""
+    """Return the place where the last share of a text begins: after the end of a line
+    near it, else after the end of a word, else the exact place."""
     count = max(1, round(len(text) * fraction))
     place = len(text) - count
     if place < 1:
@@ -150,7 +150,7 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
 
 @dataclass
 class Losses:
-    """How far the text comes back from its tokens, counted over documents."""
+    """Counts of the documents whose text does not come back from their tokens."""
 
     tokenizer: Tokenizer
     documents: int = 0
@@ -181,7 +181,7 @@ class Losses:
 
 
 def _first_difference(text: str, decoded: str) -> str:
-    """Return what is around the first difference of two texts, for a note."""
+    """Return both texts around their first difference, for a note."""
     place = len(os.path.commonprefix([text, decoded]))
     start = max(0, place - 8)
     part = slice(start, start + SHOWN)
@@ -200,10 +200,10 @@ class SplitFile:
         self.dtype = dtype
         self.tokens = 0
         self.ends = array("q")  # the place after each document
-        # Of each document's text without white space, unless nothing is left.
+        # a hash of each document's text without white space, unless nothing is left
         self.hashes = array("Q")
         self.text_bytes = 0
-        self.token_bytes = 0  # what the ids stand for, if no text was lost
+        self.token_bytes = 0  # of the text that the ids stand for
         self.has_roles = False  # whether a token is not predicted
         self._file = path.open("wb")
         self._roles_path = path.with_suffix(".roles.bin")
@@ -235,8 +235,8 @@ class SplitFile:
                 self._roles_path.unlink()
         if self.protocol == "sedd":
             tokens = np.fromfile(self.path, self.dtype)
-            kept = kept_ranges(np.array(self.ends), self.block_size)
-            parts = [tokens[start:stop] for start, stop in kept]
+            ranges = ranges_of_blocks(np.array(self.ends), self.block_size)
+            parts = [tokens[start:stop] for start, stop in ranges]
             np.concatenate(parts).tofile(self.path)
         size = os.path.getsize(self.path) // self.dtype.itemsize
         if size == 0:
@@ -265,15 +265,14 @@ class SplitFile:
 
 def shared_rows(train: SplitFile, other: SplitFile) -> int:
     """Return how many documents of another split are in the training split, too."""
-    known = np.frombuffer(train.hashes, np.uint64)
     hashes = np.frombuffer(other.hashes, np.uint64)
-    is_known = np.isin(hashes, known)
-    return int(is_known.sum())
+    is_shared = np.isin(hashes, np.frombuffer(train.hashes, np.uint64))
+    return int(is_shared.sum())
 
 
-def kept_ranges(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the token ranges that sedd keeps of rows laid end to end; ends (rows,): the
-    place after each."""
+def ranges_of_blocks(ends: np.ndarray, block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the token ranges that become blocks under sedd, of rows laid end to end;
+    ends (rows,): the place after each."""
     for shard in np.array_split(np.arange(len(ends)), SHARDS):  # larger ones first
         for first in shard[::GROUP_ROWS]:
             last = min(first + GROUP_ROWS - 1, shard[-1])

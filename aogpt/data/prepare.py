@@ -42,15 +42,14 @@ from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
 from .packing import Losses, SplitFile
 from .prompts import Examples, encode_example, without_marks
-from .sources import LEFT_OUT, Corpus, Reading, found_files
+from .sources import LEFT_OUT, Corpus, Reading, source_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
 FILES = {"meta.json", tokenizers.OWN, tokenizers.HUB, tokenizers.HUB_SETTINGS}
-for _split in SPLITS:
-    FILES.add(f"{_split}.bin")
-    FILES.add(f"{_split}.roles.bin")
-DEFAULT_BLOCK_SIZE = 1024  # what the published perplexities are measured with
+FILES.update(f"{split}.bin" for split in SPLITS)
+FILES.update(f"{split}.roles.bin" for split in SPLITS)
+DEFAULT_BLOCK_SIZE = 1024  # that of the published perplexities
 ENOUGH = 100_000  # tokens of text to train on: below that a note
 FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
@@ -145,7 +144,7 @@ class Prepare:
 
     @property
     def of_dataset(self) -> dict[str, Any]:
-        """Options on which the result depends that only a study's dataset has."""
+        """The options on which the result depends that a subclass of this one adds."""
         return {}
 
 
@@ -187,9 +186,9 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     target = output_folder(args)
     args = replace(
         args,
-        source=found_files(args.source, dataset.readers),
-        val=found_files(args.val, dataset.readers),
-        test=found_files(args.test, dataset.readers),
+        source=source_files(args.source, dataset.readers),
+        val=source_files(args.val, dataset.readers),
+        test=source_files(args.test, dataset.readers),
     )
     check_options(args, dataset)
     args = with_defaults(args, dataset)
@@ -199,7 +198,12 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     corpora = dataset.corpora(
         Request(
             args.name,
-            reading(args.field, args.prompt_field, args.split_at, args.skip_bad_rows),
+            reading(
+                field=args.field,
+                prompt_field=args.prompt_field,
+                split_at=args.split_at,
+                skip_bad_rows=args.skip_bad_rows,
+            ),
             source=args.source,
             val=args.val,
             test=args.test,
@@ -210,7 +214,13 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         )
     )
     shown = args.out or Path(os.path.relpath(target))
-    meta = metadata(target.name, args, tokenizer, dataset, corpora)
+    meta = metadata(
+        name=target.name,
+        args=args,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        corpora=corpora,
+    )
     if is_finished(target, meta, args.overwrite):
         show(
             f"{target} holds this dataset already: nothing to do (--overwrite makes it "
@@ -226,7 +236,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         written.write(corpora)
         meta.update(written.close(corpora))
         write_json(folder / "meta.json", meta)
-        # Raises for what came there meanwhile.
+        # Raises for files that another process has written there meanwhile.
         is_finished(target, meta, args.overwrite)
     report(shown, meta, tokenizer, written.notes)
     show(next_command(shown, meta, dataset, args.tokenizer))
@@ -243,7 +253,7 @@ def output_folder(args: Prepare) -> Path:
         raise UserError(f"--out {args.out}: give a name in UTF-8") from None
     except (RuntimeError, OSError):  # of Python 3.11 to 3.12, and from 3.13 on
         raise UserError(f"--out {args.out}: a link in it leads to itself") from None
-    if target.is_symlink():  # what a loop resolves to from 3.13 on
+    if target.is_symlink():  # from 3.13 on a loop resolves to a link
         raise UserError(f"--out {args.out}: a link in it leads to itself")
     return target
 
@@ -397,8 +407,8 @@ def metadata(
 
 
 class Writer:
-    """Writes the token files of all splits into a folder. After `close`, `notes` holds
-    what the user should know."""
+    """A writer of the token files of all splits into a folder. After `close`, `notes`
+    holds notes for the user."""
 
     def __init__(
         self, folder: Path, args: Prepare, tokenizer: Tokenizer, dataset: Dataset
@@ -470,7 +480,7 @@ class Writer:
     def add(
         self, split: str, text: str, ids: np.ndarray, roles: np.ndarray | None
     ) -> None:
-        """Write a document, and look at what its tokens lose."""
+        """Write a document, and count the text that its tokens lose."""
         if split not in self.files:
             self.files[split] = SplitFile(
                 self.folder / f"{split}.bin",
@@ -507,7 +517,7 @@ class Writer:
     def notes_on_splits(
         self, files: dict[str, SplitFile], entries: dict[str, dict]
     ) -> list[str]:
-        """Return what is odd about the splits: their sizes, and rows that two of them
+        """Return notes on the splits: on odd sizes, and on rows that two of them
         have."""
         notes = []
         fraction = self.args.val_fraction
@@ -537,13 +547,14 @@ class Writer:
         return notes
 
     def notes_on_reading(self, reading: Reading) -> list[str]:
-        """Return what was noticed while documents were read and encoded."""
+        """Return notes on what was noticed while documents were read and encoded."""
         notes = []
-        for message, n in reading.counts.items():
-            # Nobody asks for the other fields of files that come along.
-            is_field = message.startswith(LEFT_OUT.partition("{")[0])
-            if n and not (is_field and self.dataset.shipped):
-                notes.append(counted(n, message))
+        if not self.dataset.shipped:  # the project's own files have more fields
+            for name, count in reading.left_out.items():
+                notes.append(counted(count, LEFT_OUT.format(name)))
+        for message, count in reading.counts.items():
+            if count > 0:
+                notes.append(counted(count, message))
         if reading.bad_rows:
             notes.append(f"the first bad rows: {'; '.join(reading.bad_rows)}")
         if self.long:
@@ -578,7 +589,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     before = old_meta.get("settings", {})
     changed = []
     for key, value in meta["settings"].items():
-        # An older folder lacks keys that were not there: what they stand for is off.
+        # An older folder lacks newer keys, whose options were off.
         if before.get(key) != value and (key in before or value):
             changed.append(key)
     if old_meta.get("source") != meta["source"]:
@@ -599,7 +610,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
 
 
 def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> None:
-    """Print what was made and noticed. folder: as the user typed it."""
+    """Print the sizes of the splits, and notes. folder: as the user typed it."""
     for split, entry in meta["splits"].items():
         tokens = counted(entry["tokens"], "tokens")
         documents = counted(entry["documents"], "documents")

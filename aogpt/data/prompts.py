@@ -85,14 +85,17 @@ class Example(str):
 
 
 class Examples(Reading):
-    """Reads examples from rows: {"prompt": ..., "text": what follows it}, or {"text":
-    with marks}."""
+    """A reading of rows as examples: {"prompt": ..., "text": what follows it}, or
+    {"text": text with marks}."""
 
     @property
     def fields(self) -> set[str]:
+        """Return the fields of a row that are read."""
         return {self.field, self.prompt_field or "prompt"}
 
     def document(self, row: dict, place: str) -> str:
+        """Return the example of a row, marked. Raises UserError, which begins with
+        `place`."""
         text = super().document(row, place)
         prompt = self.prompt_field or "prompt"
         if prompt in row or self.prompt_field:

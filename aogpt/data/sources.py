@@ -57,24 +57,25 @@ COPIES = "files have the same bytes as another one"
 
 @dataclass
 class Reading:
-    """How documents are read, and what was noticed on the way."""
+    """The way in which documents are read, and what was noticed while reading."""
 
     field: str  # the field of a row that holds the text
     prompt_field: str | None = None  # the field of a row with its prompt (prompts.py)
     split_at: str | None = None  # the separator of documents in a text
     skip_bad_rows: bool = False  # whether a row without a text is left out
     counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
+    left_out: Counter[str] = field(default_factory=Counter)  # other fields, how often
     bad_rows: list[str] = field(default_factory=list)  # errors of the first ones
     separators: int = 0  # how often `split_at` occurred
 
     @property
     def fields(self) -> set[str]:
-        """The fields of a row that are read."""
+        """Return the fields of a row that are read."""
         return {self.field}
 
     def document(self, row: dict, place: str) -> str:
         """Return the document of a row. Raises UserError, which begins with `place`."""
-        self.counts.update(LEFT_OUT.format(key) for key in row.keys() - self.fields)
+        self.left_out.update(row.keys() - self.fields)
         return text_of(row, self.field, place)
 
     def skip(self, error: UserError) -> None:
@@ -86,7 +87,7 @@ class Reading:
             self.bad_rows.append(str(error))
 
     def documents(self, text: str) -> Iterator[str]:
-        """Yield the documents in what was read as one."""
+        """Yield the documents in a text, which `split_at` separates."""
         if not self.split_at:
             self.counts[MARKED] += text.count(END_OF_TEXT)
             yield text
@@ -112,7 +113,7 @@ class Corpus:
     reading: Reading = field(default_factory=lambda: Reading("text"))
 
 
-def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
+def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
     """Return files of known kinds: the paths themselves, or those in a folder or
     matching a pattern. Raises UserError where there is none, or one is given twice."""
     files: list[Path] = []
@@ -127,12 +128,12 @@ def found_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path
             inside = list(path.rglob("*"))
         else:
             inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        known = [p for p in inside if p.is_file() and reader_of(p, readers)]
-        if not known:
+        readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
+        if not readable:
             raise UserError(
                 f"{path}: there is no file of a known kind ({', '.join(readers)})"
             )
-        files += sorted(known)
+        files += sorted(readable)
     times = Counter(path.resolve() for path in files)
     for path in files:
         if times[path.resolve()] > 1:
@@ -193,9 +194,9 @@ def check_splits_differ(files: dict[str, tuple[Path, ...]]) -> None:
     for same_size in by_size.values():
         if len({split for split, _ in same_size}) == 1:
             continue
-        known: dict[str, tuple[str, Path]] = {}
+        first_of: dict[str, tuple[str, Path]] = {}  # the first file with a sha256
         for split, path in same_size:
-            other, first = known.setdefault(sha256_file(path), (split, path))
+            other, first = first_of.setdefault(sha256_file(path), (split, path))
             if other != split:
                 raise UserError(
                     f"{path} ({split}) has the same bytes as {first} ({other}): "
@@ -218,9 +219,8 @@ def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
     """Return the reader of a file. Raises UserError if there is none."""
     if reader := reader_of(file, readers):
         return reader
-    known = ", ".join(readers)
     raise UserError(
-        f"{file}: unknown kind of file; known here are {known}, "
+        f"{file}: unknown kind of file; known here are {', '.join(readers)}, "
         f"each also with {', '.join(PACKED[:-1])} or {PACKED[-1]}"
     )
 
@@ -402,10 +402,12 @@ def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]
 
         file = ParquetFile(stream)
         names = file.schema_arrow.names
-        known = [name for name in names if name in reading.fields]
-        for batch in file.iter_batches(500, columns=known):
-            for row in batch.to_pylist():
-                yield dict.fromkeys(names) | row
+        columns = [name for name in names if name in reading.fields]
+        for batch in file.iter_batches(500, columns=columns):
+            for values in batch.to_pylist():
+                row = dict.fromkeys(names)
+                row.update(values)
+                yield row
 
     numbered = _numbered(rows(), name, "damaged, or not a .parquet file")
     yield from texts_of(numbered, reading, name)
@@ -429,7 +431,7 @@ def _numbered(
 def texts_of(
     rows: Iterable[tuple[int, dict]], reading: Reading, name: str
 ) -> Iterator[str]:
-    """Yield the document of each row. rows: with their numbers."""
+    """Yield the document of each row. rows: rows with their numbers."""
     for number, row in rows:
         place = f"{name} row {number}"
         try:
@@ -449,8 +451,8 @@ def texts_of(
 def hub_rows(
     name: str, repository: str, config: str | None, split: str, reading: Reading
 ) -> Corpus:
-    """Return a split of a dataset on the Hugging Face hub, streamed. name: of the
-    dataset here."""
+    """Return a split of a dataset on the Hugging Face hub, streamed. name: the name of
+    the dataset here."""
 
     def rows() -> Iterator[dict]:
         from datasets import load_dataset

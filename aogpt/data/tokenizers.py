@@ -68,18 +68,20 @@ class Tokenizer:
     begins_with_space: np.ndarray
 
     @property
-    def dtype(self) -> str:  # of token files
+    def dtype(self) -> str:
+        """Return the type of token files: "uint16" or "uint32"."""
         if self.vocab_size <= 2**16:
             return "uint16"
         return "uint32"
 
     @functools.cached_property
     def file(self) -> bytes:
-        """The vocabulary as a .tiktoken file, in the order of the ids."""
+        """Return the vocabulary as a .tiktoken file, in the order of the ids."""
         return vocabulary_file({i: token for token, i in self.ranks.items()})
 
     @functools.cached_property
-    def sha256(self) -> str:  # the identity of the vocabulary
+    def sha256(self) -> str:
+        """Return the sha256 of the vocabulary, its identity."""
         return hashlib.sha256(self.file).hexdigest()
 
     def keep(self, folder: Path) -> None:
@@ -101,6 +103,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without end-of-text."""
         return self.encode_array(text).tolist()
 
     def encode_after(self, text: str) -> list[int]:
@@ -108,8 +111,8 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids) -> str:
-        """Return text of `ids` (sequence, array or 1-D tensor); invalid UTF-8 becomes
-        U+FFFD."""
+        """Return the text of `ids` (sequence, array or 1-D tensor); invalid UTF-8
+        becomes U+FFFD."""
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -121,8 +124,8 @@ class Tokenizer:
         return text.decode("utf-8", errors="replace")
 
     def pieces(self, ids) -> list[str]:
-        """Return text of each of `ids`; joined, they are `decode(ids)`. A character of
-        several tokens belongs to the one that completes it, U+FFFD to the one that
+        """Return the text of each of `ids`; joined, they are `decode(ids)`. A character
+        of several tokens belongs to the one that completes it, U+FFFD to the one that
         shows that it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
@@ -138,7 +141,8 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes of the text of every id, (vocab_size,); 0 for end-of-text."""
+        """Return the number of UTF-8 bytes of the text of every id, int64
+        (vocab_size,); 0 for end-of-text."""
         lengths = np.zeros(self.vocab_size, np.int64)
         for i in range(self.vocab_size):
             if i != self.eot:
@@ -194,7 +198,8 @@ class BytesTokenizer(Tokenizer):
 
 
 class AlphabetTokenizer(Tokenizer):
-    """Characters, such as amino acids; text with another one is an error."""
+    """An alphabet of characters, such as amino acids; text with another one is an
+    error."""
 
     def __init__(self, letters: str):
         for letter in sorted(letters):
@@ -210,11 +215,11 @@ class AlphabetTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         codes = _code_points(text)
-        known = _code_points(self.letters)
-        order = known.argsort()
-        places = np.searchsorted(known[order], codes)
+        alphabet = _code_points(self.letters)
+        order = alphabet.argsort()
+        places = np.searchsorted(alphabet[order], codes)
         places = places.clip(max=self.eot - 1)
-        is_wrong = known[order][places] != codes
+        is_wrong = alphabet[order][places] != codes
         if is_wrong.any():
             letter = chr(codes[is_wrong][0])
             raise UserError(
@@ -303,12 +308,12 @@ class HubTokenizer(Tokenizer):
 
     @property
     def end_token(self) -> str:
-        """The token that ends a text, as tokenizer.json has it."""
+        """Return the token that ends a text, as tokenizer.json has it."""
         return self.inner.id_to_token(self.eot)
 
     @property
     def start_tokens(self) -> list[str]:
-        """The tokens that the pretrained model reads before a text."""
+        """Return the tokens that the pretrained model reads before a text."""
         return [self.inner.id_to_token(i) for i in self.starts]
 
     def keep(self, folder: Path) -> None:
@@ -374,10 +379,10 @@ def _begin_and_end(
                 before = whole[:place]
                 after = whole[place + len(plain) :]
                 break
-    known = set(ids.values())
+    vocabulary = set(ids.values())
     for verb, written in (("begins", before), ("ends", after)):
         for i in written:
-            if i not in known:
+            if i not in vocabulary:
                 raise UserError(
                     f"{path} {verb} a text with id {i}, which is not in its vocabulary"
                 )
@@ -524,8 +529,8 @@ def byte_letters() -> list[str]:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """JSON can hold lone surrogates, which UTF-8 cannot: they become U+FFFD, as in
-    tiktoken."""
+    """Return a text with U+FFFD in place of lone surrogates, as tiktoken does: JSON can
+    hold them, UTF-8 cannot."""
     if text.isascii():
         return text
     pairs = text.encode("utf-16", "surrogatepass")
@@ -535,8 +540,8 @@ def without_lone_surrogates(text: str) -> str:
 def other_tokenizer(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, tuple]:
-    """Return {key: (theirs, ours)} of the RECORDED keys that differ, where both
-    descriptions have them."""
+    """Return {key: (theirs, ours)} for the RECORDED keys whose values differ, where
+    both descriptions have them."""
     sha256 = theirs.get("tokenizer_sha256")
     is_same_file = sha256 is not None and sha256 == ours.get("tokenizer_sha256")
     differences = {}
@@ -591,7 +596,7 @@ def _read_file(path: Path) -> BytePairTokenizer:
             f"the vocabulary {path} is missing or empty: give one of at least 256 "
             f"tokens, or copy it back ({OWN} of data, run or export)"
         )
-    # Not tiktoken's own reader of such files, which keeps a copy of them in its cache.
+    # tiktoken's own reader of such files would leave a copy of them in its cache.
     name = "english" if path == ENGLISH else OWN
     ranks = {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):
@@ -634,7 +639,7 @@ def _get_known(name: str) -> Tokenizer:
 
     try:
         return BytePairTokenizer(name, tiktoken.get_encoding("r50k_base"))
-    # Of requests, an OSError, a wrong hash: one remedy for all.
+    # an error of `requests`, an OSError, a wrong hash: one remedy for all
     except Exception as error:
         raise UserError(
             "GPT-2's vocabulary cannot be downloaded; use --tokenizer english or "

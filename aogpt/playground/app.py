@@ -80,11 +80,7 @@ def page(run: str):
         gr.Markdown(INTRO)
         with gr.Row():
             text = gr.Textbox(
-                EXAMPLE,
-                label="Text with gaps",
-                info=GAPS,
-                lines=2,
-                min_width=320,
+                EXAMPLE, label="Text with gaps", info=GAPS, lines=2, min_width=320
             )
             model = gr.Dropdown(
                 models_of(run),
@@ -107,9 +103,7 @@ def page(run: str):
             undo = gr.Button("Undo", min_width=50)
             restart = gr.Button("Restart", min_width=50)
         board = gr.HTML(
-            apply_default_css=False,
-            html_template="<div></div>",
-            js_on_load=script,
+            apply_default_css=False, html_template="<div></div>", js_on_load=script
         )
         own = gr.Textbox(label=OWN)
         controls = {
@@ -168,7 +162,7 @@ def page(run: str):
 
 
 def views(session: Session) -> list[dict]:
-    """Return what app.js draws: the text, and the one beside."""
+    """Return the texts for app.js to draw: the text, and the one beside."""
     drawn = []
     if session.fill is not None:
         drawn.append(view(session.fill, session.selected))
@@ -179,6 +173,8 @@ def views(session: Session) -> list[dict]:
 
 @dataclass(frozen=True)
 class Arguments:
+    """The command line of the playground."""
+
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = BOOKS
     """Run folder, exported folder, released weights or Hugging Face repo id to begin
     with."""
@@ -200,6 +196,7 @@ def check_port(port: int) -> None:
 
 
 def main() -> None:
+    """Serve the playground until Ctrl-C."""
     a = tyro.cli(with_help(Arguments), prog=sys.argv[0], description=__doc__)
     check_values(a)
     if a.run == BOOKS and not Path(BOOKS).exists():

@@ -1,4 +1,4 @@
-"""A text whose blanks are filled in one by one, and what the page draws of it."""
+"""A text whose blanks are filled in one by one, and its view for the page."""
 
 import itertools
 import math
@@ -44,12 +44,12 @@ class Fill:
 
     @property
     def blanks(self) -> list[int]:
-        """The positions that are not filled in."""
+        """Return the positions that are not filled in."""
         return [i for i, token in enumerate(self.tokens) if token is None]
 
     @property
     def sums(self) -> list[float]:
-        """log p of the tokens filled in, in their order, after each of them."""
+        """Return the sum of log p of the tokens filled in, after each of them."""
         sums = [0.0]
         for step in self.steps:
             sums.append(sums[-1] + step.log_prob)
@@ -112,8 +112,9 @@ class Fill:
 
     def _uniforms(self, seed: int, stream: int) -> list[float]:
         """Return a random number for each position."""
-        first = range(1)  # of the samples of sample.py
-        bits = philox_bits(seed, 0, first, len(self.context), stream)
+        first = range(1)  # the first sample of sample.py
+        width = len(self.context)
+        bits = philox_bits(seed, 0, rows=first, width=width, stream=stream)
         uniforms = to_uniform(bits)
         return uniforms[0].tolist()
 
@@ -132,11 +133,7 @@ class Fill:
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank."""
         log_probs = self.log_probs(position)
-        step = Step(
-            position=position,
-            token=token,
-            log_prob=float(log_probs[token]),
-        )
+        step = Step(position=position, token=token, log_prob=float(log_probs[token]))
         self.steps.append(step)
         self.tokens[position] = token
         self._log_probs = None
@@ -165,9 +162,7 @@ class Fill:
         """Return log p of a finished text's filling given the rest, and of the whole
         text, nats."""
         (scores,) = gaps.score_fillings(
-            self.text.model,
-            given=[self.context],
-            tokens=[self.tokens],
+            self.text.model, given=[self.context], tokens=[self.tokens]
         )
         blanks = self.context.count(None)
         filling = scores.filling * blanks
@@ -175,18 +170,16 @@ class Fill:
 
 
 class PlainFill(Fill):
-    """The same with a plain GPT. What fits into a blank is estimated from weighted
-    fillings of the whole text, those that agree with the tokens filled in so far."""
+    """A text whose blanks a plain GPT fills in one by one. The tokens that fit into a
+    blank are estimated from weighted fillings of the whole text, those that agree with
+    the tokens filled in so far."""
 
     def __init__(self, text: aogpt.TextModel, context: Context, seed: int):
         super().__init__(text, context)
         gapped = gaps.gapped_of(context)
         check_start(bool(gapped.known[0]), text.loaded.scored_from)
         self.weighted = fill_by_resampling(
-            text.model,
-            gapped,
-            seed=seed,
-            vocab_size=text.loaded.vocab_size,
+            text.model, gapped, seed=seed, vocab_size=text.loaded.vocab_size
         )
 
     def log_probs(self, position: int) -> Tensor:
@@ -300,8 +293,8 @@ def blank_views(fill: Fill, positions: list[int], selected: int | None) -> list[
 
 
 def known_views(fill: Fill, positions: list[int]) -> list[dict]:
-    """Return the tokens of a run that are known, with the numbers of the steps that
-    filled them in; 0 for given ones."""
+    """Return the known tokens of a run, each with the number of the step that filled it
+    in; 0 for the tokens of the prompt."""
     number_of = {}
     for number, step in enumerate(fill.steps, 1):
         number_of[step.position] = number
@@ -313,10 +306,6 @@ def known_views(fill: Fill, positions: list[int]) -> list[dict]:
         probability = 1.0
         if number > 0:
             probability = math.exp(fill.steps[number - 1].log_prob)
-        known = {
-            "step": number,
-            "text": visible(piece),
-            "p": probability,
-        }
-        views.append(known)
+        token = {"step": number, "text": visible(piece), "p": probability}
+        views.append(token)
     return views

@@ -1,4 +1,4 @@
-"""What a visitor of the playground sees and does."""
+"""The state of the page for one visitor of the playground, and the actions on it."""
 
 import functools
 import itertools
@@ -13,12 +13,8 @@ from ..sampling.modes import Context
 from ..sampling.scores import SCORES
 from .fill import Fill, new_fill
 
-RULES = {
-    "left to right": "l2r",
-    "random": "random",
-}
-for name, score in SCORES.items():
-    RULES[score.title] = name
+RULES = {"left to right": "l2r", "random": "random"}
+RULES.update({score.title: name for name, score in SCORES.items()})
 RULES["the blank that I click"] = "click"
 DRAWS_OF_LENGTH = 2  # fillings of each length, from which the best length is chosen
 MOST_WORK = 2000  # tokens that are drawn for this
@@ -48,7 +44,8 @@ class Settings:
 
 
 class Session:
-    """A text, and beside it the same in another order, as far filled in."""
+    """A text, and beside it the same text with the same number of tokens filled in, in
+    another order."""
 
     def __init__(self) -> None:
         self.fill: Fill | None = None
@@ -63,7 +60,7 @@ class Session:
         UserError.
 
         Args:
-            settings: of the page.
+            settings: the values of the page's controls.
             action: "restart", "step", "run", "undo", "select" (a blank), "put" (a token
                 of the list), "write" (one's own text) or "settings"."""
         check_value(settings.seed, Seed, "the seed")
@@ -75,9 +72,7 @@ class Session:
         if action == "run" and not is_new and not self.fill.blanks:
             # Draw again.
             settings = replace(
-                settings,
-                seed=settings.seed + 1,
-                beside_seed=settings.beside_seed + 1,
+                settings, seed=settings.seed + 1, beside_seed=settings.beside_seed + 1
             )
             is_new = True
         if is_new:
@@ -119,7 +114,7 @@ class Session:
         self.fill.draw(blank, settings.temperature, settings.seed, settings.top_p)
 
     def _keep_pace(self, settings: Settings) -> None:
-        """Fill in as many tokens of the text beside."""
+        """Fill in the same number of tokens of the text beside."""
         seed = settings.beside_seed
         if self.beside is None:
             self.beside = new_fill(self.fill.text, self.fill.context, seed)

@@ -51,7 +51,7 @@ TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ModelOptions):
-    """Options of scripts of one model."""
+    """Options of every script for one model."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder (out/NAME), checkpoint, exported or released weights, or Hugging Face
@@ -85,7 +85,9 @@ def visible(text: Any, one_line: bool = False) -> str:
     text = CONTROL.sub(
         lambda match: match[0].encode("unicode_escape").decode(), str(text)
     )
-    return text.replace("\n", "\\n") if one_line else text
+    if one_line:
+        return text.replace("\n", "\\n")
+    return text
 
 
 def counted(count: int, noun: str) -> str:
@@ -98,7 +100,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def show(*values: Any, sep: str = " ", **options: Any) -> None:
-    """`print` with control characters escaped, as they may come from a file or a
+    """Print values with control characters escaped, as they may come from a file or a
     model."""
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
 

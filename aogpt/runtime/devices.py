@@ -1,4 +1,4 @@
-"""The device of a process: which one, at what precision, and how much memory it has."""
+"""The device of a process: its choice, precision and memory."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import UserError
 
-# The least width of models that train in bfloat16 on a CPU unless told otherwise. With
+# The least width of models that by default train in bfloat16 on a CPU. With
 # avx512_bf16, forward and backward took 1 / 1.6 of the time at widths 256 to 512, whole
 # SmolLM2 (width 576) 1 / 2.4; narrow models stay in float32, the same on every CPU.
 WIDE = 512
@@ -63,7 +63,7 @@ def pick_dtype(dtype: str, device: torch.device, width: int = 0) -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Say whether the CPU multiplies matrices of bfloat16 itself."""
+    """Return whether the CPU multiplies matrices of bfloat16 itself."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
@@ -84,7 +84,8 @@ def precision_note(dtype: str, device: torch.device, width: int = 0) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    """Mixed precision for matrix work when dtype is bfloat16; nothing for float32."""
+    """Return a context of mixed precision for matrix products in bfloat16, of no effect
+    for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
 
 

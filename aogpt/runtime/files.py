@@ -52,8 +52,8 @@ def write_atomically(
 
 
 def _move_to_new(temporary: Path, path: Path) -> None:
-    """Move a file to a path where there is none, or an empty one. Of several processes
-    that do so at once one succeeds; the others raise FileExistsError."""
+    """Move a file to a path where there is none, or an empty one. Where several
+    processes do so at once, one succeeds and the others raise FileExistsError."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or what was renamed or removed in a folder, to the disk."""
+    """Flush a file to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -151,7 +151,7 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, as 64 hexadecimal digits."""
+    """Return the sha256 of a file's bytes, as 64 hexadecimal digits."""
     if not path.is_file():  # opening a FIFO would wait
         raise FileNotFoundError(f"{path} is not a regular file")
     with open(path, "rb") as file:
@@ -185,19 +185,18 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a text file that are not blank, each with its place, "FILE
     line N"."""
-    if not path.is_file() and str(path) != "/dev/stdin":
-        problem = (
-            "it is not a regular file; copy it to one"
-            if path.exists()
-            else "there is no such file"
-        )
-        raise UserError(f"{option} {path}: {problem}")
+    is_stdin = str(path) == "/dev/stdin"
+    if not path.exists() and not is_stdin:
+        raise UserError(f"{option} {path}: there is no such file")
+    if not path.is_file() and not is_stdin:
+        raise UserError(f"{option} {path}: it is not a regular file; copy it to one")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))
 
 
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
-    """`read_lines` of an open file, one line in memory at a time."""
+    """Yield the lines of an open file as `read_lines` does, with one line in memory at
+    a time."""
     # Lines of bytes: text would also be split at characters that JSON strings may hold.
     for number, data in enumerate(stream, 1):
         place = f"{name} line {number}"

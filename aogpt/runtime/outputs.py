@@ -54,9 +54,13 @@ class Outputs:
         inputs: Iterable[Any] = (),
         overwrite: bool = False,
     ):
-        """files: path by option. inputs: files that are read and must not be
-        overwritten; ignored if they do not exist. Raises UserError for a file that
-        cannot or must not be written."""
+        """Check the files. Raises UserError for one that cannot or must not be written.
+
+        Args:
+            files: path by option.
+            inputs: files that are read and must not be overwritten; ignored if they do
+                not exist.
+            overwrite: whether existing files may be replaced."""
         self.failed: dict[Path, str] = {}
         self.overwrite = overwrite
         self.written: set[Path] = set()
@@ -79,8 +83,8 @@ class Outputs:
     def of_report(
         cls, json: Path | None, inputs: Iterable[Any], overwrite: bool
     ) -> "Outputs":
-        """For `write_report`: the file of --json, and beside it the table as Markdown
-        (.md)."""
+        """Return the outputs of `write_report`: the file of --json, and beside it the
+        table as Markdown (.md)."""
         files = {
             "--json": json,
             "the table beside --json": json and json.with_suffix(".md"),
@@ -115,6 +119,7 @@ class Outputs:
                 )
 
     def write_json(self, path: Path | None, value: Any) -> None:
+        """Write plain values as indented JSON (None: do nothing)."""
         self.write(path, to_json(value, indent=2) + "\n")
 
     def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
@@ -125,10 +130,11 @@ class Outputs:
         )
 
     def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
+        """Write a line of JSON for each row (None: do nothing)."""
         self.write(path, "".join(to_json(row) + "\n" for row in rows))
 
     def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
-        """Add rows to a result that `write_jsonl` began. Prints what cannot be
+        """Add rows to a result that `write_jsonl` began. Prints rows that cannot be
         written."""
         text = "".join(to_json(row) + "\n" for row in rows)
         try:
@@ -175,29 +181,29 @@ def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) 
         )
 
 
-class Kept(NamedTuple):
+class Protected(NamedTuple):
     """A kind of folder whose own files no result replaces."""
 
     kind: str
-    signs: tuple[str, ...]  # files or folders by any of which it is known
+    signs: tuple[str, ...]  # files or folders: a folder with one of them is of the kind
     files: tuple[str, ...]  # patterns of its own files
 
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
 VOCABULARY = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
-KEPT = (
-    Kept("a checkpoint", ("state.json",), ("*",)),
-    Kept(
+PROTECTED = (
+    Protected("a checkpoint", ("state.json",), ("*",)),
+    Protected(
         "a run",
         ("checkpoints", "metrics.jsonl", "config.toml"),
         ("config.toml", "metrics.jsonl", "best", "lock", *VOCABULARY),
     ),
-    Kept(
+    Protected(
         "an exported model",
         ("config.json",),
         ("*config.json", "README.md", "*.py", "*.jinja", *WEIGHTS, *VOCABULARY),
     ),
-    Kept(
+    Protected(
         "a data set",
         ("meta.json", "train.bin"),
         ("meta.json", "meta.pkl", "*.bin", *VOCABULARY),
@@ -206,13 +212,13 @@ KEPT = (
 
 
 def owner_of(path: Path) -> str | None:
-    """Return the run, checkpoint, export or data set that a path, or what it links to,
-    is an own file of, in words; None where there is none."""
+    """Return, in words, the run, checkpoint, export or data set to which a path, or the
+    file that it links to, belongs; None where there is none."""
     for place in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
-        for kept in KEPT:
-            known = any((place.parent / sign).exists() for sign in kept.signs)
-            if known and any(fnmatch(place.name, name) for name in kept.files):
-                return f"{kept.kind}, {place.parent}"
+        for folder in PROTECTED:
+            is_of_kind = any((place.parent / sign).exists() for sign in folder.signs)
+            if is_of_kind and any(fnmatch(place.name, name) for name in folder.files):
+                return f"{folder.kind}, {place.parent}"
     return None
 
 
@@ -260,8 +266,8 @@ def provenance(
     processes: int = 1,
     **more,
 ) -> dict:
-    """Return everything that results depend on. arguments: the options. dtype: the one
-    that was used."""
+    """Return everything that results depend on. arguments: the options. dtype: the
+    dtype that was used."""
     settings = asdict(arguments)
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings.pop("overwrite", None)  # nothing depends on it

@@ -4,7 +4,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 IS_CLONE = (PROJECT / "train.py").is_file()
-# Of an installed package, datasets lie in the folder from which a command is run.
+# With an installed package, datasets lie in the folder from which a command is run.
 DATA = Path("data")
 if IS_CLONE:
     DATA = PROJECT / "data"

@@ -45,6 +45,7 @@ class Processes:
         self.main = self.rank == 0  # the process that prints, logs and writes results
 
     def print0(self, *values, **options) -> None:
+        """Print on the main process alone."""
         if self.main:
             show(*values, **options)
 
@@ -75,10 +76,10 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False):
-    """Join the job that torchrun started, or run alone; yields `Processes`. timeout: of
-    messages, in seconds. group: make a process group even for one process (FSDP needs
-    it). Raises ConnectionError if another process hangs or has ended, UserError for
-    variables of torchrun that cannot be right."""
+    """Join the job that torchrun started, or run alone; yield `Processes`. timeout:
+    seconds within which another process must answer. group: make a process group even
+    for one process (FSDP needs it). Raises ConnectionError if another process hangs or
+    has ended, UserError for variables of torchrun that cannot be right."""
     world_size = job_variable("WORLD_SIZE", default=1, least=1)
     rank = job_variable("RANK", default=0, most=world_size - 1)
     local_rank = job_variable("LOCAL_RANK", default=0)
@@ -126,19 +127,23 @@ def job_variable(
     if not text:
         return default
     number = int(text) if re.fullmatch(r"\d{1,9}", text) else -1
-    if number < least or (most is not None and number > most):
-        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if most is None and number < least:
         raise UserError(
-            f"the environment variable {name} is {text!r}, not a number {bound}: "
-            f"{LEFT_OVER}"
+            f"the environment variable {name} is {text!r}, not a number of at least "
+            f"{least}: {LEFT_OVER}"
+        )
+    if most is not None and not least <= number <= most:
+        raise UserError(
+            f"the environment variable {name} is {text!r}, not a number from {least} "
+            f"to {most}: {LEFT_OVER}"
         )
     return number
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """torchrun's store, under a prefix of this attempt: a restarted job gets the old
-    store, whose stale addresses make gloo fail (as of PyTorch 2.13). Each other rank
-    leaves a random name in the store, under which rank 0 answers with the prefix.
+    """Return torchrun's store, under a prefix of this attempt: a restarted job gets the
+    old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Each other
+    rank leaves a random name in the store, under which rank 0 answers with the prefix.
     timeout: seconds. Waits in slices, between which Ctrl-C is noticed. Raises
     ConnectionError."""
     rank = job_variable("RANK", default=0)
@@ -204,8 +209,7 @@ def is_open(host: str, port: int) -> bool:
 
 
 class Meeting:
-    """How long this process waits for the others of its job to start, and that it says
-    so."""
+    """The wait of this process for the others of its job to start. timeout: seconds."""
 
     def __init__(self, world_size: int, timeout: float):
         self.world_size = world_size

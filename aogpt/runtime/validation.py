@@ -51,12 +51,13 @@ def schema(table: type) -> type:
 
 
 def flag(name: str) -> str:
-    """num_samples -> --num-samples"""
+    """Return the option of this name: num_samples -> --num-samples."""
     return "--" + name.replace("_", "-")
 
 
 def check_values(values: Any, name: Callable[[str], str] = flag) -> None:
-    """`check_value` of every field of a dataclass. name: what messages call a field."""
+    """Check every field of a dataclass as `check_value` does. name: returns the name
+    that messages have for a field."""
     hints = _hints(type(values))
     for field in dataclasses.fields(values):
         check_value(getattr(values, field.name), hints[field.name], name(field.name))
@@ -81,7 +82,8 @@ def _validator(shape: Any):
 
 
 def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
-    """Plain values as an instance of a type, such as a dataclass. Raises FileError."""
+    """Return plain values as an instance of a type, such as a dataclass. Raises
+    FileError."""
     # Strict validation of JSON, unlike that of Python values, turns lists into tuples
     # and tables into dataclasses. Dates become lists, which no type accepts.
     with damaged(source, advice):
@@ -90,12 +92,15 @@ def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
 
 
 def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
-    """`from_values` of JSON text."""
+    """Return JSON text as an instance of a type, such as a dataclass. Raises
+    FileError."""
     try:
         return _validator(shape).validate_json(text, strict=True)
     except ValueError as error:
-        end = f"; {advice}" if advice else ""
-        raise FileError(f"{source}: {_problem(error, shape)}{end}") from None
+        problem = _problem(error, shape)
+        if advice:
+            raise FileError(f"{source}: {problem}; {advice}") from None
+        raise FileError(f"{source}: {problem}") from None
 
 
 def read_json(path: Path, shape: Any, advice: str) -> Any:
@@ -115,7 +120,8 @@ def read_toml(path: Path) -> dict:
 
 
 def number(text: str) -> float:
-    """float(text), or an int for a whole number with an exponent, such as 1e3."""
+    """Return a number of TOML as a float, or as an int where it is whole and has an
+    exponent, such as 1e3."""
     value = float(text)
     return int(value) if "e" in text.lower() and value.is_integer() else value
 
@@ -139,7 +145,7 @@ def expand_home(path: str | Path) -> Path:
     """Return the path with the home directory for "~"."""
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # of a user without one
+    except RuntimeError as error:  # the user has no home directory
         raise UserError(f"{path}: {error} Write the path without ~.") from None
 
 
@@ -154,7 +160,7 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
         raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
 
 
-OTHER_NAMES = {  # keys, and what other projects call them
+OTHER_NAMES = {  # keys, and their names in other projects
     "lr": "learning_rate max_lr",
     "warmup_steps": "warmup_iters num_warmup_steps",
     "steps": "max_iters max_steps num_steps",
@@ -179,7 +185,8 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _problem(errors: Any, shape: Any, key: str = "") -> str:
-    """pydantic's first error in one line: the key, the value and what it may be."""
+    """Return pydantic's first error in one line: the key, the value and what it may
+    be."""
     error = errors.errors(include_url=False)[0]
     key = key or ".".join(part for part in error["loc"] if isinstance(part, str))
     kind = error["type"]
@@ -187,7 +194,7 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
     value = error["input"]
     if kind == "json_invalid":
         return f"this is not JSON ({context['error']})"
-    if kind == "value_error":  # of a dataclass's own checks
+    if kind == "value_error":  # raised by a dataclass's own checks
         return str(context["error"])
     if kind == "missing":
         return f"it lacks {key}"
@@ -208,8 +215,9 @@ def _problem(errors: Any, shape: Any, key: str = "") -> str:
     if any(name.startswith(f"{key}.") for name in keys_of(shape)):
         if wanted == "a list" or isinstance(error["loc"][-1], int):
             wanted = f"a list of tables: write [[{key}]]"
-    end = f"must be {wanted}" if wanted else error["msg"].removeprefix("Input ")
-    return f"{message}, but it {end}"
+    if wanted is None:
+        return f"{message}, but it {error['msg'].removeprefix('Input ')}"
+    return f"{message}, but it must be {wanted}"
 
 
 def _bounds(hint: Any) -> str:
@@ -243,8 +251,7 @@ def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
-    """Return what to write instead of an unknown key: a similar one, or one of another
-    table."""
+    """Return advice on an unknown key: a similar key, or one of another table."""
     keys = list(keys_of(table))
     prefix = "".join(key.rpartition(".")[:2])
     here = []  # the keys of this table

@@ -55,6 +55,7 @@ def rank_rows(model: aogpt.TextModel, file: Path) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--gaps", type=Path)
