@@ -11,15 +11,11 @@ MODEL: a run folder, such as results/books_model, released weights, or a Hugging
 repo id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release
 this is."""
 
-import re
 import sys
 
 from . import __version__
 from .runtime import environment  # noqa: F401  # says if packages are missing
 from .runtime.command_line import run_script, show
-from .runtime.errors import UserError
-
-COMMANDS = re.findall(r"^aogpt (\w+) ", __doc__, re.MULTILINE)  # those of this text
 
 
 def main() -> int | None:
@@ -31,8 +27,6 @@ def main() -> int | None:
     if command == "--version":
         show(f"aogpt {__version__}")
         return 0
-    if command not in COMMANDS:
-        raise UserError(f"no command {command!r}; choose one of {', '.join(COMMANDS)}")
     program = "aogpt"
     if sys.argv[0].endswith("__main__.py"):  # not the installed command
         program = "python -m aogpt"

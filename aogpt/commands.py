@@ -282,8 +282,8 @@ class Generate(Drawing):
 
 COMMANDS = {
     "score": Score,
-    "fill": Fill,
     "rank": Rank,
+    "fill": Fill,
     "blanks": Blanks,
     "generate": Generate,
 }
@@ -358,6 +358,9 @@ def check_words(command: str, model: str, texts: tuple[str, ...]) -> None:
 
 def run(command: str) -> None:
     """Run the command of this name with the words of the command line."""
+    if command not in COMMANDS:
+        names = ", ".join([*COMMANDS, "playground"])
+        raise UserError(f"no command {command!r}; choose one of {names}")
     kind = COMMANDS[command]
     # A function: tyro would show mistakes in the options of a class in a box. Indented,
     # as tyro joins lines that begin with a letter.
