@@ -950,12 +950,12 @@ def work(monkeypatch):
     hidden = cached.cached_hidden
     logits = cached.float32_logits
 
-    def counted_hidden(model, ordered, order, step, *more):
+    def counted_hidden(model, ordered, order, step, **more):
         # not compiled: no padding
         assert step.inputs == int(step.count.sum())
         assert step.width == int(step.count.max())
         seen["inputs"].append(step.inputs)
-        return hidden(model, ordered, order, step, *more)
+        return hidden(model, ordered, order, step, **more)
 
     def counted_logits(model, x):
         seen["heads"] += len(x)

@@ -182,8 +182,7 @@ def bfloat16_products(monkeypatch):
 
 def masked_attention(q, k, v, keys, values, step, hide_start):
     """The reference in float64: (N, H D)."""
-    row, column, _ = ragged(step.count, step.inputs)
-    slot = step.cached[row] + column
+    row, _, slot = ragged(step.cached, step.count, total=step.inputs, unused=-1)
     source = torch.minimum(slot, step.known[row])[:, None]
     slots = torch.arange(keys.shape[1] - 1)
     visible = (slots < source) | (slots == slot[:, None])
@@ -242,7 +241,7 @@ def test_ragged_attention_is_masked_attention(
     N = int(count.sum())
     rows = torch.stack([cached, known, count, count, count])
     step = Step(rows, N, int(count.max()), T, B, 0, 0)
-    row, column, _ = ragged(count, N)
+    row, column, _ = ragged(cached, count, total=N, unused=T)
     q = torch.randn(N + 3, H, D, generator=generator).to(dtype)
     kv = torch.randn(N + 3, 2, key_heads, D, generator=generator).to(dtype)
     keys, values = torch.randn(2, B, T + 1, key_heads, D, generator=generator).to(dtype)
@@ -290,9 +289,9 @@ def kernels_run(monkeypatch):
         calls.choice += 1
         return choose(*arguments)
 
-    def counted_attend(*arguments):
+    def counted_attend(*arguments, **named):
         calls.attention += 1
-        return attend(*arguments)
+        return attend(*arguments, **named)
 
     monkeypatch.setattr(kernels, "choose", counted_choose)
     monkeypatch.setattr(attention_kernel, "attend", counted_attend)
@@ -445,7 +444,9 @@ def test_what_does_not_agree_is_said_and_left_out(
         )
     if wrong == "attention":
         attend = attention_kernel.attend
-        monkeypatch.setattr(attention_kernel, "attend", lambda *a: 1.5 * attend(*a))
+        monkeypatch.setattr(
+            attention_kernel, "attend", lambda *a, **k: 1.5 * attend(*a, **k)
+        )
     if wrong == "graphs":
         monkeypatch.setattr(kernel_check, "graph_error", lambda device: 1 / 0)
     monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
@@ -539,9 +540,9 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
         # batches of 5 and of 3
         assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
         stages = {key[0] for key in made.graphs.graphs}
-        assert ("predict" in stages) == (system != "two_stream")
+        assert (made.predicting in stages) == (system != "two_stream")
         unmasks = not (mode.startswith("speculative") or "--threshold" in mode)
-        assert ("unmask" in stages) == unmasks
+        assert (made.unmasking in stages) == unmasks
     before = len(made.graphs.graphs)
     made.generate(plan, tokens, generator=seeded(3))
     assert len(made.graphs.graphs) == before
@@ -554,7 +555,6 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
     """Plans of 256 steps for 8 x 1,024 positions. Stages are not computed, only
     counted."""
     model = make_system("AO-GPT", 0, torch.float32, block_size=1024, n_layer=1)
-    made = Engine(model, 8, 1024, compile=True)
     used = []
     monkeypatch.setattr(
         compiled.GraphRunner, "capture", lambda *arguments: (None, None)
@@ -569,19 +569,20 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
     monkeypatch.setattr(Engine, "predict", predict)
     monkeypatch.setattr(Engine, "unmask", unmask)
 
-    def call(self, stage, size, variant, step, *tensors):
-        rung = compiled.ladder(size)[-1]
-        used.append((stage.__name__, rung, variant))
+    def call(self, engine, stage, step, *tensors):
+        rung = compiled.ladder(stage.size(step))[-1]
+        used.append((stage, rung, stage.variant))
         return None, None
 
     monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
+    made = Engine(model, 8, 1024, compile=True)
     for seed in range(3):
         plan = make_plan("mdm --steps 256", 8, 1024, seed=seed)
         begun = len(used)
         made.generate(plan, generator=seeded(seed))
         assert len(used) - begun > 500  # two stages a step
         assert set(used) <= set(made.graphs.graphs), "a step had to do without a graph"
-    largest = 2 * max(size for name, size, _ in used if name == "unmask")
+    largest = 2 * max(size for stage, size, _ in used if stage is made.unmasking)
     recorded = len(made.graphs.graphs)
     assert recorded <= 2 * len(compiled.ladder(largest)) < 40
     assert recorded <= 2 * len(compiled.ladder(10**9))

@@ -138,7 +138,7 @@ def make_steps(
 
 
 class KVCache:
-    """Keys and values of B rows.
+    """The keys and values of B rows.
 
     keys, values: for each layer a tensor (B, length + 1, heads of keys, D/H). Slot i is
     that of input i. The last slot, `unused_slot`, is written to and never read."""
@@ -163,7 +163,7 @@ class KVCache:
             self.values.append(torch.zeros(shape, device=device, dtype=dtype))
 
     def lengthen(self, length: int) -> None:
-        """Make room for `length` inputs. What the cache holds is kept."""
+        """Make room for `length` inputs, and keep what the cache holds."""
         more = length - self.unused_slot
         if more > 0:
             padding = (0, 0, 0, 0, 0, more)
@@ -173,7 +173,8 @@ class KVCache:
 
 
 class CachedPass(Pass):
-    """Inputs of rows that differ in number, flattened, which attend over the cache."""
+    """A pass of inputs that attend over the cache: those of all rows, flattened, as
+    rows differ in their number."""
 
     targets: Tensor  # (N,) the position that each input predicts, or where it stands
 
@@ -194,10 +195,9 @@ class CachedPass(Pass):
         self.tables = tables
         self.table: Tensor | None = None  # of the layer
         # (N,) the row of each input, its number in the row, and where its key goes.
-        # Padding goes to the unused slot.
-        self.row, self.column, valid = ragged(step.count, step.inputs)
-        slot = step.cached[self.row] + self.column
-        self.slot = torch.where(valid, slot, cache.unused_slot)
+        self.row, self.column, self.slot = ragged(
+            step.cached, step.count, total=step.inputs, unused=cache.unused_slot
+        )
         self.place = self.slot
         if step.first is not None:
             self.place = places(step, self.slot, self.row)
@@ -258,19 +258,16 @@ class CachedPass(Pass):
         self.mask = visible.unsqueeze(1)
 
     def enter(self, layer: int) -> None:
+        """Take the cache and the table of a layer; the last one is the final norm."""
         if layer < len(self.cache.keys):
             self.keys = self.cache.keys[layer]
             self.values = self.cache.values[layer]
         if self.tables is not None:
             self.table = self.tables[layer]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """(N, H, D/H) each -> (N, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Put keys and values into the cache, and return what the queries read there,
+        (N, D). q: (N, H, D/H); k, v: (N, heads of keys, D/H)."""
         k = k.to(self.keys.dtype)
         v = v.to(self.values.dtype)
         self.keys[self.row, self.slot] = k
@@ -281,36 +278,27 @@ class CachedPass(Pass):
             q.to(v.dtype),
             k,
             v,
-            self.keys,
-            self.values,
-            self.tiles,
-            self.hide_start,
+            keys=self.keys,
+            values=self.values,
+            tiles=self.tiles,
+            hide_start=self.hide_start,
         )
 
-    def attend_queries(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """Return the same for queries of two streams: k and v are in the cache
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what the queries of two streams read, (N, D): k and v are in the cache
         already."""
         return self.attend_cache(q, self.query_mask)
 
     def attend_cache(self, q: Tensor, mask: Tensor) -> Tensor:
-        """(N, H, D/H), (B, 1, W, end) -> (N, D)."""
+        """Return what queries (N, H, D/H) read in the cache under a mask
+        (B, 1, W, end), (N, D)."""
         keys = self.keys[:, : self.step.end]
         values = self.values[:, : self.step.end]
-        y = attention(
-            q[self.index],
-            keys,
-            values,
-            mask,
-        )  # (B, W, D)
+        y = attention(q[self.index], keys, values, mask)  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """adaLN's shifts, scales and gates, `parts` tensors (N, D)."""
+        """Return adaLN's shifts, scales and gates, `parts` tensors (N, D)."""
         if self.table is not None:
             outputs = self.table[self.targets]
         else:
@@ -320,14 +308,11 @@ class CachedPass(Pass):
         return outputs.chunk(parts, dim=-1)
 
     def lookup(self, table: Tensor) -> Tensor:
+        """Return the row of each input's target in a table of positions, (N, D)."""
         return table[self.targets]
 
 
-def places(
-    step: Step,
-    slots: Tensor,
-    row: Tensor,
-) -> Tensor:
+def places(step: Step, slots: Tensor, row: Tensor) -> Tensor:
     """Return the places of the inputs that are in slots, each of a row of the batch,
     where a step says which its first queries are."""
     assert step.first is not None
@@ -350,14 +335,7 @@ def cached_hidden(
 
     ordered, order: (B, T) tokens and positions in prediction order; tokens from `known`
     on are ignored. tables: `modulation_tables`. kernel: of `CachedPass`."""
-    p = CachedPass(
-        model,
-        order,
-        step,
-        cache,
-        tables,
-        kernel,
-    )
+    p = CachedPass(model, order, step, cache, tables, kernel)
     if model.mask_queries:
         first_query = step.known[p.row]
         if step.first is not None:
@@ -376,10 +354,8 @@ def cached_hidden(
 
 
 def inputs_kept(
-    model: AOGPT,
-    known,
-    targets_fixed: bool = True,
-):
+    model: AOGPT, known: int | Tensor, targets_fixed: bool = True
+) -> Any:  # as `known`
     """Return how many inputs are in the cache after a pass with `known` tokens, a
     number or a tensor of them.
 
@@ -397,12 +373,7 @@ def inputs_kept(
 
 
 def predict_next(
-    model: AOGPT,
-    ordered: Tensor,
-    order: Tensor,
-    known: int,
-    size: int,
-    cache: KVCache,
+    model: AOGPT, ordered: Tensor, order: Tensor, known: int, size: int, cache: KVCache
 ) -> Tensor:
     """Return the logits, float64 (size, V), of the next `size` places of one sequence,
     each given the first `known` tokens. `cache.inputs` counts the inputs that stay.
@@ -420,13 +391,7 @@ def predict_next(
         all_candidates=size,
         all_size=size,
     )
-    hidden = cached_hidden(
-        model,
-        ordered[None],
-        order[None],
-        step,
-        cache,
-    )
+    hidden = cached_hidden(model, ordered[None], order[None], step, cache)
     cache.inputs = inputs_kept(model, known)
     return model.head_logits(hidden[-size:]).double()
 
@@ -434,7 +399,7 @@ def predict_next(
 def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     """Return adaLN's outputs for all positions: (block_size, 6 D) of each block and
     (block_size, 2 D) of the final norm. None without adaLN."""
-    if not model.config.has_adaln:
+    if model.adaln_f is None:
         return None
     condition = model.condition()
     layers: list[Any] = [block.adaln for block in model.blocks]
@@ -456,20 +421,25 @@ def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
     return logits
 
 
-def ragged(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Flatten rows of `counts` (B,) entries: row, column and whether they are valid, of
-    `total` entries, a host number >= counts.sum(). For counts 3 and 1 and a total of 5:
+def ragged(
+    first: Tensor, counts: Tensor, total: int, unused: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flatten the next slots of each row, `counts` (B,) from `first` (B,) on. Return
+    the row, the number in the row and the slot of `total` entries, a host number >=
+    counts.sum(); further entries are in the slot `unused`. For first = 5 and 0, counts
+    = 3 and 1 and a total of 5:
 
-        row      0     0     0     1     1
-        column   0     1     2     0     0
-        valid    True  True  True  True  False"""
+        row      0  0  0  1  1
+        column   0  1  2  0  0
+        slot     5  6  7  0  unused"""
     ends = counts.cumsum(0)
     starts = ends - counts
     index = torch.arange(total, device=counts.device)
     row = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
     valid = index < ends[-1]
     column = (index - starts[row]) * valid
-    return row, column, valid
+    slot = torch.where(valid, first[row] + column, unused)
+    return row, column, slot
 
 
 # ---- the copy of the model that decodes ----------------------------------------------
@@ -484,21 +454,12 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(
-        self,
-        x: Tensor,
-        activation: str = "none",
-        variant: str = "",
-    ) -> Tensor:
-        """activation: applied to the output where it is computed, in this variant."""
+    def forward(self, x: Tensor, activation: str = "none", variant: str = "") -> Tensor:
+        """Return the outputs of inputs (..., D). activation: what is applied to them in
+        the same operation, in this variant."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another
         return torch.ops.mkldnn._linear_pointwise(
-            x,
-            self.packed,
-            self.bias,
-            activation,
-            [],
-            variant,
+            x, self.packed, self.bias, activation, [], variant
         )
 
 
@@ -515,11 +476,7 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(
-    model: AOGPT,
-    compile: bool,
-    many_sizes: bool = False,
-) -> AOGPT:
+def decoding_copy(model: AOGPT, compile: bool, many_sizes: bool = False) -> AOGPT:
     """Return a copy of the model that shares all parameters, with compiled blocks or
     (CPU, float32) packed layers.
 

@@ -5,6 +5,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def ladder(largest: int) -> list[int]:
     return sizes
 
 
+@dataclass(eq=False)
+class Stage:
+    """A part of a step, which can be recorded as CUDA graphs."""
+
+    # function(engine, step, *tensors): tensor code. It is not bound to the engine,
+    # which would then refer to itself and keep its memory until a garbage collection.
+    function: Callable
+    size: Callable[[Step], int]  # of a step: what the shapes of the stage follow from
+    # Where graphs read the tensors that come from the stage before.
+    buffers: tuple[Tensor, ...] = ()
+    # What the stage depends on beside sizes and tensors: another value, another graph.
+    variant: object = None
+
+
 class GraphRunner:
     """Replays the stages of a step as CUDA graphs: a single launch instead of hundreds.
 
@@ -67,58 +82,49 @@ class GraphRunner:
     `record_all` alone, before a plan begins; steps that have none run as they are,
     uncompiled."""
 
-    def __init__(self, rows: Tensor, buffers: dict[str, tuple[Tensor, ...]]):
-        """rows: (5, B), as in `Step`. buffers: for the name of a stage that takes
-        tensors from the stage before it, where its graphs read them."""
+    def __init__(self, rows: Tensor):
+        """rows: (5, B), as in `Step`."""
         self.rows = torch.zeros_like(rows)
-        self.buffers = buffers
-        self.graphs: dict[tuple, tuple] = {}
+        self.graphs: dict[tuple[Stage, int, object], tuple] = {}
         self.seconds = 0.0  # that recording took so far, compilation included
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
 
-    def __call__(
-        self,
-        stage: Callable,
-        size: int,
-        variant,
-        step: Step,
-        *tensors: Tensor,
-    ):
-        """stage(step, *tensors). Where a graph is recorded, its result is overwritten
-        by the next step of this size. size: what the shapes of the stage follow from.
-        variant: other values that the stage depends on; all other tensors stay at their
+    def __call__(self, engine: Any, stage: Stage, step: Step, *tensors: Tensor) -> Any:
+        """Return the result of a stage. Where a graph is recorded, the next step of
+        this size overwrites it; all tensors beside the arguments stay at their
         addresses."""
+        size = stage.size(step)
         rung = ladder(size)[-1]
-        graph = self.graphs.get((stage.__name__, rung, variant))
-        buffers = self.buffers.get(stage.__name__, ())
+        graph = self.graphs.get((stage, rung, stage.variant))
         fits = rung >= size
-        for buffer, tensor in zip(buffers, tensors, strict=True):
+        for buffer, tensor in zip(stage.buffers, tensors, strict=True):
             fits = fits and len(tensor) <= len(buffer)
         if graph is None or not fits:
             with torch.compiler.set_stance("force_eager"):
-                return stage(step, *tensors)
+                return stage.function(engine, step, *tensors)
         self.rows.copy_(step.rows)
-        for buffer, tensor in zip(buffers, tensors, strict=True):
+        for buffer, tensor in zip(stage.buffers, tensors, strict=True):
             buffer[: len(tensor)].copy_(tensor)
         recorded, result = graph
         recorded.replay()
         return result
 
-    def record_all(self, stages: list[tuple[Callable, int, object]]) -> None:
-        """Record the ladder of each stage, given with the largest size that will come
-        and its variant, apart from what is recorded already."""
+    def record_all(
+        self, engine: Any, stages: list[tuple[Stage, int]], unmask_by: str
+    ) -> None:
+        """Record the ladder of each stage, given with the largest size that will come,
+        apart from what is recorded already. unmask_by: of all steps that will come."""
         missing = []
-        for stage, largest, variant in stages:
+        for stage, largest in stages:
             for size in ladder(largest):
-                if (stage.__name__, size, variant) not in self.graphs:
-                    missing.append((stage, size, variant))
+                if (stage, size, stage.variant) not in self.graphs:
+                    missing.append((stage, size))
         if not missing:
             return
         started = time.perf_counter()
-        for stage, size, variant in tqdm(missing, "recording CUDA graphs", leave=False):
-            graph = self.record(stage, size, variant)
-            self.graphs[stage.__name__, size, variant] = graph
+        for stage, size in tqdm(missing, "recording CUDA graphs", leave=False):
+            self.record(engine, stage, size, unmask_by)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         show(
@@ -128,13 +134,10 @@ class GraphRunner:
         )
 
     def record(
-        self,
-        stage: Callable,
-        size: int,
-        variant,
-    ) -> tuple:
-        """Return the graph of a stage and its result. What is recorded is a step of no
-        inputs: all of its entries are padding, which no sample reads."""
+        self, engine: Any, stage: Stage, size: int, unmask_by: str = "order"
+    ) -> None:
+        """Record the graph of a stage. What is recorded is a step of no inputs: all of
+        its entries are padding, which no sample reads."""
         self.rows.zero_()
         step = Step(
             rows=self.rows,
@@ -144,18 +147,17 @@ class GraphRunner:
             active=self.rows.shape[1],
             all_candidates=size,
             all_size=size,
-            unmask_by=variant if stage.__name__ == "prefer" else "order",
+            unmask_by=unmask_by,
         )
-        tensors = self.buffers.get(stage.__name__, ())
-        stage(step, *tensors)  # compiles blocks, loads kernels
-        return self.capture(stage, step, tensors)
+        function = functools.partial(stage.function, engine)
+        function(step, *stage.buffers)  # compiles blocks, loads kernels
+        graph = self.capture(function, step, stage.buffers)
+        self.graphs[stage, size, stage.variant] = graph
 
     def capture(
-        self,
-        stage: Callable,
-        step: Step,
-        tensors: tuple[Tensor, ...],
-    ) -> tuple:
+        self, function: Callable, step: Step, tensors: tuple[Tensor, ...]
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Return the graph of function(step, *tensors), and its result."""
         if self.pool is None:
             # One graph runs at a time, so that all can use the same memory in passing.
             # The stream is of this device: by default all devices would share that of
@@ -163,10 +165,6 @@ class GraphRunner:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream(self.rows.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph,
-            pool=self.pool,
-            stream=self.stream,
-        ):
-            result = stage(step, *tensors)
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            result = function(step, *tensors)
         return graph, result

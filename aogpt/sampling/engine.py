@@ -9,7 +9,7 @@ nobody reads slot T."""
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from ..runtime.command_line import show
 from ..runtime.errors import UserError
 from ..systems import log_linear_noise
 from . import cached as caching
-from .adaptive import adapt, reorder
-from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps
-from .compiled import GraphRunner, few_shapes, ladder, many_shapes
+from .adaptive import adapt
+from .batch import Progress, Tally
+from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps, ragged
+from .compiled import GraphRunner, Stage, few_shapes, ladder, many_shapes
 from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
+from .scores import rule_of, scores_of
 from .speculation import speculate
 from .token_choice import TokenChoice, choose_tokens, known_text, without_repeats
 
@@ -36,8 +38,6 @@ from .token_choice import TokenChoice, choose_tokens, known_text, without_repeat
 CPU_CHUNK_ELEMENTS = 2**19
 # Steps between two looks at which samples have ended, which wait for the device.
 STEPS_TO_END = 8
-
-Progress = Callable[[int], Any] | None  # called with the number of positions unmasked
 
 
 @dataclass
@@ -121,10 +121,10 @@ class Decoder:
             self.model,
             plan,
             self.choice,
-            tokens,
-            uniforms,
-            generator,
-            forced,
+            tokens=tokens,
+            uniforms=uniforms,
+            generator=generator,
+            forced=forced,
         )
         size = min(B, self.batch_size or B)
         unmasked = 0
@@ -141,11 +141,11 @@ class Decoder:
                     self.model,
                     size,
                     T,
-                    self.choice,
-                    self.vocab_size,
-                    self.compile,
-                    self.kernels,
-                    end_token,
+                    choice=self.choice,
+                    vocab_size=self.vocab_size,
+                    compile=self.compile,
+                    kernels=self.kernels,
+                    end_token=end_token,
                 )
                 return engine.run(plan, inputs, count)
             except (MemoryError, RuntimeError) as error:
@@ -185,8 +185,7 @@ def generate(
         tokens: LongTensor (B, T) with the given tokens; the rest is ignored.
         generator: CPU generator of one uniform number per position.
         uniforms: or those numbers, float64 (B, T) in sequence order, in [0, 1). Sample
-        b
-            depends on row b alone, up to rounding.
+            b depends on row b alone, up to rounding.
         forced: LongTensor (B, T): take these tokens instead of drawing any, for
             log-probabilities.
         end_token: a sample in which it and all before it are known is generated no
@@ -255,8 +254,9 @@ def check_inputs(
             "speculation draws exactly; take another noise, no penalty or ban of "
             "repeats, and force no tokens"
         )
-    if plan.unmask_by == "oracle" and forced is None:
-        raise UserError("the oracle order needs forced tokens")
+    if plan.unmask_by != "order" and forced is None:
+        if rule_of(plan.unmask_by).needs_targets:
+            raise UserError(f"the {plan.unmask_by} order needs forced tokens")
     if tokens is None:
         if given.any():
             raise UserError("the plan has given positions: pass their tokens")
@@ -264,12 +264,7 @@ def check_inputs(
     if forced is not None:  # nothing is drawn
         uniforms = torch.zeros(B, T, dtype=torch.float64)
     elif uniforms is None:
-        uniforms = torch.rand(
-            B,
-            T,
-            generator=generator,
-            dtype=torch.float64,
-        )
+        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     for name, value in (("tokens", tokens), ("uniforms", uniforms), ("forced", forced)):
         if value is not None and value.shape != (B, T):
             raise UserError(
@@ -290,36 +285,6 @@ def check_inputs(
         uniforms=uniforms,
         forced=forced,
     )
-
-
-class Tally:
-    """Progress and cost of the samples of a batch."""
-
-    def __init__(self, plan: Plan, progress: Progress):
-        self.known = plan.given.sum(dim=1)  # (B,) tokens
-        # (B, T) the round of each slot, -1: none
-        self.step = torch.full_like(plan.step, -1)
-        self.nfe = torch.zeros_like(self.known)
-        self.slots = torch.arange(plan.order.shape[1])
-        self.rounds = 0
-        self.calls = 0
-        self.forwards = 0
-        self.progress = progress or (lambda positions: None)
-
-    def called(self, count: Tensor) -> None:
-        """Count a pass of `count` (B,) inputs."""
-        self.calls = self.calls + 1
-        self.forwards = self.forwards + int(count.sum())
-        self.nfe += count > 0
-
-    def unmask(self, size: Tensor) -> None:
-        """Count the next `size` (B,) slots of each row as known."""
-        after = self.known + size
-        newly = (self.slots >= self.known[:, None]) & (self.slots < after[:, None])
-        self.step = self.step.where(~newly, self.rounds)
-        self.known = after
-        self.rounds = self.rounds + 1
-        self.progress(int(size.sum()))
 
 
 class Engine:
@@ -369,24 +334,15 @@ class Engine:
         records = False
         if compile and self.kernels is not None:
             records = self.kernels.graphs
-        self.model = decoding_copy(
-            model,
-            compile,
-            many_sizes=records and not c.is_encoder,
-        )
+        many_sizes = records and not c.is_encoder
+        self.model = decoding_copy(model, compile, many_sizes=many_sizes)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
         # 2. The cache of a decoder, and what adaLN gives all positions, unless that is
         #    larger than the cache.
         self.cache: KVCache | None = None
         self.tables: list[Tensor] | None = None
         if not c.is_encoder:
-            self.cache = KVCache(
-                c,
-                batch_size,
-                length,
-                device,
-                weight.dtype,
-            )
+            self.cache = KVCache(c, batch_size, length, device, weight.dtype)
             parts = 6 * c.n_layer + 2
             table_bytes = c.block_size * parts * c.n_embd * weight.dtype.itemsize
             cache_bytes = sum(
@@ -405,9 +361,23 @@ class Engine:
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.forced: Tensor | None = None  # by position: tokens that are not drawn
         self.padded = False  # whether some rows are shorter than T
+        # 4. The stages of a step, and their graphs.
         self.graphs: GraphRunner | None = None
+        buffers: tuple[Tensor, ...] = ()
         if records:
-            self.graphs = self.make_graphs()
+            rows = torch.zeros(5, batch_size, dtype=torch.long, device=device)
+            self.graphs = GraphRunner(rows)
+            buffers = self.make_buffers()
+        if c.is_encoder:
+            self.predicting = Stage(Engine.encode, size=lambda step: 1)
+        else:
+            self.predicting = Stage(Engine.predict, size=lambda step: step.inputs)
+        self.preferring = Stage(
+            Engine.prefer, size=lambda step: step.all_candidates, buffers=buffers
+        )
+        self.unmasking = Stage(
+            Engine.unmask, size=lambda step: step.all_size, buffers=buffers
+        )
 
     @torch.no_grad()
     def generate(
@@ -419,7 +389,8 @@ class Engine:
         uniforms: Tensor | None = None,
         progress: Progress = None,
     ) -> Generation:
-        """As the function of that name, with the same checks."""
+        """Generate the samples of a plan, with the checks of the function of this
+        name."""
         length = plan.order.shape[1]
         if length != self.T:
             raise UserError(
@@ -430,20 +401,15 @@ class Engine:
             self.model,
             plan,
             self.choice,
-            tokens,
-            uniforms,
-            generator,
+            tokens=tokens,
+            uniforms=uniforms,
+            generator=generator,
             forced=None,
         )
         return self.run(plan, inputs, progress)
 
     @torch.no_grad()
-    def run(
-        self,
-        plan: Plan,
-        inputs: Inputs,
-        progress: Progress,
-    ) -> Generation:
+    def run(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
         """Generate the samples of a plan from checked inputs, B at a time."""
         shapes = many_shapes() if self.compiled else contextlib.nullcontext()
         # Triton's kernels run on the current GPU.
@@ -461,12 +427,7 @@ class Engine:
                 parts.append(self.run_batch(plan[rows], part, progress))
         return Generation.joined(parts)
 
-    def run_batch(
-        self,
-        plan: Plan,
-        inputs: Inputs,
-        progress: Progress,
-    ) -> Generation:
+    def run_batch(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
         """Generate up to B samples."""
         # 1. Fill the batch up with samples of length 0, and the buffers with it.
         T = self.T
@@ -489,11 +450,21 @@ class Engine:
         self.length.copy_(plan.length)
         self.padded = bool((plan.length < T).any())
         self.log_probs.zero_()
+        if self.cache is None:
+            self.predicting.variant = self.padded
+        self.preferring.variant = plan.unmask_by
         if self.graphs is not None:
             self.record_graphs(plan)
 
         # 2. Generate.
-        tally = Tally(plan, progress)
+        known = plan.given.sum(dim=1)
+        tally = Tally(
+            known=known,
+            step=torch.full_like(plan.step, -1),
+            nfe=torch.zeros_like(known),
+            slots=torch.arange(T),
+            progress=progress,
+        )
         if plan.draft:
             speculate(self, plan, tally)
         elif plan.pace:
@@ -523,11 +494,7 @@ class Engine:
     # ---- a step ----------------------------------------------------------------------
 
     def count(
-        self,
-        cached: Tensor,
-        known: Tensor,
-        candidates: Tensor,
-        length: Tensor,
+        self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor
     ) -> Tensor:
         """Return the inputs of a pass that predicts the candidates after `known`
         tokens, of rows (B,) or of all steps (G, B), on the host."""
@@ -539,34 +506,23 @@ class Engine:
     def take_step(self, step: Step) -> None:
         """Predict and unmask. Each stage is tensor code whose shapes follow from the
         numbers of the step."""
-        hidden, index = self.call(self.predict, step)
+        hidden, index = self.call(self.predicting, step)
         if step.unmask_by != "order":
-            index = self.call(
-                self.prefer,
-                step,
-                hidden,
-                index,
-            )
-        self.call(
-            self.unmask,
-            step,
-            hidden,
-            index,
-        )
+            index, _ = self.call(self.preferring, step, hidden, index)
+        self.call(self.unmasking, step, hidden, index)
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return hidden states (N, D), and which of them predicts each slot, (B, T +
         1); it means something for candidates alone."""
-        if self.cache is None:
-            return self.encode(step)
+        assert self.cache is not None
         hidden = caching.cached_hidden(
             self.model,
             self.tokens,
             self.order[:, :-1],
             step,
-            self.cache,
-            self.tables,
-            self.kernels.attention if self.kernels else None,
+            cache=self.cache,
+            tables=self.tables,
+            kernel=self.kernels.attention if self.kernels else None,
         )
         slot = torch.arange(self.T + 1, device=self.device)
         start = step.count.cumsum(0) - step.count
@@ -578,8 +534,8 @@ class Engine:
         return hidden, index.clamp(0, step.inputs - 1)
 
     def encode(self, step: Step) -> tuple[Tensor, Tensor]:
-        """`predict` of an encoder: the rows with candidates, [MASK] where a token is
-        not known."""
+        """Return what `predict` does, for an encoder: it reads the rows with
+        candidates, with [MASK] where a token is not known."""
         T = self.T
         encoder: Any = self.model  # of systems/encoder.py
         c = encoder.config
@@ -605,124 +561,91 @@ class Engine:
         return hidden.flatten(0, 1), start[:, None] + self.order
 
     def prefer(
-        self,
-        step: Step,
-        hidden: Tensor,
-        index: Tensor,
-    ) -> Tensor:
-        """Put the candidates in the order in which the model prefers them. Return
-        `index` in that order."""
-        index, _ = reorder(
-            self,
-            hidden,
-            index,
-            step,
-            [step.unmask_by],
-        )
-        return index
+        self, step: Step, hidden: Tensor, index: Tensor, by: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Put the candidates of every row in the order in which the model prefers them,
+        by the first of the scores `by`; None: by that of the step.
 
-    def unmask(
-        self,
-        step: Step,
-        hidden: Tensor,
-        index: Tensor,
-    ) -> None:
-        """Draw the tokens that the step unmasks."""
-        row, slot = self.slots(step.known, step.size, step.all_size)
-        self.draw(
-            hidden,
-            index,
-            step.known,
-            row,
-            slot,
+        hidden, index: as `predict` gives them. Returns `index` in that order, and the
+        scores of its slots, (scores, B, T + 1): inf where known, -inf where a slot is
+        not a candidate."""
+        # 1. The scores of every candidate, (N, scores).
+        row, _, slot = ragged(
+            step.known, step.candidates, total=step.all_candidates, unused=self.T
         )
+        if self.forced is None:
+            targets = torch.zeros_like(slot)
+        else:
+            targets = self.forced_at(row, slot)
+        state_chunks = hidden[index[row, slot]].split(self.head_rows)  # (n, D) each
+        target_chunks = targets.split(self.head_rows)
+        names = by or [step.unmask_by]
+        parts = []
+        for states, chunk_targets in zip(state_chunks, target_chunks, strict=True):
+            parts.append(scores_of(self.logits(states), names, chunk_targets))
+        candidate_scores = torch.cat(parts).to(self.device)
+
+        # 2. Their place by slot. Known slots stay in front (infinity; the sort is
+        #    stable), slots that come later or that a row does not have stay behind, and
+        #    so does slot T.
+        slots = torch.arange(self.T + 1, device=self.device)
+        is_unknown = slots >= step.known[:, None]
+        exists = slots < self.T
+        by_slot = []
+        for score in candidate_scores.unbind(dim=-1):
+            scores = torch.full_like(self.log_probs, -torch.inf)
+            scores[row, slot] = score
+            scores = scores.where(is_unknown, torch.inf)
+            scores = scores.where(exists, -torch.inf)
+            by_slot.append(scores)
+
+        # 3. Highest score first.
+        preferred = by_slot[0].argsort(dim=1, descending=True, stable=True)
+        self.order.copy_(self.order.gather(1, preferred))
+        sorted_scores = torch.stack([scores.gather(1, preferred) for scores in by_slot])
+        return index.gather(1, preferred), sorted_scores
 
     # ---- tokens ----------------------------------------------------------------------
 
-    def slots(
-        self,
-        first: Tensor,
-        count: Tensor,
-        total: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return row and slot, (total,) each, of `count` slots of each row from `first`
-        on; slot T in the entries beyond these."""
-        row, column, valid = caching.ragged(count, total)
-        return row, torch.where(valid, first[row] + column, self.T)
-
-    def draw(
-        self,
-        hidden: Tensor,
-        index: Tensor,
-        known: Tensor,
-        row: Tensor,
-        slot: Tensor,
-    ) -> None:
-        """Draw the tokens of the slots, given `known` (B,) of each row, or store forced
-        ones."""
+    def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
+        """Draw the tokens of the next `step.size` slots of each row, or store forced
+        ones. hidden, index: as `predict` gives them."""
+        row, _, slot = ragged(step.known, step.size, total=step.all_size, unused=self.T)
         text = None
         if self.choice.avoids_repeats and self.forced is None:
-            text = known_text(self.tokens, self.order, known)
+            text = known_text(self.tokens, self.order, step.known)
         row_chunks = row.split(self.head_rows)
         slot_chunks = slot.split(self.head_rows)
         for rows, slots in zip(row_chunks, slot_chunks, strict=True):
             logits = self.logits(hidden[index[rows, slots]])
             if self.forced is not None:
-                self.store(
-                    rows,
-                    slots,
-                    self.forced_at(rows, slots),
-                    logits,
-                )
+                self.store(rows, slots, self.forced_at(rows, slots), logits)
                 continue
             size = max(1, len(logits))
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for start in range(0, len(logits), size):
                 chunk = slice(start, start + size)
-                self.draw_from(
-                    logits[chunk],
-                    rows[chunk],
-                    slots[chunk],
-                    text,
-                )
+                self.draw(logits[chunk], rows[chunk], slots[chunk], text)
 
-    def draw_from(
-        self,
-        logits: Tensor,
-        row: Tensor,
-        slot: Tensor,
-        text: Tensor | None,
+    def draw(
+        self, logits: Tensor, row: Tensor, slot: Tensor, text: Tensor | None
     ) -> None:
         """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B,
         T), where repeats are avoided."""
         allowed = logits
         if text is not None:
-            allowed = without_repeats(
-                logits,
-                text[row],
-                self.order[row, slot],
-                self.choice,
-            )
+            position = self.order[row, slot]
+            allowed = without_repeats(logits, text[row], position, self.choice)
         uniforms = self.uniforms_at(row, slot)
         kernel = None if self.kernels is None else self.kernels.choice
         if kernel is None or not kernel.can_choose(allowed, self.choice):
             tokens = choose_tokens(allowed, uniforms, self.choice)
-            self.store(
-                row,
-                slot,
-                tokens,
-                logits,
-            )
+            self.store(row, slot, tokens, logits)
             return
         tokens, log_probs = kernel.choose(allowed, uniforms, self.choice)
         if text is not None:  # log-probabilities are those of the model
-            self.store(
-                row,
-                slot,
-                tokens,
-                logits,
-            )
+            self.store(row, slot, tokens, logits)
             return
         self.tokens[row, slot] = tokens
         self.log_probs[row, slot] = log_probs
@@ -744,13 +667,7 @@ class Engine:
         assert self.forced is not None
         return self.forced[row, self.order[row, slot]]
 
-    def store(
-        self,
-        row: Tensor,
-        slot: Tensor,
-        tokens: Tensor,
-        logits: Tensor,
-    ) -> None:
+    def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
         """Store tokens (N,) and their log-probabilities under logits (N, V)."""
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -774,25 +691,17 @@ class Engine:
 
     # ---- CUDA graphs -----------------------------------------------------------------
 
-    def make_graphs(self) -> GraphRunner:
-        """Return a runner of the stages of a step: `predict`, `prefer` and `unmask`."""
-        width = self.model.config.n_embd
-        dtype = self.model.wte.weight.dtype
+    def make_buffers(self) -> tuple[Tensor, Tensor]:
+        """Return the tensors from which graphs read what `predict` gives: hidden states
+        and index."""
         longest = ladder(self.B * (self.T + 1))[-1]
         hidden = torch.zeros(
             longest,
-            width,
-            dtype=dtype,
+            self.model.config.n_embd,
+            dtype=self.model.wte.weight.dtype,
             device=self.device,
         )
-        index = torch.zeros_like(self.order)
-        rows = torch.zeros(
-            5,
-            self.B,
-            dtype=torch.long,
-            device=self.device,
-        )
-        return GraphRunner(rows, {"prefer": (hidden, index), "unmask": (hidden, index)})
+        return hidden, torch.zeros_like(self.order)
 
     def record_graphs(self, plan: Plan) -> None:
         """Record what the steps of a plan may need, so that none has to wait. Its first
@@ -809,59 +718,34 @@ class Engine:
             inputs = left + self.B
         else:  # those unmasked before, computed again with their targets, and the next
             inputs = 2 * largest
-        stages: list[tuple[Callable, int, object]] = []
+        stages: list[tuple[Stage, int]] = []
         if self.cache is None:
-            stages.append((self.predict, 1, self.padded))
+            stages.append((self.predicting, 1))
         elif self.kernels.attention is not None:
-            stages.append((self.predict, inputs, None))
+            stages.append((self.predicting, inputs))
         if plan.pace is None and not plan.draft:
-            stages.append((self.unmask, largest, None))
+            stages.append((self.unmasking, largest))
             if chosen:
-                stages.append((self.prefer, left, plan.unmask_by))
-        self.graphs.record_all(stages)
+                stages.append((self.preferring, left))
+        self.graphs.record_all(self, stages, plan.unmask_by)
 
-    def call(
-        self,
-        stage: Callable,
-        step: Step,
-        *tensors: Tensor,
-    ):
-        """Return stage(step, *tensors), by a CUDA graph where one is recorded. A graph
+    def call(self, stage: Stage, step: Step, *tensors: Tensor) -> Any:
+        """Return the result of a stage, by a CUDA graph where one is recorded. A graph
         could not read forced tokens, which each batch has at another address."""
         if self.graphs is None:
             if self.compiled:
                 slots = self.T if self.cache is None else self.cache.unused_slot
                 step = few_shapes(step, slots)
-            return stage(step, *tensors)
+            return stage.function(self, step, *tensors)
         if self.forced is not None:
-            return stage(step, *tensors)
+            return stage.function(self, step, *tensors)
         if step.first is not None:  # no graph has such places
             with torch.compiler.set_stance("force_eager"):
-                return stage(step, *tensors)
-        size = step.all_size
-        variant: object = None  # what the stage depends on beside sizes and tensors
-        if stage.__name__ == "prefer":
-            size = step.all_candidates
-            variant = step.unmask_by
-        elif stage.__name__ == "predict":
-            size = step.inputs
-            if self.cache is None:
-                size = 1
-                variant = self.padded
-        return self.graphs(
-            stage,
-            size,
-            variant,
-            step,
-            *tensors,
-        )
+                return stage.function(self, step, *tensors)
+        return self.graphs(self, stage, step, *tensors)
 
 
-def follow(
-    engine: Engine,
-    plan: Plan,
-    tally: Tally,
-) -> None:
+def follow(engine: Engine, plan: Plan, tally: Tally) -> None:
     """Take the steps of a plan that is known, apart from which positions the model
     prefers."""
     tally.step = plan.step.where(plan.generated, -1)
@@ -884,20 +768,15 @@ def follow(
         candidates = size
         if chosen:  # every position left is a candidate
             candidates = (size > 0) * (plan.length - known)
-        count = engine.count(
-            before,
-            known,
-            candidates,
-            plan.length,
-        )
+        count = engine.count(before, known, candidates, plan.length)
         steps = make_steps(
-            before,
-            known,
-            count,
-            candidates,
-            size,
-            engine.device,
-            plan.unmask_by,
+            cached=before,
+            known=known,
+            count=count,
+            candidates=candidates,
+            size=size,
+            device=engine.device,
+            unmask_by=plan.unmask_by,
         )
 
         # 2. Take them.
@@ -905,7 +784,8 @@ def follow(
             if unmasked:
                 engine.take_step(step)
                 tally.calls += 1
-                tally.progress(unmasked)
+                if tally.progress is not None:
+                    tally.progress(unmasked)
         tally.known = tally.known + size.sum(dim=0)
         tally.forwards += int(count.sum())
         tally.nfe += (size > 0).sum(dim=0)

@@ -16,7 +16,7 @@ from ..model import AOGPT
 from ..runtime import devices
 from ..runtime.command_line import show, visible
 from .cached import KVCache, Step, cached_hidden
-from .compiled import GraphRunner
+from .compiled import GraphRunner, Stage
 from .token_choice import TokenChoice, choose_tokens
 
 ROWS = 64  # tokens drawn by the check
@@ -70,11 +70,7 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
         if agrees("attention", lambda: attention_error(attention_kernel, model)):
             attention = attention_kernel
     graphs = agrees("CUDA graphs", lambda: graph_error(weight.device))
-    return Kernels(
-        choice=kernels,
-        attention=attention,
-        graphs=graphs,
-    )
+    return Kernels(choice=kernels, attention=attention, graphs=graphs)
 
 
 def agrees(name: str, check: Callable[[], str]) -> bool:
@@ -97,29 +93,19 @@ def agrees(name: str, check: Callable[[], str]) -> bool:
     return not difference
 
 
-def wrong_draws(
-    kernels: ModuleType,
-    vocabulary: int,
-    device: torch.device,
-) -> str:
+def wrong_draws(kernels: ModuleType, vocabulary: int, device: torch.device) -> str:
     """Return what is wrong with the tokens that the kernel draws; "": nothing."""
-    choice = TokenChoice(
-        temperature=0.9,
-        top_k=min(50, vocabulary),
-        top_p=0.95,
-    )
+    choice = TokenChoice(temperature=0.9, top_k=min(50, vocabulary), top_p=0.95)
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, vocabulary, generator=generator)
-    uniforms = torch.rand(
-        ROWS,
-        generator=generator,
-        dtype=torch.float64,
-    )
+    uniforms = torch.rand(ROWS, generator=generator, dtype=torch.float64)
     logits = logits.to(device)
     uniforms = uniforms.to(device)
     tokens, _ = kernels.choose(logits, uniforms, choice)
     wrong = int((tokens != choose_tokens(logits, uniforms, choice)).sum())
-    return f"{wrong} of {ROWS} tokens differ" if wrong > WRONG_DRAWS else ""
+    if wrong <= WRONG_DRAWS:
+        return ""
+    return f"{wrong} of {ROWS} tokens differ"
 
 
 def attention_error(kernel: ModuleType, model: AOGPT) -> str:
@@ -130,27 +116,17 @@ def attention_error(kernel: ModuleType, model: AOGPT) -> str:
     known = length // 2
     hidden = []
     for chosen in (None, kernel):
-        hidden.append(
-            two_passes(
-                model,
-                length,
-                known,
-                chosen,
-            )
-        )
+        hidden.append(two_passes(model, length, known, chosen))
     difference = hidden[1].float() - hidden[0].float()
     error = float(difference.norm() / hidden[0].float().norm())
     limit = TOLERANCE[model.wte.weight.dtype]
-    return (
-        "" if error <= limit else f"hidden states differ by {error:.2g} of their norm"
-    )
+    if error <= limit:
+        return ""
+    return f"hidden states differ by {error:.2g} of their norm"
 
 
 def two_passes(
-    model: AOGPT,
-    length: int,
-    known: int,
-    kernel: ModuleType | None,
+    model: AOGPT, length: int, known: int, kernel: ModuleType | None
 ) -> Tensor:
     """Return the hidden states of `known` tokens in a random order and of all positions
     after them, for two rows, of which the second is one token shorter."""
@@ -161,13 +137,7 @@ def two_passes(
     order = torch.stack(orders).to(device)
     tokens = torch.randint(model.config.vocab_size, (2, length), generator=generator)
     tokens = tokens.to(device)
-    cache = KVCache(
-        model.config,
-        2,
-        length,
-        device,
-        weight.dtype,
-    )
+    cache = KVCache(model.config, 2, length, device, weight.dtype)
     hidden = []
     for cached, count in ((0, known), (known, length - known)):
         rows = [[cached] * 2, [known] * 2, [count, count - 1], [0, 0], [0, 0]]
@@ -180,52 +150,22 @@ def two_passes(
             all_candidates=0,
             all_size=0,
         )
-        hidden.append(
-            cached_hidden(
-                model,
-                tokens,
-                order,
-                step,
-                cache,
-                kernel=kernel,
-            )
-        )
+        states = cached_hidden(model, tokens, order, step, cache, kernel=kernel)
+        hidden.append(states)
     return torch.cat(hidden)
 
 
 def graph_error(device: torch.device) -> str:
     """Return what is wrong with a small CUDA graph; "": nothing."""
-    runner = GraphRunner(
-        torch.zeros(
-            5,
-            1,
-            dtype=torch.long,
-            device=device,
-        ),
-        {},
-    )
 
-    def twice(step: Step) -> Tensor:
+    def twice(engine: None, step: Step) -> Tensor:
         return 2 * step.rows + 1
 
-    runner.graphs["twice", 8, None] = runner.record(twice, 8, None)
+    stage = Stage(twice, size=lambda step: step.inputs)
+    runner = GraphRunner(torch.zeros(5, 1, dtype=torch.long, device=device))
+    runner.record(None, stage, 8)
     rows = torch.arange(5, device=device)[:, None]
-    step = Step(
-        rows,
-        inputs=1,
-        width=0,
-        end=0,
-        active=1,
-        all_candidates=0,
-        all_size=0,
-    )
-    same = torch.equal(
-        runner(
-            twice,
-            1,
-            None,
-            step,
-        ),
-        2 * rows + 1,
-    )
-    return "" if same else "a graph returned other numbers than its code"
+    step = Step(rows, inputs=1, width=0, end=0, active=1, all_candidates=0, all_size=0)
+    if torch.equal(runner(None, stage, step), 2 * rows + 1):
+        return ""
+    return "a graph returned other numbers than its code"

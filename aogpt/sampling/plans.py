@@ -18,11 +18,9 @@ from torch import Tensor
 
 from ..runtime.errors import UserError
 from ..runtime.validation import check_value
-from .scores import Score, rule_of
+from .scores import RuleScore, Score, rule_of
 
 Schedule = Literal["linear", "cosine"]
-# oracle: the probability of the true token, which is forced
-RuleScore = Literal[Score, "oracle"]
 UnmaskBy = Literal["order", RuleScore]
 Length = int | Tensor
 Given = Tensor | None

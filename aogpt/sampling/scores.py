@@ -4,7 +4,7 @@ function, and a row of `SCORES`; all scripts and the playground then have it.
 Shapes: N positions, V vocabulary."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,17 +38,25 @@ def least_log_prob(threshold: float) -> float:
     return math.log(threshold)
 
 
+def target_log_prob(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of the targets (N,), (N, V) -> (N,)."""
+    index = targets.to(log_probs.device)[:, None]
+    return log_probs.gather(1, index).squeeze(1)
+
+
 @dataclass(frozen=True)
 class ScoreRule:
     """A score of positions: the highest one is unmasked first."""
 
-    function: Callable[[Tensor], Tensor]  # of log-probabilities, (N, V) -> (N,)
+    function: Callable[..., Tensor]  # of log-probabilities, (N, V) -> (N,)
     title: str  # of this order in the playground
     # The least score that passes a threshold, as a user gives it.
     least: Callable[[float], float] = lambda threshold: threshold
     largest_threshold: float = 1.0
+    needs_targets: bool = False  # the function takes the true tokens (N,) as well
 
 
+# Scores that a user can name.
 SCORES = {
     "confidence": ScoreRule(
         confidence, title="most confident first", least=least_log_prob
@@ -62,9 +70,35 @@ SCORES = {
     "margin": ScoreRule(margin, title="largest margin first"),
 }
 Score = Literal[*SCORES]  # type: ignore[valid-type]
+ALL_SCORES = SCORES | {
+    # For the likelihood of known tokens.
+    "oracle": ScoreRule(
+        target_log_prob,
+        title="likeliest true token first",
+        least=least_log_prob,
+        needs_targets=True,
+    ),
+}
+RuleScore = Literal[*ALL_SCORES]  # type: ignore[valid-type]
 
 
 def rule_of(name: str) -> ScoreRule:
-    """Return the rule of a score. The oracle's thresholds are probabilities, as those
-    of confidence."""
-    return SCORES["confidence" if name == "oracle" else name]
+    """Return the rule of a score."""
+    return ALL_SCORES[name]
+
+
+def scores_of(
+    logits: Tensor, names: Sequence[str], targets: Tensor | None = None
+) -> Tensor:
+    """Return the scores of these names, (N, scores), of logits (N, V); higher is
+    better. targets: the true tokens (N,), where a score needs them."""
+    log_probs = logits.float().log_softmax(dim=-1)
+    scores = []
+    for name in names:
+        rule = ALL_SCORES[name]
+        if rule.needs_targets:
+            score = rule.function(log_probs, targets)
+        else:
+            score = rule.function(log_probs)
+        scores.append(score)
+    return torch.stack(scores, dim=-1)

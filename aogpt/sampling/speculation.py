@@ -1,26 +1,27 @@
 """Speculative decoding: draft tokens in parallel, then verify them in one causal pass
 of the same model. Samples have the same distribution as one-token-at-a-time decoding.
 
-`engine` is an `Engine`, whose docstring has the shapes. How many drafts a row accepts
-depends on the model, so every round waits once for it; counts are on the host."""
+How many drafts a row accepts depends on the model, so every round waits once for it;
+counts are on the host.
+
+Shapes: B samples in flight, N slots of all rows, V vocabulary; a slot is a place in the
+prediction order."""
 
 import torch
 from torch import Tensor
 
-from .cached import make_steps
+from .batch import Batch, Tally
+from .cached import make_steps, ragged
 from .plans import Plan
 from .race import draw, fresh_uniforms
 from .token_choice import ACCEPTED, CORRECTED, probabilities
 
 
-def speculate(
-    engine,
-    plan: Plan,
-    tally,
-) -> None:
+def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
     """Draft and verify until every row is complete."""
     by_queries = engine.model.mask_queries
     if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
+        assert engine.cache is not None
         engine.cache.lengthen(engine.T + plan.draft + 1)
     cached = torch.zeros_like(tally.known)
     left = plan.length - tally.known
@@ -63,21 +64,12 @@ def speculate(
 
 
 def draft(
-    engine,
-    tally,
-    cached: Tensor,
-    known: Tensor,
-    size: Tensor,
+    engine: Batch, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
 ) -> Tensor:
     """Draw the next `size` slots of each row in parallel. Return their distributions
     (sum of size, V)."""
     logits, row, slot = predict_slots(
-        engine,
-        tally,
-        cached=cached,
-        known=known,
-        first=known,
-        size=size,
+        engine, tally, cached=cached, known=known, first=known, size=size
     )
     probs = probabilities(logits, engine.choice)
     uniforms = engine.uniforms_at(row, slot)
@@ -87,8 +79,8 @@ def draft(
 
 
 def verify(
-    engine,
-    tally,
+    engine: Batch,
+    tally: Tally,
     cached: Tensor,
     first: Tensor,
     n_verify: Tensor,
@@ -190,8 +182,8 @@ def verify(
 
 
 def predict_slots(
-    engine,
-    tally,
+    engine: Batch,
+    tally: Tally,
     cached: Tensor,
     known: Tensor,
     first: Tensor,
@@ -209,26 +201,22 @@ def predict_slots(
         inputs = contents + size
         first_query = first.to(engine.device)
     count = is_active * inputs
-    # The pass predicts `size` candidates in each row, and may unmask all of them.
     (step,) = make_steps(
-        cached[None],
-        known[None],
-        count[None],
-        size[None],
-        size[None],
-        engine.device,
+        cached=cached[None],
+        known=known[None],
+        count=count[None],
+        candidates=size[None],
+        size=size[None],  # that it may unmask: all candidates
+        device=engine.device,
         grouped=False,
         first=first_query,
     )
-    hidden, index = engine.call(engine.predict, step)
-    row, slot = engine.slots(
-        first=first.to(engine.device),
-        count=step.size,
-        total=int(size.sum()),
+    hidden, index = engine.call(engine.predicting, step)
+    row, _, slot = ragged(
+        first.to(engine.device), step.size, total=int(size.sum()), unused=engine.T
     )
     tally.called(count)
-    states = hidden[index[row, slot]]
-    logits = engine.logits(states)
+    logits = engine.logits(hidden[index[row, slot]])
     row = row.to(logits.device)
     slot = slot.to(logits.device)
     return logits, row, slot
