@@ -31,12 +31,7 @@ from aogpt.evaluation.scoring import (
     score_samples,
 )
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import (
-    ModelOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
@@ -123,9 +118,7 @@ class Sweep(DecodingOptions):
         pairs = self.settings or (f"{self.temperature},{self.top_p}",)
         # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
         sizes = itertools.product(
-            self.steps or (None,),
-            self.group_size or (None,),
-            self.draft or (None,),
+            self.steps or (None,), self.group_size or (None,), self.draft or (None,)
         )
         rows = []
         for pair, (steps, group_size, draft) in itertools.product(pairs, list(sizes)):
@@ -209,12 +202,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             samplers.append((run, fitted(run, models[run], options, a)))
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(
-        a,
-        dtype,
-        procs.device,
-        procs.world_size,
-        judge=judge.describe(),
-        rows=[],
+        a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
     result["versions"] |= judge.libraries
     batch_size = a.decoding.batch_size or BATCH_SIZE
@@ -234,10 +222,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
 
 def fitted(
-    run: str,
-    loaded: Loaded,
-    options: DecodingOptions,
-    a: Arguments,
+    run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
 ) -> DecodingOptions:
     """Return the options with defaults of the model. Raises UserError if it cannot
     generate with them."""
@@ -292,12 +277,7 @@ def make_samples(
                 first=part.samples.start,
             )
             samples = modes.generate_distributed(
-                loaded.model,
-                planned,
-                options,
-                loaded.vocab_size,
-                procs,
-                label=label,
+                loaded.model, planned, options, loaded.vocab_size, procs, label=label
             )
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})

@@ -31,12 +31,7 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
-from aogpt.runtime.command_line import (
-    ModelOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
@@ -139,12 +134,7 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     return passages
 
 
-def evaluate(
-    run: str,
-    loaded: Loaded,
-    passages: Passages,
-    a: Arguments,
-) -> list[dict]:
+def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     size = a.decoding.batch_size or modes.BATCH_SIZE
@@ -182,11 +172,7 @@ def evaluate(
 
 
 def resampled_row(
-    run: str,
-    loaded: Loaded,
-    passages: Passages,
-    draws: int,
-    seed: int,
+    run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
 ) -> dict:
     """Return the row of a decoder that fills in given both sides by resampling."""
     weighted = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
@@ -203,11 +189,7 @@ def resampled_row(
 
 
 def fill_in(
-    loaded: Loaded,
-    passages: Passages,
-    both: bool,
-    options: DecodingOptions,
-    seed: int,
+    loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[list[int]]:
     """Return a sample of every passage. both: whether the right side is given."""
     N, T = passages.tokens.shape
@@ -215,19 +197,11 @@ def fill_in(
     if both:
         length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    return modes.generate_rows(
-        loaded.model,
-        contexts,
-        options,
-        loaded.vocab_size,
-        seed,
-    )
+    return modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
 
 
 def texts_of(
-    loaded: Loaded,
-    passages: Passages,
-    samples: list[list[int]],
+    loaded: Loaded, passages: Passages, samples: list[list[int]]
 ) -> list[tuple[str, str]]:
     """Return the middle of each sample and the true one of its passage, as text."""
     decode = loaded.get_tokenizer().decode

@@ -39,21 +39,10 @@ from aogpt.evaluation.eval_sets import (
 from aogpt.evaluation.likelihood import Scorer, Scores, Task
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig, parse_order, parse_settings
-from aogpt.runtime.command_line import (
-    TEXT,
-    RunOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import (
-    Outputs,
-    ReportOptions,
-    markdown_table,
-    provenance,
-)
+from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.gaps import refuse_masks
@@ -321,11 +310,7 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
 
 
 def scorer_of(
-    name: str,
-    meaning: Meaning,
-    a: Arguments,
-    config: ModelConfig,
-    block_size: int,
+    name: str, meaning: Meaning, a: Arguments, config: ModelConfig, block_size: int
 ) -> Scorer:
     """Return how a model scores along one of --orders."""
     if a.group > 1 and (config.l2r_only or meaning is None):
@@ -359,10 +344,7 @@ def scorer_of(
 
 
 def open_all(
-    a: Arguments,
-    sources: dict[str, Source],
-    loaded: Loaded,
-    block_size: int,
+    a: Arguments, sources: dict[str, Source], loaded: Loaded, block_size: int
 ) -> list[EvalSet]:
     """Return the data sets and texts, in blocks of this size."""
     eval_sets = []
@@ -473,20 +455,12 @@ class Report:
             checkpoint = {"A": sources[0], "B": sources[1]}
             document["differences"] = self.differences
         origin = provenance(
-            self.a,
-            dtype,
-            procs.device,
-            procs.world_size,
-            checkpoint=checkpoint,
+            self.a, dtype, procs.device, procs.world_size, checkpoint=checkpoint
         )
         return document | origin
 
 
-def result_rows(
-    task: Task,
-    scores: Scores,
-    draws: int,
-) -> list[dict]:
+def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     """Return the results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set

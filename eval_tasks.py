@@ -30,12 +30,7 @@ from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
 from aogpt.evaluation import harness
 from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
-from aogpt.runtime.command_line import (
-    RunOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -142,9 +137,7 @@ def is_prepared(task: str) -> bool:
 
 
 def answer_prompts(
-    a: Arguments,
-    procs: Processes,
-    judges: Mapping[str, Judge] | None,
+    a: Arguments, procs: Processes, judges: Mapping[str, Judge] | None
 ) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the
     results."""
@@ -204,10 +197,7 @@ def table_of(results: list[dict]) -> list[str]:
 
 
 def origin_of(
-    a: Arguments,
-    loaded: Loaded,
-    dtype: torch.dtype,
-    procs: Processes,
+    a: Arguments, loaded: Loaded, dtype: torch.dtype, procs: Processes
 ) -> dict:
     """Return everything that the results depend on."""
     return provenance(

@@ -245,11 +245,7 @@ def training_loop(
             best = progress.best
             if val_data is not None and validates:
                 val_losses = evaluate(
-                    state.model,
-                    state.averages,
-                    val_data,
-                    config,
-                    procs,
+                    state.model, state.averages, val_data, config, procs
                 )
                 log.validation(val_losses, val_data.num_blocks)
                 selecting = val_losses[""][best_by(config)]  # of the first average
@@ -314,10 +310,7 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 
 def print_summary(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
+    config: Config, procs: Processes, state: State, data: TokenDataset
 ) -> None:
     """Print what is trained, on what, and where it is kept."""
     t = config.train

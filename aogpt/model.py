@@ -153,11 +153,7 @@ class Pass:
     targets: Tensor  # (B, T) the position that each step predicts: AO-GPT's order
     inverse: Tensor  # (B, T) the step that predicts each position
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor | None,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor | None):
         if targets is not None:
             self.targets = targets
             self.inverse = inverse_permutation(targets)
@@ -176,23 +172,13 @@ class Pass:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""
         if not self.hide_start:
-            return attention(
-                q,
-                k,
-                v,
-                causal=True,
-                dropout=self.dropout,
-            )
+            return attention(q, k, v, causal=True, dropout=self.dropout)
         # Input 0 sees itself alone: its output is its value, for all heads that share
         # it. A mask would rule out fast kernels.
         heads_per_value = q.shape[2] // v.shape[2]
         start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)
         rest = attention(
-            q[:, 1:],
-            k[:, 1:],
-            v[:, 1:],
-            causal=True,
-            dropout=self.dropout,
+            q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout
         )
         return torch.cat([start_value.flatten(2), rest], dim=1)
 
@@ -203,11 +189,7 @@ class Pass:
         return tuple(self.lookup(part) for part in tables)
 
     def modulated_norm(
-        self,
-        norm: nn.Module,
-        x: Tensor,
-        shift: Tensor,
-        scale: Tensor,
+        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
         """Return the norm of x (B, T, D), shifted and scaled by what `modulation`
         gives."""
@@ -316,11 +298,7 @@ class PositionTable(nn.Embedding):
     """A learned vector for each position."""
 
     def __init__(
-        self,
-        c: ModelConfig,
-        rows: int,
-        width: int,
-        wave_std: float | None = 0.04,
+        self, c: ModelConfig, rows: int, width: int, wave_std: float | None = 0.04
     ):
         """wave_std: of initial sine waves, where model.position_init asks for them."""
         super().__init__(rows, width)
@@ -336,12 +314,7 @@ class TargetTable(PositionTable):
 
     conditions = ("weight",)
 
-    def __init__(
-        self,
-        c: ModelConfig,
-        width: int,
-        wave_std: float | None = 0.04,
-    ):
+    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
         super().__init__(c, c.block_size, width, wave_std)
         # Position 0 has the waves that it has in `wpe`, where it is row 1.
         self.first_wave = 1
@@ -448,10 +421,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, T, D) -> the output (B, T, D), and values where blocks mix them."""
         q, k, v, values = self.heads(x, p, first_values)
@@ -459,10 +429,7 @@ class Attention(nn.Module):
         return self.proj(y), values
 
     def heads(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to mix."""
         qkv = self.qkv(x)  # (B, T, all heads times D/H)
@@ -485,10 +452,7 @@ class Attention(nn.Module):
     def matrices(self) -> Matrices:
         rows_of_qkv = [heads * self.head_dim for heads in self.heads_of]
         rows_of_proj = [len(self.proj.weight)]
-        return [
-            (self.qkv.weight, rows_of_qkv),
-            (self.proj.weight, rows_of_proj),
-        ]
+        return [(self.qkv.weight, rows_of_qkv), (self.proj.weight, rows_of_proj)]
 
 
 class MLP(nn.Module):
@@ -537,10 +501,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, T, D), first_values (B, T, H, D/H): the first block's values, None in
         it. Returns x and this block's values, for a value residual."""

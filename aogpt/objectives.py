@@ -25,11 +25,7 @@ from .runtime.randomness import (
     to_uniform,
 )
 from .runtime.validation import Count, Probability, Table, check_values
-from .scoring import (
-    group_starts,
-    masked_log_probs,
-    token_log_probs,
-)
+from .scoring import group_starts, masked_log_probs, token_log_probs
 from .systems import log_linear_noise
 
 
@@ -136,10 +132,7 @@ class Masks:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
         lengths = None if self.lengths is None else function(self.lengths)
         return Masks(
-            function(self.masked),
-            function(self.weight),
-            function(self.sigma),
-            lengths,
+            function(self.masked), function(self.weight), function(self.sigma), lengths
         )
 
 
@@ -154,32 +147,14 @@ def masks_at(
 ) -> Masks:
     """Return the training masks of the sequences `rows` of a global batch of `total`, a
     pure function of the arguments. A prompt (in `roles`) is never masked."""
-    row_uniforms, position_uniforms = _uniform(
-        seed,
-        step,
-        rows,
-        length,
-        roles,
-    )
+    row_uniforms, position_uniforms = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         row_uniforms, position_uniforms = _with_prefixes(
             config.prefix_prob, row_uniforms, position_uniforms
         )
     if config.facts.stratified:
-        row_uniforms = stratified(
-            seed,
-            step,
-            rows,
-            total,
-            length + 1,
-        )
-    return _masks(
-        config.kind,
-        row_uniforms,
-        position_uniforms,
-        config.noise_eps,
-        roles,
-    )
+        row_uniforms = stratified(seed, step, rows, total, length + 1)
+    return _masks(config.kind, row_uniforms, position_uniforms, config.noise_eps, roles)
 
 
 def evaluation_masks(
@@ -193,28 +168,10 @@ def evaluation_masks(
 ) -> Masks:
     """As `masks_at`, with the numbers of masked positions, or the times, stratified
     over the batch. Not lambda_dce: its weight 1 / lambda has infinite variance."""
-    _, position_uniforms = _uniform(
-        seed,
-        step,
-        rows,
-        length,
-        roles,
-        SCORED_MASKS,
-    )
-    row_uniforms = stratified(
-        seed,
-        step,
-        rows,
-        total,
-        length + 1,
-        SCORED_MASKS,
-    )
+    _, position_uniforms = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
+    row_uniforms = stratified(seed, step, rows, total, length + 1, SCORED_MASKS)
     return _masks(
-        kind,
-        row_uniforms,
-        position_uniforms,
-        ObjectiveConfig.noise_eps,
-        roles,
+        kind, row_uniforms, position_uniforms, ObjectiveConfig.noise_eps, roles
     )
 
 
@@ -243,20 +200,12 @@ def _masks(
     if kind == "k_dce":
         k = (row_uniforms * n).long() + 1
         rank = position_uniforms.argsort(dim=1).argsort(dim=1)
-        return Masks(
-            rank < k[:, None],
-            n / k,
-            log_linear_noise(k / n, eps),
-            lengths,
-        )
+        return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
     t = row_uniforms.clamp(min=SMALLEST_RATE)
     if kind in ("lambda_dce", "masked_ce"):
         weight = 1 / t if kind == "lambda_dce" else torch.full_like(t, 2.0)
         return Masks(
-            position_uniforms < t[:, None],
-            weight,
-            log_linear_noise(t, eps),
-            lengths,
+            position_uniforms < t[:, None], weight, log_linear_noise(t, eps), lengths
         )
     rate = (1 - eps) * t
     masked = position_uniforms < rate[:, None]
@@ -292,9 +241,7 @@ def _uniform(
 
 
 def _with_prefixes(
-    prob: float,
-    row_uniforms: Tensor,
-    position_uniforms: Tensor,
+    prob: float, row_uniforms: Tensor, position_uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return uniform numbers as above; in a share `prob` of the rows they fall from
     left to right."""
@@ -312,12 +259,7 @@ def _with_prefixes(
 
 
 def stratified(
-    seed: int,
-    step: int,
-    rows: range,
-    total: int,
-    width: int,
-    stream: int = ORDERS,
+    seed: int, step: int, rows: range, total: int, width: int, stream: int = ORDERS
 ) -> Tensor:
     """Return uniform numbers (len(rows),), float64, such that each of `total` equal
     parts of (0, 1) holds one of all `total` rows. width: of the table whose row `total`
@@ -349,12 +291,7 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
     which is 0 where s is the true ratio of a token that is certain."""
     sigma = masks.sigma.to(torch.get_default_dtype())
     # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
-    normaliser, output = model(
-        tokens,
-        masks.masked,
-        sigma,
-        masks.lengths,
-    ).double()
+    normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
     log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
     # log s = o + shift
     shift = log_ratio - math.log(vocab)
@@ -366,24 +303,14 @@ def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
 
 
 def token_score_entropy(
-    model,
-    tokens: Tensor,
-    seed: int,
-    draw: int,
-    rows: range,
-    total: int,
+    model, tokens: Tensor, seed: int, draw: int, rows: range, total: int
 ) -> Tensor:
     """Return one Monte Carlo sample of SEDD's own bound on the negative log-likelihood
     in nats, the integral of score entropy over time: terms (B, T), float64, in sequence
     order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
     the scores, normalised.)"""
     masks = evaluation_masks(
-        seed,
-        draw,
-        rows,
-        total,
-        tokens.shape[1],
-        kind="score_entropy",
+        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
     )
     masks = masks.map(lambda tensor: tensor.to(tokens.device))
     return score_entropy(model, tokens, masks, model.config.mask_token)
@@ -434,12 +361,7 @@ def token_nll(
             log_probs = token_log_probs(model, tokens.gather(1, order), identity)
         else:
             log_probs = token_log_probs(
-                model,
-                tokens,
-                order,
-                group,
-                prompt_lengths,
-                lengths,
+                model, tokens, order, group, prompt_lengths, lengths
             )
         nll = -log_probs.double()
         nll[:, :scored_from] = torch.nan

@@ -284,10 +284,7 @@ def parse_order(text: str, option: str) -> OrderConfig:
 
 
 def parse_settings(
-    text: str,
-    types: dict[str, type],
-    example: str,
-    option: str,
+    text: str, types: dict[str, type], example: str, option: str
 ) -> tuple:
     """Name and settings, a dict, of `name:setting=value,...`. types: of the settings
     there are."""

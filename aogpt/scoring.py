@@ -57,11 +57,7 @@ def token_log_probs(
         )
     if model.separate_queries:
         return -model(tokens, order, group_starts(order, group, prompt_lengths))
-    result = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=model.wte.weight.dtype,
-    )
+    result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
     for known, steps in groups_of(order, group, prompt_lengths):
         log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
         result = log_probs.where(steps, result.to(log_probs.dtype))
@@ -70,10 +66,7 @@ def token_log_probs(
 
 @torch.no_grad()
 def masked_log_probs(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-    lengths: Tensor | None = None,
+    model: Transformer, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
     """Return log p(true token | all unmasked tokens) of every masked position, in one
     pass.
@@ -93,21 +86,13 @@ def masked_log_probs(
         return encoder.log_probs(tokens, masked, lengths)
     # The context comes first.
     order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
-    log_probs = parallel_log_probs(
-        model,
-        tokens,
-        order,
-        known=(~unknown).sum(1),
-    )
+    log_probs = parallel_log_probs(model, tokens, order, known=(~unknown).sum(1))
     return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
 
 @torch.no_grad()
 def masked_logits(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-    order: Tensor | None = None,
+    model: Transformer, tokens: Tensor, masked: Tensor, order: Tensor | None = None
 ) -> Tensor:
     """Return the logits of every masked token given all unmasked ones, in one pass:
     (masked tokens, V), row after row, by position.
@@ -121,12 +106,7 @@ def masked_logits(
         return encoder.head_logits(encoder.masked_hidden(tokens, masked)[masked])
     if order is None:
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
-    x = parallel_hidden(
-        model,
-        tokens,
-        order,
-        known=(~masked).sum(1),
-    )
+    x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
     return model.head_logits(x[row, step])
@@ -155,12 +135,7 @@ def parallel_log_probs(
     else:
         check_boolean(steps, "steps")
     if not model.config.is_encoder:
-        x = parallel_hidden(
-            model,
-            tokens,
-            order,
-            known,
-        )
+        x = parallel_hidden(model, tokens, order, known)
         log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
         return log_probs.where(steps, torch.zeros_like(log_probs))
     encoder: Any = model  # of systems/encoder.py
@@ -173,11 +148,7 @@ def parallel_log_probs(
     x = encoder.masked_hidden(tokens, masked, lengths)[row, position]
     logits = at_least_float32(model.head_logits(x))
     scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
-    log_probs = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=scored.dtype,
-    )
+    log_probs = torch.zeros(order.shape, device=order.device, dtype=scored.dtype)
     log_probs[row, step] = scored.squeeze(1)
     return log_probs
 
@@ -186,34 +157,16 @@ class MaskedPass(Pass):
     """A training pass in which step i sees the inputs that a mask (B, 1, T, T)
     allows."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor,
-        allowed: Tensor,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor, allowed: Tensor):
         super().__init__(config, targets)
         self.allowed = allowed
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask=self.allowed)
 
 
 def parallel_hidden(
-    model: Transformer,
-    tokens: Tensor,
-    order: Tensor,
-    known: Tensor,
+    model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
 ) -> Tensor:
     """Return final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are
     those of training; all later ones are predicted from the first `known` tokens.
@@ -239,11 +192,7 @@ def parallel_hidden(
     return decoder.trunk(x, in_positions, p)
 
 
-def without_start(
-    allowed: Tensor,
-    last: Tensor,
-    config: ModelConfig,
-) -> Tensor:
+def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
     """Return a mask (..., keys) in which a hidden [None] is visible only to queries
     that see nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
@@ -253,9 +202,7 @@ def without_start(
 
 
 def group_starts(
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Tensor:
     """Return the first step of every step's group, (B, T). Steps of the prompt are
     groups of one."""
@@ -267,19 +214,13 @@ def group_starts(
 
 
 def groups_of(
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each group, the step where it begins in each row (B,) and its steps,
     BoolTensor (B, T)."""
     B, T = order.shape
     if prompt_lengths is None:
-        prompt_lengths = torch.zeros(
-            B,
-            dtype=torch.long,
-            device=order.device,
-        )
+        prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
     steps = torch.arange(T, device=order.device)
     for start in range(0, T - int(prompt_lengths.min()), group):
         known = (prompt_lengths + start).clamp(max=T)
@@ -291,11 +232,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_tokens(
-    model: Transformer,
-    tokens: Tensor,
-    companion: Tensor,
-) -> None:
+def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the
     model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
@@ -316,11 +253,7 @@ def check_tokens(
         )
 
 
-def check_mask(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-) -> None:
+def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
     """Raise UserError if tokens and a mask of them do not fit the model."""
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")

@@ -55,8 +55,7 @@ class Questions:
     def first(self, count: int) -> "Questions":
         """Return the first rows alone."""
         roles = Roles(
-            predicted=self.roles.predicted[:count],
-            given=self.roles.given[:count],
+            predicted=self.roles.predicted[:count], given=self.roles.given[:count]
         )
         return replace(self, tokens=self.tokens[:count], roles=roles)
 
@@ -136,12 +135,7 @@ def answer(
     planned = modes.plan_samples(options, contexts, seed)
     started = time.perf_counter()
     samples = modes.generate_distributed(
-        loaded.model,
-        planned,
-        options,
-        loaded.vocab_size,
-        procs,
-        label=questions.name,
+        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
     return Answers(
@@ -195,10 +189,7 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
 
 
 def page_of(
-    loaded: Loaded,
-    questions: Questions,
-    answers: Answers,
-    settings: dict,
+    loaded: Loaded, questions: Questions, answers: Answers, settings: dict
 ) -> str:
     """Return HTML on which the first rows fill in, step by step. settings: shown as
     they are."""

@@ -53,20 +53,9 @@ class RandomStream(NamedTuple):
         member = self.member << 48
         return self.draw + use + member
 
-    def uniform(
-        self,
-        seed: int,
-        rows: range,
-        width: int,
-    ) -> Tensor:
+    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
         """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
-        bits = philox_bits(
-            seed,
-            self.index,
-            rows,
-            width,
-            ENSEMBLES,
-        )
+        bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
         uniforms = to_uniform(bits)
         return torch.from_numpy(uniforms)
 
@@ -101,11 +90,7 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
         members = log_probs[:size]
         log_sums.append(members.logsumexp(dim=0))
     log_sums = torch.stack(log_sums)
-    counts = torch.tensor(
-        sizes,
-        dtype=log_sums.dtype,
-        device=log_sums.device,
-    )
+    counts = torch.tensor(sizes, dtype=log_sums.dtype, device=log_sums.device)
     log_counts = counts.log()
     while log_counts.dim() < log_sums.dim():
         log_counts = log_counts.unsqueeze(-1)
@@ -133,14 +118,7 @@ def cheap_gains(
     T = tokens.shape[1]
     M = max(sizes)
     stream = RandomStream(draw, CONTEXTS)
-    order = orders_at(
-        OrderConfig("random"),
-        seed,
-        stream.index,
-        rows,
-        T,
-        ENSEMBLES,
-    )
+    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T, ENSEMBLES)
     prompt = torch.zeros(B, 1, dtype=torch.long)
     end = prompt + T
     if roles is not None:
@@ -155,12 +133,7 @@ def cheap_gains(
     orders = [order]
     for member in range(1, M):
         permuted = permute_context(
-            order,
-            known,
-            seed,
-            RandomStream(draw, CONTEXTS, member),
-            rows,
-            prompt,
+            order, known, seed, RandomStream(draw, CONTEXTS, member), rows, prompt
         )
         orders.append(permuted)
 

@@ -44,12 +44,7 @@ class TextDataset(TokenDataset):
     which the last may be shorter; a model that scores from token `scored_from` on
     leaves out what is shorter."""
 
-    def __init__(
-        self,
-        texts: list[str],
-        loaded: Loaded,
-        block_size: int,
-    ):
+    def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
         tokenizer = loaded.get_tokenizer()
         ids = [tokenizer.encode_array(text) for text in texts]
         rows = []

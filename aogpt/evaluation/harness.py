@@ -141,13 +141,7 @@ class HarnessModel(TemplateLM):
         self._world_size = self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(
-                str(run),
-                a.weights,
-                self.device,
-                a.block_size,
-                a.checkpoint,
-            )
+            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded = run
         self.model = run.model.to(self.device)
         self.tokenizer = run.get_tokenizer()
@@ -318,12 +312,7 @@ class HarnessModel(TemplateLM):
         # None: quiet without a terminal
         quiet = True if disable_tqdm or self.rank else None
         starts = range(0, len(passes), self.batch_size)
-        for start in tqdm(
-            starts,
-            desc=self.order,
-            disable=quiet,
-            leave=False,
-        ):
+        for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
             numbers = []
             batch = []
             for _, i, draw in passes[start : start + self.batch_size]:
@@ -361,12 +350,7 @@ class HarnessModel(TemplateLM):
                 contexts = [context for context, _, _ in group]
                 repeats = [repeat for _, repeat, _ in group]
                 numbers = [number for _, _, number in group]
-                answers = self.complete(
-                    contexts,
-                    repeats,
-                    settings,
-                    bar.update,
-                )
+                answers = self.complete(contexts, repeats, settings, bar.update)
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
         return texts
@@ -381,10 +365,7 @@ class HarnessModel(TemplateLM):
         return context[excess:]
 
     def scoring_pass(
-        self,
-        context: list[int],
-        continuation: list[int],
-        draw: int,
+        self, context: list[int], continuation: list[int], draw: int
     ) -> ScoringPass:
         """Return the pass `draw` over a request, by the definitions above."""
         a = self.settings
@@ -393,51 +374,19 @@ class HarnessModel(TemplateLM):
         tokens = context + continuation
         positions = torch.arange(c + n)
         if self.order == "l2r":
-            return ScoringPass(
-                tokens,
-                positions,
-                first=c,
-                weight=1.0,
-            )
+            return ScoringPass(tokens, positions, first=c, weight=1.0)
         # The request itself is the key of its random numbers, whatever its place and
         # process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
-        order = orders_at(
-            OrderConfig("random"),
-            a.seed,
-            key,
-            row,
-            n,
-            REQUESTS,
-        )[0]
+        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
-            return ScoringPass(
-                tokens,
-                order,
-                first=c,
-                weight=1.0,
-            )
+            return ScoringPass(tokens, order, first=c, weight=1.0)
         # A uniform order leaves the first of its n + 1 random numbers unused.
-        u = float(
-            to_uniform(
-                philox_bits(
-                    a.seed,
-                    key,
-                    range(1),
-                    n + 1,
-                    REQUESTS,
-                )
-            )[0, 0]
-        )
+        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
-        return ScoringPass(
-            tokens,
-            order,
-            first=c + n - masked,
-            weight=n / masked,
-        )
+        return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
@@ -461,12 +410,7 @@ class HarnessModel(TemplateLM):
         with autocast(self.device, self.dtype), attention_of_many_shapes():
             if self.is_encoder:
                 length = length.to(self.device)
-                hidden = self._encoder_hidden(
-                    tokens,
-                    order,
-                    scored,
-                    length,
-                )
+                hidden = self._encoder_hidden(tokens, order, scored, length)
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
@@ -479,22 +423,13 @@ class HarnessModel(TemplateLM):
             results = torch.cat(parts)
         log_probs, hits = results.double().cpu().unbind(dim=1)
         scores = []
-        parts = zip(
-            passes,
-            log_probs.split(counts),
-            hits.split(counts),
-            strict=True,
-        )
+        parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
         for p, values, hit in parts:
             scores.append((p.weight * float(values.sum()), bool(hit.all())))
         return scores
 
     def _encoder_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        scored: Tensor,
-        length: Tensor,
+        self, tokens: Tensor, order: Tensor, scored: Tensor, length: Tensor
     ) -> Tensor:
         """Return hidden states (B, T, D) by step; scored ones are masked, padding is
         not seen."""
@@ -564,12 +499,7 @@ class HarnessModel(TemplateLM):
         for context, repeat in zip(contexts, repeats, strict=True):
             keys.append(digest(context, [repeat]))
             rows.append(context + [None] * settings.max_tokens)
-        planned = modes.plan_samples(
-            self.decoding,
-            rows,
-            self.settings.seed,
-            keys=keys,
-        )
+        planned = modes.plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
         decoder = Decoder(
             self._generator,
             choice=settings.choice,
@@ -579,10 +509,7 @@ class HarnessModel(TemplateLM):
             kernels=self.decoding.kernels,
         )
         samples = decoder.generate(
-            planned.plan,
-            planned.tokens,
-            uniforms=planned.uniforms,
-            progress=progress,
+            planned.plan, planned.tokens, uniforms=planned.uniforms, progress=progress
         )
         answers = []
         for context, (tokens, _, _) in zip(contexts, samples.rows(), strict=True):

@@ -105,19 +105,11 @@ def _passages(
 ) -> Passages:
     """Return passages of tokens (N, T) whose middles have these starts and ends."""
     spans = torch.tensor(spans).long().view(-1, 2)
-    return Passages(
-        tokens,
-        start=spans[:, 0],
-        end=spans[:, 1],
-        document=documents,
-    )
+    return Passages(tokens, start=spans[:, 0], end=spans[:, 1], document=documents)
 
 
 def find_last_words(
-    tokens: Sequence[int],
-    tokenizer: Tokenizer,
-    count: int,
-    length: int,
+    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
 ) -> Passages:
     """Return those of `count` documents, spread over a row of tokens, that have two
     words or more. The middle is the last word with the space before it (Paperno et al.
@@ -152,11 +144,7 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
+def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """Return -log p of the middle, token after token, given what is known: (N,)
     float64, nats per token. With both sides (not a plain GPT's) the order is: what is
     before, after, then the middle."""
@@ -181,11 +169,7 @@ def middle_nll(
     return -total / length
 
 
-def _masked_middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
+def _masked_middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """Return `middle_nll` of an encoder: a pass for the i-th token of every middle."""
     tokens = passages.tokens
     device = model.wte.weight.device

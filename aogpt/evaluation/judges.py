@@ -61,10 +61,7 @@ class Judge(abc.ABC):
         """Return the last hidden states, (B, T) -> (B, T, D)."""
 
     def score(
-        self,
-        samples: Sequence[Sequence[int]],
-        batch_size: int,
-        quiet: bool = True,
+        self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
     ) -> list[tuple[float, int]]:
         """Return for each sample, in the judge's ids, the sum of -log p over its scored
         tokens, in nats, and their number.
@@ -86,12 +83,7 @@ class Judge(abc.ABC):
         totals = [0.0] * len(samples)
         counts = [0] * len(samples)
         starts = range(0, len(windows), size)
-        for start in tqdm(
-            starts,
-            desc="judge",
-            disable=quiet or None,
-            leave=False,
-        ):
+        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
             batch = windows[start : start + size]
             rows = [torch.tensor(ids) for _, ids in batch]
             tokens = pad_sequence(rows, batch_first=True)
@@ -103,9 +95,7 @@ class Judge(abc.ABC):
 
     @torch.no_grad()
     def features(
-        self,
-        samples: Sequence[Sequence[int]],
-        batch_size: int,
+        self, samples: Sequence[Sequence[int]], batch_size: int
     ) -> list[np.ndarray]:
         """Return the mean over tokens of the last hidden state, (D,), of the first
         window of each sample that is not empty, in the judge's ids."""
@@ -288,8 +278,6 @@ class TransformersJudge(Judge):
         if self.start:
             tokens = F.pad(tokens, (1, 0), value=self._bos)
         output = self.model.base_model(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            use_cache=False,
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
         )
         return output.last_hidden_state[:, int(self.start) :]

@@ -59,22 +59,12 @@ class Scorer:
         return [size for size in self.ensembles if size > 1]
 
     def nll(
-        self,
-        loaded: Loaded,
-        tokens: Tensor,
-        draw: tuple,
-        roles: Roles | None,
+        self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
     ) -> Tensor:
         """Return -log p of every token, (B, T) float64, in sequence order, NaN where
         none is scored. draw: (seed, number of the draw, rows, total of rows)."""
         if self.rule is not None:
-            return decoding_nll(
-                loaded.model,
-                tokens,
-                self.rule,
-                self.group,
-                roles,
-            )
+            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
         seed, number, rows, total = draw
         if self.orders is not None:
             return token_nll(
@@ -91,21 +81,12 @@ class Scorer:
             )
         assert roles is None, "a prompt has no part in score entropy"
         return token_score_entropy(
-            loaded.model,
-            tokens,
-            seed=seed,
-            draw=number,
-            rows=rows,
-            total=total,
+            loaded.model, tokens, seed=seed, draw=number, rows=rows, total=total
         )
 
 
 def decoding_nll(
-    model: AOGPT,
-    tokens: Tensor,
-    rule: Rule,
-    group: int,
-    roles: Roles | None = None,
+    model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
     """Return -log p of every token along the order in which the model would decode the
     text if it drew these tokens: (B, T) float64, in sequence order, NaN where a token
@@ -122,29 +103,14 @@ def decoding_nll(
         longest = int(length.max())
         given = roles.given[:, :longest]
     # Equals are taken from left to right.
-    plan = l2r_plan(
-        B,
-        length,
-        given,
-        group,
-    )
+    plan = l2r_plan(B, length, given, group)
     pace = rule.pace
     if pace is None and rule.block:
         pace = Pace(most=group)
-    plan = replace(
-        plan,
-        pace=pace,
-        block=rule.block,
-        unmask_by=rule.score,
-    )
+    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
-    decoded = generate(
-        model,
-        plan,
-        texts,
-        forced=texts,
-    )
+    decoded = generate(model, plan, texts, forced=texts)
     nll = -decoded.log_probs.double()
     nll = nll.where(decoded.step >= 0, math.nan)
     return F.pad(nll, (0, T - width), value=math.nan)
@@ -226,12 +192,7 @@ class BatchRunner:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 rows = eval_set.batch(range(row, end))
-                part = self._batch(
-                    work,
-                    eval_set,
-                    rows,
-                    dtype or self.dtype,
-                )
+                part = self._batch(work, eval_set, rows, dtype or self.dtype)
                 if part is None:
                     self.batch_size //= 2
                     # Out here, where no error keeps tensors alive.
@@ -279,12 +240,7 @@ class Losses(NamedTuple):
     gains: Tensor | None = None
 
 
-def losses_of(
-    task: Task,
-    runner: BatchRunner,
-    seed: int,
-    draws: int,
-) -> Losses:
+def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
     where the task is exact. What is random is a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
@@ -328,10 +284,7 @@ def losses_of(
         # like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
-    return Losses(
-        nll=torch.stack(losses, dim=1),
-        gains=torch.stack(gains, dim=1),
-    )
+    return Losses(nll=torch.stack(losses, dim=1), gains=torch.stack(gains, dim=1))
 
 
 def scores_of(task: Task, losses: Losses) -> Scores:
@@ -354,17 +307,8 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     # contexts.
     for i, size in enumerate(scorer.larger_ensembles):
         gains = losses.gains[..., i]
-        loss = estimate(
-            losses.nll,
-            gains,
-            weights=weights,
-            documents=documents,
-        )
-        gain = estimate(
-            gains,
-            weights=weights,
-            documents=documents,
-        )
+        loss = estimate(losses.nll, gains, weights=weights, documents=documents)
+        gain = estimate(gains, weights=weights, documents=documents)
         by_size[size] = (loss, gain)
     return {size: by_size[size] for size in scorer.ensembles}
 
@@ -398,9 +342,7 @@ def _samples(task: Task, nll: Tensor) -> Tensor:
 
 
 def importance_weighted(
-    nll: Tensor,
-    scored: Tensor,
-    documents: Tensor | None = None,
+    nll: Tensor, scored: Tensor, documents: Tensor | None = None
 ) -> Estimate:
     """Return the importance-weighted bound over D orders of each sequence, -log mean_k
     p(x | order k) (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token,
@@ -412,11 +354,7 @@ def importance_weighted(
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
     weights = scored / scored.mean()
-    mean = estimate(
-        bound,
-        weights=weights,
-        documents=documents,
-    )
+    mean = estimate(bound, weights=weights, documents=documents)
     if D == 1:
         return replace(mean, monte_carlo_error=math.nan)
     largest = log_p.amax(dim=1, keepdim=True)

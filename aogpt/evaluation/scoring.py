@@ -57,12 +57,7 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
     """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
-        sample = from_json(
-            line,
-            Sample,
-            place,
-            ADVICE,
-        )
+        sample = from_json(line, Sample, place, ADVICE)
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])
         group.append(sample)
@@ -217,19 +212,9 @@ def score_samples(
     else:
         measured = [sample["tokens"] for sample in own]
     results = []
-    for sample, tokens, score in zip(
-        own,
-        measured,
-        scores,
-        strict=True,
-    ):
+    for sample, tokens, score in zip(own, measured, scores, strict=True):
         nll, count = score
-        result = _result(
-            sample,
-            tokens,
-            nll,
-            count,
-        )
+        result = _result(sample, tokens, nll, count)
         results.append(result)
 
     results = _joined(procs.gather(results))
@@ -243,14 +228,7 @@ def score_samples(
         divergences = reference.divergences(samples)
     mauve_row = {}
     if reference is not None and mauve:
-        mauve_row = mauve_scores(
-            samples,
-            judged,
-            reference,
-            judge,
-            batch_size,
-            procs,
-        )
+        mauve_row = mauve_scores(samples, judged, reference, judge, batch_size, procs)
     return {
         "run": samples.name,
         "tokens_judged": judged_as,
@@ -275,12 +253,7 @@ def _judged_as(samples: SampleSet, judge: Judge) -> str:
     return "retokenised"
 
 
-def _result(
-    sample: Sample,
-    tokens: list[int],
-    nll: float,
-    count: int,
-) -> dict:
+def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
     """Return what is said of one sample: the nats of its scored tokens, `count` of
     them, and the measures of its tokens."""
     perplexity = math.nan

@@ -29,13 +29,7 @@ class FullPass(Pass):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, T, H, D/H) each -> (B, T, D)"""
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-            dropout=self.dropout,
-        )
+        return attention(q, k, v, mask=self.allowed, dropout=self.dropout)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         table = linear(self.condition)  # (B, 1, parts D): one for all positions
@@ -98,10 +92,7 @@ class Encoder(Transformer):
         return nll if self.config.noise else nll * masked
 
     def log_probs(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        lengths: Tensor | None,
+        self, tokens: Tensor, masked: Tensor, lengths: Tensor | None
     ) -> Tensor:
         """Return log p(true token | unmasked tokens) at masked positions, 0 elsewhere,
         (B, T)."""
@@ -112,10 +103,7 @@ class Encoder(Transformer):
         return (output - normaliser) * masked
 
     def masked_hidden(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states (B, T, D), by position, with the masked tokens
         unknown."""
@@ -126,10 +114,7 @@ class Encoder(Transformer):
         return self.hidden(inputs, sigma, lengths)
 
     def hidden(
-        self,
-        tokens: Tensor,
-        sigma: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states (B, T, D)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -43,11 +43,7 @@ class MaskQueryPass(Pass):
         """(B, 2 T, H, D/H) each -> (B, 2 T, D)."""
         T = q.shape[1] // 2
         contents = attention(
-            q[:, :T],
-            k[:, :T],
-            v[:, :T],
-            causal=True,
-            dropout=self.dropout,
+            q[:, :T], k[:, :T], v[:, :T], causal=True, dropout=self.dropout
         )
         queries = self.attend_queries(q, k, v)
         return torch.cat([contents, queries], dim=1)
@@ -58,13 +54,7 @@ class MaskQueryPass(Pass):
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
         mask = self.query_mask(T, q.device)
-        return attention(
-            q[:, T:],
-            k,
-            v,
-            mask=mask,
-            dropout=self.dropout,
-        )
+        return attention(q[:, T:], k, v, mask=mask, dropout=self.dropout)
 
     def queries_of(self, x: Tensor) -> Tensor:
         """(B, 2 T, D) -> (B, T, D)"""
@@ -106,13 +96,7 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # The last content is seen by no query.
         content_k = k[:, :, : T - 1]
         content_v = v[:, :, : T - 1]
-        y = MergedAttention.apply(
-            q[:, :, T:],
-            content_k,
-            content_v,
-            own_k,
-            own_v,
-        )
+        y = MergedAttention.apply(q[:, :, T:], content_k, content_v, own_k, own_v)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -127,12 +111,7 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        own_k: Tensor,
-        own_v: Tensor,
+        ctx, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor
     ) -> Tensor:
         """q, own_k, own_v (B, H, T, D/H); k, v (B, H, T - 1, D/H) -> (B, H, T, D/H)."""
         own_score = (q * own_k).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, T)
@@ -142,26 +121,11 @@ class MergedAttention(torch.autograd.Function):
         later_score = own_score[:, :, 1:]
         dropout = 0.0
         is_causal = True
-        read, log_sum = FLASH(
-            later_q,
-            k,
-            v,
-            dropout,
-            is_causal,
-        )
+        read, log_sum = FLASH(later_q, k, v, dropout, is_causal)
         merged_log_sum = torch.logaddexp(later_score.to(log_sum.dtype), log_sum)
         own_share = (later_score - merged_log_sum).exp().unsqueeze(-1)
         merged = torch.lerp(read, later_own_v, own_share.to(read.dtype))
-        ctx.save_for_backward(
-            q,
-            k,
-            v,
-            own_k,
-            own_v,
-            merged,
-            merged_log_sum,
-            own_share,
-        )
+        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, own_share)
         return torch.cat([own_v[:, :, :1], merged], dim=2)
 
     @staticmethod
@@ -174,14 +138,7 @@ class MergedAttention(torch.autograd.Function):
         dropout = 0.0
         is_causal = True
         grad_q, grad_k, grad_v = FLASH_BACKWARD(
-            later_grad,
-            later_q,
-            k,
-            v,
-            merged,
-            merged_log_sum,
-            dropout,
-            is_causal,
+            later_grad, later_q, k, v, merged, merged_log_sum, dropout, is_causal
         )
         # The softmax's gradient at the own score: p (dL/dp - sum of p dL/dp over all
         # keys).
@@ -207,10 +164,7 @@ class MaskQueryBlock(Block):
     is_last = False
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass,
         which has inputs of another number, is computed whole."""
@@ -249,10 +203,7 @@ class MaskQuery(QueryDecoder):
         return c.n_layer - 1
 
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """As `QueryDecoder.hidden`."""
         contents = self.wte(tokens.gather(1, order))
@@ -262,12 +213,7 @@ class MaskQuery(QueryDecoder):
         p = MaskQueryPass(self.config, group_start)
         return self.trunk(self.with_positions(x, positions), positions, p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
         """As `scoring.parallel_hidden`: queries from `known` on see the contents before
         `known`."""
         steps = torch.arange(order.shape[1], device=order.device)

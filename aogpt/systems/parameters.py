@@ -18,10 +18,7 @@ def init_weights(model: Transformer, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def init_weight(
-    model: nn.Module,
-    name: str,
-    p: Tensor,
-    generator: torch.Generator | None = None,
+    model: nn.Module, name: str, p: Tensor, generator: torch.Generator | None = None
 ) -> None:
     """Fill p, of the shape of the parameter `name` of the model: truncated normal (std
     0.02, or the layer's `init_std`, cut at 3 std), biases 0, norms 1, position tables
@@ -41,13 +38,7 @@ def init_weight(
         p.copy_(waves[layer.first_wave :])
     else:
         std = getattr(layer, "init_std", 0.02)
-        nn.init.trunc_normal_(
-            p,
-            std=std,
-            a=-3 * std,
-            b=3 * std,
-            generator=generator,
-        )
+        nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
 def sinusoids(rows: int, dim: int, std: float) -> Tensor:

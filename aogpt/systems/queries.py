@@ -39,10 +39,7 @@ class QueryDecoder(Transformer, abc.ABC):
         """Count the blocks in which queries attend besides what the tokens do."""
 
     def forward(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """As `AOGPT.forward`; group_start: see `hidden`."""
         wanted = in_prediction_order(tokens, order)
@@ -51,10 +48,7 @@ class QueryDecoder(Transformer, abc.ABC):
 
     @abc.abstractmethod
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D); state i predicts
         position order[:, i].
@@ -63,11 +57,6 @@ class QueryDecoder(Transformer, abc.ABC):
         group_start[:, i], which is at most i; None: from all steps before it."""
 
     @abc.abstractmethod
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
         """As `scoring.parallel_hidden`: all steps from `known` (B,) on are predicted
         from the first `known` tokens."""

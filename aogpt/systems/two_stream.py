@@ -30,22 +30,12 @@ class TwoStreamPass(Pass):
         return self.attend_where(self.query_allowed, q, k, v)
 
     def attend_where(
-        self,
-        mask: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """As `Pass.attend`, or where a mask allows it."""
         if mask is None:
             return super().attend(q, k, v)
-        return attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            dropout=self.dropout,
-        )
+        return attention(q, k, v, mask=mask, dropout=self.dropout)
 
 
 class TwoStreamBlock(nn.Module):
@@ -61,11 +51,7 @@ class TwoStreamBlock(nn.Module):
         self.drop = block.drop
 
     def forward(
-        self,
-        x: Tensor,
-        queries: Tensor,
-        p: TwoStreamPass,
-        first_values: Tensor | None,
+        self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return both streams, (B, T, D) each -> both streams, and values where blocks
         mix them."""
@@ -118,10 +104,7 @@ class TwoStream(QueryDecoder):
         return c.n_layer
 
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """As `QueryDecoder.hidden`."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
@@ -131,12 +114,7 @@ class TwoStream(QueryDecoder):
             p.allowed, p.query_allowed = self.group_masks(group_start)
         return self.trunk(x, in_positions, p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
         """As `scoring.parallel_hidden`: queries of steps from `known` on read inputs
         0..known."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
@@ -177,12 +155,7 @@ class TwoStream(QueryDecoder):
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
-    def trunk(
-        self,
-        x: Tensor,
-        in_positions: Tensor,
-        p: TwoStreamPass,
-    ) -> Tensor:
+    def trunk(self, x: Tensor, in_positions: Tensor, p: TwoStreamPass) -> Tensor:
         """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states of the
         queries, (B, T, D)."""
         p.dropout = self.config.dropout if self.training else 0.0

@@ -65,13 +65,7 @@ def make_batch(
     length = tokens.shape[1]
     if not config.objective.facts.for_encoders:
         orders, _ = config.stage(step)
-        order = orders_at(
-            orders,
-            config.seed,
-            step,
-            batch_rows,
-            length,
-        )
+        order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
             return Batch(tokens, order)
         order = roles.first_given(order)
@@ -94,10 +88,7 @@ def make_batch(
 
 
 def roles_of(
-    data: TokenDataset,
-    config: Config,
-    step: int,
-    batch_rows: range,
+    data: TokenDataset, config: Config, step: int, batch_rows: range
 ) -> tuple[Roles, float]:
     """`roles` and `mean_predicted` of `make_batch`, for data with prompts. Raises
     UserError for a prompt in the middle if the model reads from left to right."""
@@ -118,10 +109,7 @@ def roles_of(
 
 
 def micro_batches(
-    data: TokenDataset,
-    config: Config,
-    procs: Processes,
-    first_step: int,
+    data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Generator[Batch, None, None]:
     """Yield this process's micro-batches on its device, from `first_step` on; a thread
     prepares the next ones until the iterator is closed. The sequences of a step do not
@@ -134,12 +122,7 @@ def micro_batches(
     def make(step: int, index: int) -> Batch:
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
-        tokens = data.batch(
-            config.seed,
-            step,
-            batch_rows,
-            config.train.batch_size,
-        )
+        tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
         (length,) = batch_lengths(
             config.seed,
             range(step, step + 1),
@@ -151,14 +134,7 @@ def micro_batches(
         mean_predicted = 1.0
         if data.of_records:
             roles, mean_predicted = roles_of(data, config, step, batch_rows)
-        batch = make_batch(
-            tokens,
-            config,
-            step,
-            batch_rows,
-            roles,
-            mean_predicted,
-        )
+        batch = make_batch(tokens, config, step, batch_rows, roles, mean_predicted)
         if device.type == "cuda":
             batch = batch.map(torch.Tensor.pin_memory)
         return batch

@@ -12,9 +12,7 @@ from .config import TrainConfig
 
 
 def use_gpu_options(
-    model: Transformer,
-    train: TrainConfig,
-    device: torch.device,
+    model: Transformer, train: TrainConfig, device: torch.device
 ) -> None:
     """Let a model take the kernels that a config asks for. Raises UserError where there
     are none of them, or none for this model."""
@@ -38,23 +36,13 @@ class FusedPass(Pass):
         return tuple(outputs)
 
     def modulated_norm(
-        self,
-        norm: nn.Module,
-        x: Tensor,
-        shift: Tensor,
-        scale: Tensor,
+        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
         from .norm_kernel import modulated_norm  # which imports Triton
 
         rms_norm = cast(RMSNorm, norm)
         y, _ = modulated_norm(
-            x,
-            rms_norm.weight,
-            shift,
-            scale,
-            self.targets,
-            self.inverse,
-            rms_norm.eps,
+            x, rms_norm.weight, shift, scale, self.targets, self.inverse, rms_norm.eps
         )
         return y
 

@@ -129,11 +129,7 @@ class Log:
     process only."""
 
     def __init__(
-        self,
-        config: Config,
-        procs: Processes,
-        progress: Progress,
-        data: TokenDataset,
+        self, config: Config, procs: Processes, progress: Progress, data: TokenDataset
     ):
         """progress: read and counted on as the run goes."""
         self.config = config
@@ -281,10 +277,7 @@ class Log:
         if self.data.of_records:
             return sum(self.data.predicted(seed, step, batch_size) for step in steps)
         lengths = batch_lengths(
-            seed,
-            steps,
-            self.data.block_size,
-            self.config.data.random_length_prob,
+            seed, steps, self.data.block_size, self.config.data.random_length_prob
         )
         return batch_size * int(lengths.sum())
 

@@ -29,11 +29,7 @@ class Muon(torch.optim.Optimizer):
     found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self,
-        matrices: Matrices,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
+        self, matrices: Matrices, lr: float, weight_decay: float, momentum: float
     ):
         """matrices: weights (rows, columns), with the rows of each part that is a
         matrix of its own (queries, keys, values), or of the whole."""
@@ -77,11 +73,7 @@ class Muon(torch.optim.Optimizer):
             weight.sub_(update * rate)
 
     def _momentum(
-        self,
-        p: Tensor,
-        gradient: Tensor,
-        momentum: float,
-        finite: Tensor | None,
+        self, p: Tensor, gradient: Tensor, momentum: float, finite: Tensor | None
     ) -> Tensor:
         """Add the gradient to the average. Returns Nesterov's update, sharded like
         p."""
@@ -100,11 +92,7 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(p, DTensor):
             return update
         return DTensor.from_local(
-            update,
-            p.device_mesh,
-            p.placements,
-            shape=p.shape,
-            stride=p.stride(),
+            update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
         )
 
 
@@ -162,13 +150,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     for _ in range(STEPS):
         gram = x @ x.mT
         # b gram + c gram gram
-        polynomial = torch.baddbmm(
-            gram,
-            gram,
-            gram,
-            beta=b,
-            alpha=c,
-        )
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(dtype)
 

@@ -43,11 +43,7 @@ def build(
     if config.train.parallel == "fsdp":
         shard = sharding(config, procs)
 
-    def initial_value(
-        name: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def initial_value(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if weights is not None:
             return weights.pop(name).detach().to(dtype)
         value = torch.zeros(shape)
@@ -125,10 +121,7 @@ class RecomputedBlock(nn.Module):
         # nor values of attributes.
         if not self.selective:
             return checkpoint.checkpoint(
-                block,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=self.has_dropout,
+                block, *inputs, use_reentrant=False, preserve_rng_state=self.has_dropout
             )
         if self.has_dropout:
             # Attention is recomputed: saved, it would not consume its random numbers.

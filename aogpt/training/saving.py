@@ -123,10 +123,7 @@ class Saver:
         return self.unsaved
 
     def should_save(
-        self,
-        progress: Progress,
-        stop: StopRequest,
-        best: dict | None,
+        self, progress: Progress, stop: StopRequest, best: dict | None
     ) -> bool:
         """Return whether to save now: a checkpoint is due, or `best` is better than the
         best checkpoint. Call after `wait`. The state before a skipped step may be its
@@ -153,26 +150,12 @@ class Saver:
             # `finish` reads only dtypes and shapes of `tensors`: training goes on
             # changing values.
             finish = functools.partial(
-                store.finish,
-                config.run_folder,
-                values,
-                tensors,
-                keep,
+                store.finish, config.run_folder, values, tensors, keep
             )
             temporary = store.temporary_of(path)
-            future = store.start_writing_shards(
-                temporary,
-                tensors,
-                finish,
-                self.group,
-            )
+            future = store.start_writing_shards(temporary, tensors, finish, self.group)
             self.writing = Writing(
-                future=future,
-                error=None,
-                state=state,
-                best=best,
-                path=path,
-                step=step,
+                future=future, error=None, state=state, best=best, path=path, step=step
             )
         else:
             error = None
@@ -183,12 +166,7 @@ class Saver:
                     error = reason_of(failure)
             error = self.procs.gather(error)[0]
             self.writing = Writing(
-                future=None,
-                error=error,
-                state=state,
-                best=best,
-                path=path,
-                step=step,
+                future=None, error=error, state=state, best=best, path=path, step=step
             )
             self.wait()
         self.unsaved = False

@@ -23,13 +23,7 @@ from . import parallel
 from .adapters import alpha_of, trainable
 from .config import Config
 from .muon import local
-from .optimizers import (
-    EMA,
-    allocate_state,
-    learning_rate,
-    make_optimizers,
-    named_state,
-)
+from .optimizers import EMA, allocate_state, learning_rate, make_optimizers, named_state
 from .val_losses import validation_orders
 from .warm_start import check_start, warm_start
 
@@ -115,13 +109,7 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             raise UserError(problem)
     else:
         path, values = newest
-        check_same_run(
-            config,
-            data_meta,
-            path,
-            values,
-            procs.print0,
-        )
+        check_same_run(config, data_meta, path, values, procs.print0)
         check_same_data(values["data"], data_meta, procs)
 
     weights = None  # random
@@ -162,9 +150,7 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
 
 
 def check_same_tokenizer(
-    config: Config,
-    source: Loaded,
-    data_meta: Mapping[str, Any],
+    config: Config, source: Loaded, data_meta: Mapping[str, Any]
 ) -> None:
     """Raise UserError if the data has another tokenizer than the model to start
     from."""
@@ -193,11 +179,7 @@ def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
     return dict(initial.named_parameters())
 
 
-def adapter_of(
-    config: Config,
-    base: Transformer,
-    weights: dict[str, Tensor],
-) -> dict:
+def adapter_of(config: Config, base: Transformer, weights: dict[str, Tensor]) -> dict:
     """Return what a run of adapters records of them. Raises UserError for a model with
     weights that the base does not have."""
     added = weights.keys() - dict(base.named_parameters()).keys()
@@ -232,11 +214,7 @@ def history_in(folder: Path) -> str | None:
 
 
 def check_same_run(
-    config: Config,
-    meta: Mapping[str, Any],
-    path: Path,
-    values: dict,
-    print0: Callable,
+    config: Config, meta: Mapping[str, Any], path: Path, values: dict, print0: Callable
 ) -> None:
     """Print which keys have changed since a checkpoint, with consequences; reset its
     `values` that no longer hold. Raises UserError for keys that cannot change."""
@@ -282,10 +260,7 @@ def check_same_run(
 
 
 def changes_of(
-    old: Config,
-    config: Config,
-    old_meta: Mapping[str, Any],
-    meta: Mapping[str, Any],
+    old: Config, config: Config, old_meta: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> dict[str, tuple]:
     """Return {key: (before, after)} of keys of the config, the tokenizer and the splits
     of the data that have changed."""
@@ -307,9 +282,7 @@ def entry_of(key: str, table: dict[str, str]) -> str | None:
 
 
 def check_same_data(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    procs: Processes,
+    before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
 ) -> None:
     """Print what is not known to be unchanged in the files of the data since a
     checkpoint. The main process reads them, all must call. Raises UserError for a file
@@ -344,10 +317,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def plain_values(
-    state: State,
-    best: dict | None,
-    config: Config,
-    data_meta: Mapping[str, Any],
+    state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
 ) -> dict:
     """Return everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]

@@ -16,9 +16,7 @@ OPTIONAL = ("attn_bias", "mlp_bias", "head_bias")
 
 
 def with_shape_of(
-    source: ModelConfig,
-    config: ModelConfig,
-    given: Collection[str],
+    source: ModelConfig, config: ModelConfig, given: Collection[str]
 ) -> ModelConfig:
     """Return `config` with the source's value of every key that is not in `given` and
     that changes what the weights mean, or how many there are."""
