@@ -2,15 +2,14 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..data.loader import TokenDataset, batch_lengths
-from ..objectives import Masks, masks_at
+from ..objectives import Batch, masks_at
 from ..orders import Roles, orders_at
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -19,34 +18,6 @@ from .config import Config
 # limits of the micro-batches that are prepared in advance
 AHEAD = 4
 MOST = 64
-
-
-@dataclass
-class Batch:
-    """B sequences of T tokens, with what their loss depends on."""
-
-    tokens: Tensor  # LongTensor (B, T)
-    # decoder: LongTensor (B, T), the position predicted at each step
-    order: Tensor | None = None
-    # decoder, with prompts (B, T): factor of the loss of each step
-    weight: Tensor | None = None
-    # decoder, with prompts LongTensor (B,): tokens of the prompt
-    prompt_lengths: Tensor | None = None
-    masks: Masks | None = None  # encoder
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return a batch with `function` applied to every tensor."""
-
-        def optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else function(tensor)
-
-        return Batch(
-            tokens=function(self.tokens),
-            order=optional(self.order),
-            weight=optional(self.weight),
-            prompt_lengths=optional(self.prompt_lengths),
-            masks=None if self.masks is None else self.masks.map(function),
-        )
 
 
 def make_batch(
@@ -63,16 +34,16 @@ def make_batch(
     With prompts, mean_predicted: predicted tokens per sequence, averaged over the
     global batch, so that losses are means over predicted tokens."""
     length = tokens.shape[1]
-    if not config.objective.facts.for_encoders:
-        orders, _ = config.stage(step)
+    if not config.objective.definition.for_encoders:
+        orders, group = config.stage(step)
         order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
-            return Batch(tokens, order)
+            return Batch(tokens, order, group=group)
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
         prompt_lengths = roles.given.sum(dim=1)
-        return Batch(tokens, order, weight, prompt_lengths)
+        return Batch(tokens, order, weight, prompt_lengths, group)
     masks = masks_at(
         config.objective,
         seed=config.seed,

@@ -268,7 +268,9 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
     """Raise UserError if the objective is not one of this model's."""
     kind = objective.kind
     fitting = [
-        name for name, facts in OBJECTIVES.items() if facts.for_encoders == m.is_encoder
+        name
+        for name, definition in OBJECTIVES.items()
+        if definition.for_encoders == m.is_encoder
     ]
     refuse(
         kind not in fitting,
@@ -276,12 +278,12 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
         f"give one of {fitting}",
     )
     refuse(
-        objective.facts.of_scores != m.noise,
+        objective.definition.of_scores != m.noise,
         "objective.kind = 'score_entropy' and model.noise = true belong together",
     )
     has_groups = system_of(m).query_stream and m.group_attention
     refuse(
-        objective.facts.in_groups and not has_groups,
+        objective.definition.in_groups and not has_groups,
         f"objective.kind = {kind!r} needs model.target = 'two_stream' and "
         "model.group_attention = true",
     )

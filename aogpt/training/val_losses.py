@@ -72,7 +72,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
     orders whose loss selects the best checkpoint."""
     m = config.model
     own, group = config.stage(config.train.steps)
-    if not config.objective.facts.in_groups:
+    if not config.objective.definition.in_groups:
         group = 1
     orders = {}
     if not m.is_encoder:
