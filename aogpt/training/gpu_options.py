@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..model import Pass, RMSNorm, Transformer
+from ..model import AOGPT, Pass, RMSNorm, Transformer
 from ..runtime.devices import can_run_triton
 from ..runtime.errors import UserError
 from .config import TrainConfig
@@ -54,8 +54,8 @@ def check_fused_norm(model: Transformer, device: torch.device) -> None:
             "train.fused_norm needs an NVIDIA GPU and Triton: pass "
             "--train.no-fused-norm"
         )
-    c = model.config
-    if c.target != "adaln" or c.norm != "rmsnorm" or c.is_encoder:
+    has_adaln = isinstance(model, AOGPT) and model.adaln_f is not None
+    if not has_adaln or not isinstance(model.norm_f, RMSNorm):
         raise UserError(
             "train.fused_norm is for decoders with model.target = 'adaln' and "
             "model.norm = 'rmsnorm': pass --train.no-fused-norm"

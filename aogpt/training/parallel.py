@@ -24,8 +24,15 @@ from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which
 # has an operation of its own on every device.
-PRODUCTS = ("mm.default", "addmm.default")
-ATTENTION = "_scaled_dot_product_"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+)
 
 
 def build(
@@ -149,14 +156,14 @@ def with_attention_saved() -> tuple:
 
 def save_products(context, operation, *arguments, **keywords):
     """Save the results of products of matrices alone."""
-    if operation.__name__.startswith(PRODUCTS):
+    if operation in PRODUCTS:
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_attention_too(context, operation, *arguments, **keywords):
     """Save the results of products of matrices and of attention."""
-    if operation.__name__.startswith(ATTENTION):
+    if operation in ATTENTION:
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return save_products(context, operation)
 
