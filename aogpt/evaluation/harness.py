@@ -67,6 +67,8 @@ class Settings(ModelOptions):
     """Random orders, or an encoder's masks, sampled per request."""
 
 
+# The options of decoding that `HarnessModel.complete` uses.
+TAKEN = {"mode", "batch_size", "compile", "kernels", *modes.MODE_OPTIONS}
 REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
 
 
@@ -180,10 +182,11 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 "how tokens are drawn is for the tasks to say; give --gen-kwargs"
             )
-        for name in ("refine", "ban", "require"):
-            if getattr(self.decoding, name):
+        for field in fields(DecodingOptions):
+            is_default = getattr(self.decoding, field.name) == field.default
+            if field.name not in TAKEN and not is_default:
                 raise UserError(
-                    f"--{name} is not for tasks of the harness: leave it out"
+                    f"--{field.name} is not for tasks of the harness: leave it out"
                 )
 
     @property
