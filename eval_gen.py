@@ -118,7 +118,7 @@ class Arguments(ModelOptions, ReportOptions):
     """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as
     long as they are on average. Its features are the judge's, the mean of the last
     hidden state over tokens, not those of GPT-2 Large by default: compare only numbers
-    of one judge, and of as many samples, 1,000 or more. It needs pip install
+    of one judge and one number of samples, 1,000 or more. It needs pip install
     mauve-text."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block

@@ -299,7 +299,7 @@ ObjectiveKind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
 
 @dataclass(frozen=True)
 class ObjectiveConfig(Table):
-    """What training minimises."""
+    """The loss that training minimises."""
 
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3:
     # every group of steps from the groups before it). Encoders (RADD): lambda_dce
@@ -324,7 +324,7 @@ class ObjectiveConfig(Table):
 
     @property
     def definition(self) -> Objective:
-        """The row of OBJECTIVES."""
+        """Return the row of OBJECTIVES."""
         return OBJECTIVES[self.kind]
 
 

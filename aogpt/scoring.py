@@ -32,18 +32,19 @@ def token_log_probs(
 ) -> Tensor:
     """Return log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
 
-    One pass of a decoder; one for each step of an encoder, which masks what is left.
+    It takes one pass of a decoder, and one for each step of an encoder, which masks all
+    later steps.
 
     Args:
         tokens: LongTensor (B, T) in sequence order.
         order: LongTensor (B, T), rows are permutations of 0..T-1.
-        group: the steps of a group are predicted at once from the groups before it:
-            what decoding in such groups draws from. A pass for each group; models whose
+        group: the steps of a group are predicted at once from the groups before it,
+            as in decoding in such groups. It takes a pass for each group; models whose
             queries are inputs of their own need one for all.
         prompt_lengths: LongTensor (B,), steps before the first group; in groups the
             result means nothing there.
-        lengths: LongTensor (B,) of an encoder's rows that are shorter than T; their
-            orders end with the positions that they do not have.
+        lengths: LongTensor (B,), tokens of an encoder's rows that are shorter than T;
+            their orders end with the positions that they do not have.
 
     Raises UserError for tokens outside the vocabulary, other shapes, rows of `order`
     that are not permutations, and groups of a plain GPT."""
@@ -56,10 +57,13 @@ def token_log_probs(
             "this model has no target positions and predicts one token at a time"
         )
     if model.separate_queries:
-        return -model(tokens, order, group_starts(order, group, prompt_lengths))
+        starts = group_starts(order, group, prompt_lengths)
+        return -model(tokens, order, starts)
     result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
     for known, steps in groups_of(order, group, prompt_lengths):
-        log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
+        log_probs = parallel_log_probs(
+            model, tokens, order, known=known, steps=steps, lengths=lengths
+        )
         result = log_probs.where(steps, result.to(log_probs.dtype))
     return result
 
@@ -97,9 +101,9 @@ def masked_logits(
     """Return the logits of every masked token given all unmasked ones, in one pass:
     (masked tokens, V), row after row, by position.
 
-    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): in
-    which a decoder reads the unmasked tokens, the masked ones last; by default from
-    left to right."""
+    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): the
+    order in which a decoder reads the unmasked tokens, the masked ones last; by default
+    from left to right."""
     check_mask(model, tokens, masked)
     if model.config.is_encoder:
         encoder: Any = model  # of systems/encoder.py
@@ -154,8 +158,8 @@ def parallel_log_probs(
 
 
 class MaskedPass(Pass):
-    """A training pass in which step i sees the inputs that a mask (B, 1, T, T)
-    allows."""
+    """A training pass with a mask (B, 1, T, T), bool: True where step i sees an
+    input."""
 
     def __init__(self, config: ModelConfig, targets: Tensor, allowed: Tensor):
         super().__init__(config, targets)
@@ -171,9 +175,9 @@ def parallel_hidden(
     """Return final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are
     those of training; all later ones are predicted from the first `known` tokens.
 
-    Each of these is a copy of input `known`, the last known token, with a target of its
-    own; it sees the inputs before that one and itself, never another copy. Models whose
-    queries are inputs of their own have a method `parallel_hidden` instead."""
+    Each later step is a copy of input `known`, the last known token, with its own
+    target; it sees the inputs before that one and itself, never another copy. Models
+    whose queries are inputs of their own have a method `parallel_hidden` instead."""
     if model.separate_queries:
         queries: Any = model  # of systems/two_stream.py or mask_query.py
         return queries.parallel_hidden(tokens, order, known)
@@ -228,7 +232,7 @@ def groups_of(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or as it is in float64."""
+    """Return x in float32, or unchanged if it is in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -260,8 +264,8 @@ def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
 
 
 def check_boolean(mask: Tensor, name: str) -> None:
-    """Raise UserError for a mask of integers: indexing and ~ would mean something
-    else."""
+    """Raise UserError for a mask that is not boolean, on which indexing and ~ would
+    have another meaning."""
     if mask.dtype != torch.bool:
         raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
 

@@ -146,8 +146,8 @@ class Reference:
         return [self.encode(sample["text"]) for sample in samples.samples]
 
     def passages(self, samples: SampleSet) -> list[str]:
-        """Return twice as many passages of the text as there are samples, or what there
-        is, as long as samples on average, spread over the split."""
+        """Return passages of the text, two for each sample or all that there are, as
+        long as samples on average, spread over the split."""
         lengths = [len(tokens) for tokens in self._tokens_of(samples)]
         mean = sum(lengths) / len(lengths)
         length = max(1, round(mean))

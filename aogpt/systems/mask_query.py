@@ -34,13 +34,14 @@ class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
     def __init__(self, config: ModelConfig, context: Tensor | None = None):
-        """context: LongTensor (B, T), the number of contents that each query sees;
-        None: query i sees the i contents before it."""
+        """Make a pass. context: LongTensor (B, T), the number of contents that each
+        query sees; None: query i sees the i contents before it."""
         super().__init__(config, None)
         self.context = context
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, 2 T, H, D/H) each -> (B, 2 T, D)."""
+        """Return the output of attention, (B, 2 T, D), for q, k and v
+        (B, 2 T, H, D/H)."""
         T = q.shape[1] // 2
         contents = attention(
             q[:, :T], k[:, :T], v[:, :T], causal=True, dropout=self.dropout
@@ -49,7 +50,8 @@ class MaskQueryPass(Pass):
         return torch.cat([contents, queries], dim=1)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, 2 T, H, D/H) each -> the output of the queries alone, (B, T, D)."""
+        """Return the output of the queries alone, (B, T, D), for q, k and v
+        (B, 2 T, H, D/H)."""
         if self.context is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
@@ -57,7 +59,7 @@ class MaskQueryPass(Pass):
         return attention(q[:, T:], k, v, mask=mask, dropout=self.dropout)
 
     def queries_of(self, x: Tensor) -> Tensor:
-        """(B, 2 T, D) -> (B, T, D)"""
+        """Return the queries (B, T, D) among inputs x (B, 2 T, D)."""
         T = x.shape[1] // 2
         return x[:, T:]
 
@@ -75,11 +77,11 @@ class MaskQueryPass(Pass):
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what T queries read from the contents before them and from themselves,
-    without a mask.
+    """Return the output of attention of T queries, (B, T, D), over the contents before
+    them and themselves, without a mask.
 
-    q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then
-    queries. Returns (B, T, D)."""
+    q (B, 2 T, H, D/H): contents, then queries; k and v have H heads or a divisor of
+    H."""
     T = q.shape[1] // 2
     groups = q.shape[2] // k.shape[2]
     if groups > 1:  # each head of keys and values serves several of queries
@@ -113,7 +115,8 @@ class MergedAttention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor
     ) -> Tensor:
-        """q, own_k, own_v (B, H, T, D/H); k, v (B, H, T - 1, D/H) -> (B, H, T, D/H)."""
+        """Return the output (B, H, T, D/H) for q, own_k and own_v (B, H, T, D/H), and
+        k and v (B, H, T - 1, D/H)."""
         own_score = (q * own_k).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, T)
         # Query 0 sees itself alone. The rest is of the queries after it.
         later_q = q[:, :, 1:]
@@ -130,6 +133,7 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """Return the gradients of the five inputs for that of the output."""
         q, k, v, own_k, own_v, merged, merged_log_sum, own_share = ctx.saved_tensors
         later_grad = grad[:, :, 1:]
         later_q = q[:, :, 1:]
@@ -166,8 +170,9 @@ class MaskQueryBlock(Block):
     def forward(
         self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass,
-        which has inputs of another number, is computed whole."""
+        """Return x (B, 2 T, D) after this block, from the last block its queries (B, T,
+        D) alone, and the block's values. A cached pass, which has another number of
+        inputs, is computed whole."""
         if not (isinstance(p, MaskQueryPass) and self.is_last):
             return super().forward(x, p, first_values)
         normed = self.norm1(x)
@@ -192,8 +197,8 @@ class MaskQuery(QueryDecoder):
 
     @classmethod
     def query_weights(cls, c: ModelConfig) -> int:
-        """Return those of a token again, but the last block only projects the
-        contents."""
+        """Count the weights of the matrices that the query of a token passes: those of
+        the token, too, but the last block only projects the contents."""
         matrices = block_matrices(c)
         last = matrices.queries + matrices.keys_and_values
         return (c.n_layer - 1) * matrices.all + last
@@ -205,7 +210,8 @@ class MaskQuery(QueryDecoder):
     def hidden(
         self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
-        """As `QueryDecoder.hidden`."""
+        """Return the final hidden states of the queries, (B, T, D): see
+        `QueryDecoder.hidden`."""
         contents = self.wte(tokens.gather(1, order))
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
@@ -214,8 +220,8 @@ class MaskQuery(QueryDecoder):
         return self.trunk(self.with_positions(x, positions), positions, p)
 
     def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """As `scoring.parallel_hidden`: queries from `known` on see the contents before
-        `known`."""
+        """Return the final hidden states of the queries, (B, T, D); those from `known`
+        (B,) on see the contents before `known`."""
         steps = torch.arange(order.shape[1], device=order.device)
         context = torch.minimum(steps, known[:, None])  # (B, T)
         return self.hidden(tokens, order, context)
@@ -228,7 +234,8 @@ class MaskQuery(QueryDecoder):
         return x + self.wpe(positions)
 
     def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
-        """Return inputs (..., D) at positions (...) -> final hidden states (..., D)."""
+        """Return the final hidden states (..., D) of inputs x (..., D) at positions
+        (...)."""
         if self.angles is not None:
             p.key_angles = self.angles_at(positions, x.dtype)
             p.query_angles = p.key_angles

@@ -41,7 +41,8 @@ class QueryDecoder(Transformer, abc.ABC):
     def forward(
         self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
-        """As `AOGPT.forward`; group_start: see `hidden`."""
+        """Return -log p of the token of each step, nats, (B, T) in prediction order.
+        tokens, order (B, T): as in `AOGPT.forward`; group_start: see `hidden`."""
         wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order, group_start)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
@@ -58,5 +59,5 @@ class QueryDecoder(Transformer, abc.ABC):
 
     @abc.abstractmethod
     def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """As `scoring.parallel_hidden`: all steps from `known` (B,) on are predicted
-        from the first `known` tokens."""
+        """Return the final hidden states of the queries, (B, T, D), of which all from
+        step `known` (B,) on are predicted from the first `known` tokens."""
