@@ -62,6 +62,7 @@ from aogpt.training.val_losses import best_by, evaluate
 
 
 def main() -> int:
+    """Train the run of the command line. Returns the exit status."""
     config = configuration.from_command_line(sys.argv[1:], __doc__)
     t = config.train
     with deterministic(t.deterministic):

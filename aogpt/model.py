@@ -49,7 +49,8 @@ Target = Literal[PageTarget, SystemTarget]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the Transformer; by default of AO-GPT Small with GPT-2's vocabulary."""
+    """The shape of the Transformer, by default that of AO-GPT Small with GPT-2's
+    vocabulary."""
 
     # Unknown keys of a config file are refused.
     __pydantic_config__ = {"extra": "forbid"}
@@ -105,6 +106,7 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
+        """Return whether attention is full: over a partly masked sequence."""
         return self.attention == "full"
 
     @property
@@ -114,27 +116,32 @@ class ModelConfig:
 
     @property
     def has_adaln(self) -> bool:
+        """Return whether adaLN reads the target position or the noise level."""
         return self.noise or self.target == "adaln"
 
     @property
     def rotates(self) -> bool:
+        """Return whether queries and keys are rotated to their positions."""
         return self.position != "learned"
 
     @property
     def head_dim(self) -> int:
+        """Return the width of a head."""
         return self.head_width or self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
+        """Return the number of heads of keys, and of values."""
         return self.n_kv_head or self.n_head
 
     @property
     def mlp_dim(self) -> int:
+        """Return the width of the hidden layer of the MLP."""
         return self.mlp_width or 4 * self.n_embd
 
     @property
     def proj_bias(self) -> bool:
-        """Whether the output projection of attention has a bias."""
+        """Return whether the output projection of attention has a bias."""
         if self.attn_proj_bias is None:
             return self.attn_bias
         return self.attn_proj_bias
@@ -236,17 +243,19 @@ def attention(
 
 
 class PermutationGather(torch.autograd.Function):
-    """Computes table[order], (B, T, D), from a table (T, D) and an order (B, T). Its
-    rows are permutations, so the gradient is a gather by the inverse and a sum. The
-    gradient of indexing would add with atomics, in no fixed order."""
+    """The lookup table[order], (B, T, D), in a table (T, D) by an order (B, T). The
+    rows of the order are permutations, so the gradient is a gather by the inverse and a
+    sum. The gradient of indexing would add with atomics, in no fixed order."""
 
     @staticmethod
     def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """Return the rows (B, T, D). inverse (B, T): see `inverse_permutation`."""
         ctx.save_for_backward(inverse)
         return table[order]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """Return the gradient (T, D) of the table for that of the rows, (B, T, D)."""
         (inverse,) = ctx.saved_tensors
         batch = torch.arange(len(grad), device=grad.device)
         by_position = grad[batch[:, None], inverse]  # (B, T, D)
@@ -283,10 +292,11 @@ Matrices = list[tuple[Tensor, list[int]]]
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm of x (..., D), with input and weight in one dtype under autocast, too,
-    which the fused kernel needs."""
+    """An RMSNorm that has input and weight in one dtype under autocast, too, as the
+    fused kernel needs them."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x (..., D)."""
         dtype = self.weight.dtype if x.is_cuda else x.dtype
         x = x.to(dtype)
         weight = self.weight.to(dtype)
@@ -327,6 +337,7 @@ class TargetTable(PositionTable):
         self.first_wave = 1
 
     def make_neutral(self) -> None:
+        """Set all vectors to 0."""
         nn.init.zeros_(self.weight)
 
 
@@ -355,6 +366,7 @@ class AdaLN(nn.Linear):
         self.parts = parts
 
     def make_neutral(self) -> None:
+        """Set shifts and scales to 0 and gates to 1, whatever the input."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         parts = self.bias.view(self.parts, -1)
@@ -409,7 +421,7 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention. The pass decides which inputs a step sees."""
+    """The self-attention of a block. The pass decides which inputs a step sees."""
 
     initial = {"mix": 0.5}
 
@@ -463,6 +475,8 @@ class Attention(nn.Module):
         return q, k, v, values
 
     def matrices(self) -> Matrices:
+        """Return the two weights with the rows of their parts: queries, keys and values
+        are matrices of their own."""
         rows_of_qkv = [heads * self.head_dim for heads in self.heads_of]
         rows_of_proj = [len(self.proj.weight)]
         return [(self.qkv.weight, rows_of_qkv), (self.proj.weight, rows_of_proj)]
@@ -490,6 +504,7 @@ class MLP(nn.Module):
         return self.proj(hidden)
 
     def matrices(self) -> Matrices:
+        """Return the weights, each with its rows as one part."""
         weights = [self.fc.weight, self.proj.weight]
         if self.gate is not None:
             weights.insert(1, self.gate.weight)
@@ -497,7 +512,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, pre-norm, with adaLN as in the paper, section 3."""
+    """A block of attention and MLP, pre-norm, with adaLN as in the paper, section 3."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()

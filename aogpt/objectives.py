@@ -35,7 +35,7 @@ NEVER = 2.0  # in place of a random number, for positions that are never masked
 
 @dataclass
 class Masks:
-    """Masked positions of B sequences, and the weights of their losses."""
+    """The masked positions of B sequences, and the weights of their losses."""
 
     masked: Tensor  # BoolTensor (B, T)
     weight: Tensor  # (B,) factor of the sum over masked positions
@@ -52,7 +52,7 @@ class Masks:
 
 @dataclass
 class Batch:
-    """B sequences of T tokens, with the orders or masks on which their loss depends."""
+    """A batch of B sequences of T tokens, with the orders or masks of their loss."""
 
     tokens: Tensor  # LongTensor (B, T)
     # decoder: LongTensor (B, T), the position predicted at each step
@@ -281,6 +281,7 @@ class Objective(NamedTuple):
 
     @property
     def for_encoders(self) -> bool:
+        """Return whether this is an objective of encoders, else of decoders."""
         return self.masks is not None
 
 

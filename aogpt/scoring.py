@@ -166,6 +166,7 @@ class MaskedPass(Pass):
         self.allowed = allowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
         return attention(q, k, v, mask=self.allowed)
 
 

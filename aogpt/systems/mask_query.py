@@ -103,7 +103,7 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class MergedAttention(torch.autograd.Function):
-    """Attention of query i over the contents 0 .. i - 1 and its own key.
+    """The attention of query i over the contents 0 .. i - 1 and its own key.
 
     Query i + 1 over contents 0 .. i is ordinary causal attention, so flash attention
     computes it. Its result is merged with the value of the query's own key, by the
@@ -205,6 +205,8 @@ class MaskQuery(QueryDecoder):
 
     @classmethod
     def query_attentions(cls, c: ModelConfig) -> int:
+        """Count the blocks in which queries attend besides the contents: all but the
+        last, where the contents do not."""
         return c.n_layer - 1
 
     def hidden(

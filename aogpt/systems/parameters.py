@@ -104,6 +104,7 @@ class BlockMatrices(NamedTuple):
 
     @property
     def all(self) -> int:
+        """Return the number of weights of the whole block."""
         return sum(self)
 
 

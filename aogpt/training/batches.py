@@ -61,8 +61,9 @@ def make_batch(
 def roles_of(
     data: TokenDataset, config: Config, step: int, batch_rows: range
 ) -> tuple[Roles, float]:
-    """`roles` and `mean_predicted` of `make_batch`, for data with prompts. Raises
-    UserError for a prompt in the middle if the model reads from left to right."""
+    """Return `roles` and `mean_predicted` of `make_batch`, for data with prompts.
+    Raises UserError for a prompt in the middle if the model reads from left to
+    right."""
     size = config.train.batch_size
     blocks = data.indices(config.seed, step, range(size), size)
     of_batch = Roles.of(data.roles(blocks))
@@ -131,14 +132,15 @@ def micro_batches(
 
 
 class PendingLosses:
-    """Losses and gradient norms, copied from the device in the background and read some
-    steps later: reading them at once would wait for the GPU."""
+    """The losses and gradient norms of the last steps, copied from the device in the
+    background: reading them at once would wait for the GPU."""
 
     def __init__(self):
         # (step, numbers on the CPU, CUDA event after which they are there, or None)
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Start to copy the loss and the gradient norm of a step, scalars."""
         numbers = torch.stack([loss.detach(), norm.detach()])
         # non_blocking: PyTorch copies to pinned memory.
         on_cpu = numbers.to("cpu", non_blocking=True)
@@ -148,8 +150,8 @@ class PendingLosses:
         self.pending.append((step, on_cpu, copied))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
-        """Yield (step, loss, norm) of the steps that were copied; with `wait`, of
-        all."""
+        """Yield (step, loss, norm) for each step whose numbers have arrived; with
+        `wait`, for all steps."""
         while self.pending:
             step, numbers, copied = self.pending[0]
             if copied is not None and not wait and not copied.query():

@@ -41,6 +41,8 @@ from .warm_start import with_shape_of
 
 @dataclass(frozen=True)
 class DataConfig(Table):
+    """The data of a run."""
+
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
     # more data sets of the same tokenizer, as FOLDER=0.1 (share of the sequences);
     # data.folder has the rest and the validation split
@@ -56,6 +58,8 @@ class DataConfig(Table):
 
 @dataclass(frozen=True)
 class OptimConfig(Table):
+    """The optimizer, its learning rates and the averaged weights."""
+
     lr: Amount = 6e-4  # peak learning rate
     min_lr_ratio: Probability = 0.1  # the learning rate ends at lr * min_lr_ratio
     # decay after the warm-up; wsd: constant, then linear in the last decay_share of the
@@ -81,6 +85,8 @@ class OptimConfig(Table):
 
 @dataclass(frozen=True)
 class TrainConfig(Table):
+    """The steps of a run and the ways to run them."""
+
     steps: Count = 500_000  # optimizer steps of the whole run
     epochs: Amount = 0.0  # passes over the data, instead of steps
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
@@ -123,6 +129,8 @@ class TrainConfig(Table):
 
 @dataclass(frozen=True)
 class EvalConfig(Table):
+    """The validation during training."""
+
     interval: NonNegative = 1000  # steps between validations; 0 switches them off
     sequences: Count = 256  # validation sequences
     # random orders or masks per sequence
@@ -131,6 +139,8 @@ class EvalConfig(Table):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
+    """The checkpoints of a run."""
+
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
     # also save this many minutes after the last; 0: only by steps
     minutes: Amount = 0.0
@@ -139,6 +149,8 @@ class CheckpointConfig(Table):
 
 @dataclass(frozen=True)
 class WandbConfig(Table):
+    """The log on Weights & Biases."""
+
     # log to Weights & Biases
     mode: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "aogpt"  # its name there
@@ -160,6 +172,8 @@ class StageConfig(Table):
 
 @dataclass(frozen=True)
 class Config(Table):
+    """The configuration of a run: a config file with all its tables."""
+
     name: str = "aogpt"  # the run's name; its folder is OUT/NAME
     out: str = "out"  # folder that holds the run folders
     seed: Seed = 0  # seed of the initial weights, the data shuffle and the orders
@@ -176,6 +190,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
+        """Return the folder that holds the run: OUT/NAME."""
         return validation.expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:

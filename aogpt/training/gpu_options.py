@@ -1,4 +1,4 @@
-"""What a training run may choose on a GPU and nobody needs: kernels that are opt in."""
+"""Options of training on a GPU that are off by default: kernels."""
 
 from typing import cast
 
@@ -14,8 +14,8 @@ from .config import TrainConfig
 def use_gpu_options(
     model: Transformer, train: TrainConfig, device: torch.device
 ) -> None:
-    """Let a model take the kernels that a config asks for. Raises UserError where there
-    are none of them, or none for this model."""
+    """Let a model use the kernels that a config asks for. Raises UserError where they
+    cannot run, or not with this model."""
     if train.fused_norm:
         check_fused_norm(model, device)
         model.pass_type = FusedPass
@@ -24,7 +24,7 @@ def use_gpu_options(
 
 
 class FusedPass(Pass):
-    """The training pass of adaLN in which a kernel gathers, shifts and scales."""
+    """A training pass in which one kernel gathers, shifts and scales for adaLN."""
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """Return shifts and scales by position, (block_size, D), and gates for each
@@ -38,6 +38,8 @@ class FusedPass(Pass):
     def modulated_norm(
         self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
+        """Return the norm of x (B, T, D) with the shift and scale, tables
+        (block_size, D), of each step's target."""
         from .norm_kernel import modulated_norm  # which imports Triton
 
         rms_norm = cast(RMSNorm, norm)

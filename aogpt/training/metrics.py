@@ -125,13 +125,14 @@ def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[st
 
 
 class Log:
-    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main
-    process only."""
+    """The log of a run on the main process: metrics.jsonl, progress on the terminal,
+    and Weights & Biases."""
 
     def __init__(
         self, config: Config, procs: Processes, progress: Progress, data: TokenDataset
     ):
-        """progress: read and counted on as the run goes."""
+        """Open the log. progress: its counts of sequences, tokens and skipped steps
+        grow as the run goes."""
         self.config = config
         self.procs = procs
         self.progress = progress
@@ -261,6 +262,7 @@ class Log:
         self.restart_clock()
 
     def warn(self, message: str) -> None:
+        """Print a warning on the standard error."""
         self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
@@ -291,6 +293,7 @@ class Log:
         return f"  {in_units(seconds, TIME[:4], digits=2)} left"
 
     def close(self) -> None:
+        """Close the progress bar and Weights & Biases."""
         self.bar.close()
         if self.wandb:
             self.wandb.finish()
@@ -354,7 +357,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: later steps will run again."""
+    """Remove the rows after `step`, as later steps will run again."""
     if path.exists():
         write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 

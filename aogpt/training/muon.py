@@ -18,8 +18,8 @@ STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the itera
 
 
 class Muon(torch.optim.Optimizer):
-    """For a weight W (rows, columns) with gradient G, momentum mu, rate lr and decay
-    wd:
+    """The optimizer Muon. For a weight W (rows, columns) with gradient G, momentum mu,
+    rate lr and decay wd:
 
         M <- mu M + (1 - mu) G
         U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)   (Nesterov)
@@ -31,8 +31,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Matrices, lr: float, weight_decay: float, momentum: float
     ):
-        """matrices: weights (rows, columns), with the rows of each part that is a
-        matrix of its own (queries, keys, values), or of the whole."""
+        """Make the optimizer. matrices: weights (rows, columns), with the rows of each
+        part that is a matrix of its own (queries, keys, values), or of the whole."""
         defaults = {
             "lr": lr,
             "peak_lr": lr,
@@ -46,6 +46,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # nobody passes a closure
+        """Update all weights from their gradients."""
         finite = None
         if self.found_inf is not None:
             finite = self.found_inf == 0
@@ -102,8 +103,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """Orthogonalise the parts (rows, columns) of each matrix, `sizes` rows each, to
-    singular values near sqrt(max(1, rows / columns))."""
+    """Return the matrices with their parts (rows, columns), `sizes` rows each,
+    orthogonalised to singular values near sqrt(max(1, rows / columns))."""
     parts: list[Tensor] = []
     for matrix, rows in zip(matrices, sizes, strict=True):
         parts += matrix.split(rows)
@@ -156,9 +157,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """`orthogonalise` on several processes: each matrix on one, its owner, which sends
-    the result to all. Rows of DTensors are gathered first, and every process keeps its
-    own."""
+    """Return the result of `orthogonalise` on several processes: each matrix on one,
+    its owner, which sends the result to all. Rows of DTensors are gathered first, and
+    every process keeps its own."""
     world_size = dist.get_world_size()
     rank = dist.get_rank()
     costs = [update.numel() * min(update.shape) for update in updates]

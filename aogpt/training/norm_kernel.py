@@ -122,6 +122,8 @@ def keep_for_backward(ctx, inputs, output) -> None:
 
 
 def backward(ctx, grad: Tensor, _):
+    """Return the gradients of the inputs of `modulated_norm` for that of y, (B, T, D);
+    None for those that have none."""
     x, weight, scale, inverse, rrms = ctx.saved_tensors
     grad_x, sums, products = modulated_norm_backward(
         grad, x, weight, scale, inverse, rrms
@@ -152,7 +154,7 @@ def warps_of(width: int) -> int:
 
 @triton.jit
 def _load_row(pointer, start, d, D: tl.constexpr):
-    """Numbers start + d of a tensor, float32; 0 for d >= D."""
+    """Return the numbers start + d of a tensor in float32, 0 for d >= D."""
     numbers = tl.load(pointer + start + d, mask=d < D, other=0.0)
     return numbers.to(tl.float32)
 

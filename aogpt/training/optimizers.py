@@ -113,7 +113,7 @@ def allocate_state(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 class EMA:
-    """Averages of a model's weights, sharded like the weights (the paper, appendix
+    """The averages of a model's weights, sharded like the weights (the paper, appendix
     B.3.2). The decay after t updates is min(decay, (1 + t) / (10 + t)), so that the
     initial weights are soon forgotten."""
 
@@ -142,7 +142,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the model has the averaged weights."""
+        """Let the model have the averaged weights inside a `with` block."""
         averages = [local(average) for average in self.weights.values()]
         weights = [local(p.detach()) for p in self.parameters.values()]
         original = [weight.clone() for weight in weights]

@@ -30,7 +30,7 @@ from .val_losses import best_by
 
 
 class StopRequest:
-    """Whether a run is to stop: SIGTERM or Ctrl-C came to a process, or its data has
+    """The request to stop a run: a process got SIGTERM or Ctrl-C, or its data has
     changed. `agree` after every step makes all processes stop after the same step;
     otherwise the rest would wait for gradients of one that has stopped."""
 
@@ -104,9 +104,9 @@ class Writing:
 
 
 class Saver:
-    """Decides when a run saves, and writes its checkpoints, one at a time: under ddp
-    the main process writes while the others wait; under fsdp every process writes its
-    shards in the background."""
+    """The writer of checkpoints, one at a time, which decides when a run saves. Under
+    ddp the main process writes while the others wait; under fsdp every process writes
+    its shards in the background."""
 
     def __init__(
         self,

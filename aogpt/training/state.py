@@ -68,7 +68,7 @@ TOLD = {
 
 @dataclass
 class Progress:
-    """Where a run is. Its fields are keys of checkpoints.store.State."""
+    """The progress of a run. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
     sequences: int = 0  # trained on so far; the next batch starts there
@@ -80,8 +80,8 @@ class Progress:
 
 @dataclass
 class State:
-    """Everything that training changes; data, orders and learning rate depend on the
-    step."""
+    """The state that training changes; data, orders and learning rate depend on the
+    step alone."""
 
     model: Transformer
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays

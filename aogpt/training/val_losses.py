@@ -19,7 +19,7 @@ from .parallel import reshard
 
 
 class Loss(NamedTuple):
-    """Nats per token of the validation split under some orders."""
+    """A validation loss: nats per token under some orders."""
 
     mean: float
     error: float | None  # standard error over Monte Carlo samples of orders or masks
@@ -29,7 +29,7 @@ Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDERS`
 
 
 class ValidationOrders(NamedTuple):
-    """Orders, of which `group` steps are predicted at once."""
+    """A distribution over orders, of which `group` steps are predicted at once."""
 
     orders: OrderConfig
     group: int = 1
