@@ -128,6 +128,7 @@ class Arguments(ModelOptions, ReportOptions):
 
 
 def main() -> None:
+    """Evaluate the samples of the command line."""
     arguments = tyro.cli(
         with_help(Arguments), prog="python eval_gen.py", description=__doc__
     )
@@ -303,7 +304,7 @@ def columns_of(settings: dict) -> list[Column]:
 
 
 def legend() -> str:
-    """Return what the columns of the table mean."""
+    """Return the meanings of the columns of the table."""
     meanings = []
     for measure in MEASURES.values():
         if measure.title is not None and measure.meaning:
@@ -350,8 +351,8 @@ def lines_of(result: dict) -> list[str]:
 
 
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
-    """Return what a reader must know beside the table: how the samples were made and
-    judged. shown: options that the table shows."""
+    """Return the notes below the table: how the samples were made and judged. shown:
+    options that the table shows."""
     lines = []
     for row in rows:
         sampler = row["sampler"]

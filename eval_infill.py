@@ -82,6 +82,7 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 
 
 def main() -> None:
+    """Evaluate the infilling of the runs of the command line."""
     a = tyro.cli(
         with_help(Arguments), prog="python eval_infill.py", description=__doc__
     )
@@ -121,16 +122,20 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
         passages = find_last_words(
             dataset.tokens, tokenizer, a.num_passages, block_size
         )
-        wanted = f"document of two words or more ends among {a.num_passages} documents"
+        if len(passages) == 0:
+            raise UserError(
+                "no document of two words or more ends among "
+                f"{a.num_passages} documents in {a.data}"
+            )
     else:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         documents = eval_set.documents[: len(blocks)]
         passages = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
-        wanted = (
-            f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
-        )
-    if len(passages) == 0:
-        raise UserError(f"no {wanted} in {a.data}")
+        if len(passages) == 0:
+            raise UserError(
+                f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} "
+                f"blocks in {a.data}"
+            )
     return passages
 
 
@@ -164,7 +169,7 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
                 "documents": passages.document.tolist(),
             }
             samples = fill_in(loaded, passages, both, options, a.seed)
-            row |= rouge(texts_of(loaded, passages, samples))
+            row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
     if a.draws and modes.can_resample(model.config) and not a.last_word:
         rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
@@ -185,7 +190,8 @@ def resampled_row(
         "documents": passages.document.tolist(),
         "effective_sample_size": weighted.effective_sample_size,
     }
-    return row | rouge(texts_of(loaded, passages, weighted.tokens))
+    row.update(rouge(texts_of(loaded, passages, weighted.tokens)))
+    return row
 
 
 def fill_in(

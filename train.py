@@ -105,7 +105,9 @@ def train(config: Config, procs: Processes) -> int:
                 if tokenizer in FILES:
                     get_tokenizer(tokenizer, folder=source).keep(folder)
             print_summary(config, procs, state, data)
-            saved = training_loop(config, procs, state, data, val_data, stop)
+            saved = training_loop(
+                config, procs, state, data, val_data=val_data, stop=stop
+            )
     if saved is None:
         raise CheckpointError(
             "the last checkpoint was not written: free some disk space and run the "
@@ -266,7 +268,7 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 def print_summary(
     config: Config, procs: Processes, state: State, data: TokenDataset
 ) -> None:
-    """Print what is trained, on what, and where it is kept."""
+    """Print the size of the model, the data, and the folder of the run."""
     t = config.train
     counts = parameter_counts(state.model)
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())

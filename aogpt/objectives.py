@@ -252,7 +252,7 @@ def masks_of_scores(
         rate = (1 - eps) * t
         masks.weight = (1 - eps) / (1 - rate)
         return masks
-    # The network gets the noise level of what is masked among all tokens, as when it
+    # The network gets the noise level of the masked share of all tokens, as when it
     # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
     # makes it 1 / t.
     n = predicted_tokens(position_uniforms)
@@ -461,7 +461,7 @@ def token_nll(
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
     draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
-    CPU): which tokens are the prompt, which comes first in every order."""
+    CPU): the tokens of the prompt, which comes first in every order."""
     length = tokens.shape[1]
     device = tokens.device
     if model.config.is_encoder and orders.kind == "random" and group == 1:

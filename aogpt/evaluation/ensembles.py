@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..model import Transformer
 from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.randomness import ENSEMBLES, philox_bits, to_uniform
 from ..scoring import parallel_log_probs
@@ -39,8 +40,8 @@ CONTEXTS = 1  # the use of random numbers by `cheap_gains`
 
 
 class RandomStream(NamedTuple):
-    """Which random numbers of the stream ENSEMBLES of a seed: no two uses share
-    any."""
+    """A part of the random numbers of the stream ENSEMBLES of a seed; no two parts
+    overlap."""
 
     draw: int  # number of the Monte Carlo sample, below MAX_DRAWS
     use: int  # CONTEXTS, below 2**24
@@ -48,7 +49,7 @@ class RandomStream(NamedTuple):
 
     @property
     def index(self) -> int:
-        """The index of `philox_bits`."""
+        """Return the index of this part in `philox_bits`."""
         use = self.use << 24
         member = self.member << 48
         return self.draw + use + member
@@ -83,8 +84,8 @@ def permute_context(
 
 
 def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the log of the mean probability of the first m members, for m in sizes:
-    (M, ...) -> (S, ...)."""
+    """Return the log of the mean probability of the first m members for m in sizes,
+    (S, ...), from those of all members, (M, ...)."""
     log_sums = []
     for size in sizes:
         members = log_probs[:size]
@@ -98,9 +99,9 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cheap_gains(
-    model,
+    model: Transformer,
     tokens: Tensor,
-    sizes: tuple,
+    sizes: tuple[int, ...],
     seed: int,
     draw: int,
     rows: range,

@@ -73,8 +73,8 @@ REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
 
 
 class ScoringPass(NamedTuple):
-    """One pass over a request. A decoder predicts along the order; an encoder sees what
-    comes before step `first` and predicts the rest."""
+    """A pass over a request. A decoder predicts along the order; an encoder sees the
+    tokens of the steps before `first` and predicts the rest."""
 
     tokens: list[int]
     order: Tensor  # LongTensor (T,) of positions
@@ -83,7 +83,7 @@ class ScoringPass(NamedTuple):
 
 
 class AnswerSettings(NamedTuple):
-    """How a task wants its answers."""
+    """The settings of the answers to a task."""
 
     choice: TokenChoice
     max_tokens: int
@@ -163,11 +163,12 @@ class HarnessModel(TemplateLM):
         decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
-        # Of requests: all, with a token across, with a context cut short.
+        # The numbers of requests: all, with a token across, with a truncated context.
         self.counts: Counter = Counter()
         self._check()
 
     def _check(self) -> None:
+        """Raise UserError for options that do not go together or with the model."""
         check_value(self.order, Literal["l2r", "random"], "order")
         if self.is_encoder and self.order == "l2r":
             raise UserError(
@@ -191,9 +192,11 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Return the id of end-of-text."""
         return self.tokenizer.eot
 
     def tok_encode(self, string: str, **options) -> list[int]:
+        """Return the tokens of a text."""
         return self.tokenizer.encode(string)
 
     def _encode_pair(
@@ -221,13 +224,13 @@ class HarnessModel(TemplateLM):
         for request in requests:
             context, continuation = request.args
             if context:
-                known, new = self._encode_pair(context, continuation)
+                before, after = self._encode_pair(context, continuation)
             else:
-                known = [self.prefix_token_id]
-                new = self.tok_encode(continuation)
-                if new[:1] == known:  # the text has it
-                    new = new[1:]
-            pairs.append((request.args, known, new))
+                before = [self.prefix_token_id]
+                after = self.tok_encode(continuation)
+                if after[:1] == before:  # the text has it
+                    after = after[1:]
+            pairs.append((request.args, before, after))
         return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
 
     def request_counts(self) -> dict[str, int]:
@@ -241,13 +244,16 @@ class HarnessModel(TemplateLM):
         return totals
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the numbers that all processes give, (processes,)."""
         return torch.tensor(self.procs.gather(tensor.item()))
 
     def gather_object(self, obj, dst: int = 0) -> list | None:
+        """Return the objects that all processes give on process `dst`, else None."""
         gathered = self.procs.gather(obj)
         return gathered if self.rank == dst else None
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         self.procs.gather(None)
 
     def loglikelihood_rolling(
@@ -273,10 +279,10 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _windows(self, tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Contexts and continuations that together predict every token of a text once.
-        A window is a block long with its context, of which there is one token at least
-        after the first window. (The harness's own models count the context apart, and
-        predict one token more a window.)"""
+        """Yield contexts and continuations that together predict every token of a text
+        once. A window is a block long with its context, of which there is one token at
+        least after the first window. (The harness's own models count the context apart,
+        and predict one token more a window.)"""
         text = self.prefix + tokens
         start = len(self.prefix)
         while start < len(text):
@@ -434,8 +440,8 @@ class HarnessModel(TemplateLM):
     def _encoder_hidden(
         self, tokens: Tensor, order: Tensor, scored: Tensor, length: Tensor
     ) -> Tensor:
-        """Return hidden states (B, T, D) by step; scored ones are masked, padding is
-        not seen."""
+        """Return the hidden states of an encoder by step, (B, T, D). Scored steps are
+        masked, and padding is invisible."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
         sigma = None
@@ -449,9 +455,9 @@ class HarnessModel(TemplateLM):
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
 
     def _score_tokens(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of
-        the tokenizer is more probable. (Rows that pad the token table count in the
-        probabilities.)"""
+        """Return for each target (N,), from hidden states (N, D), its log-probability,
+        and 1 where no id of the tokenizer is more probable, (N, 2). (Rows that pad the
+        token table count in the probabilities.)"""
         logits = self.model.head_logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
@@ -522,7 +528,7 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _generator(self):
-        """The model in the precision of generation: likelihoods keep its float32
+        """Return the model in the precision of generation; likelihoods keep its float32
         weights."""
         if self.dtype == torch.bfloat16:
             return copy.deepcopy(self.model).bfloat16()

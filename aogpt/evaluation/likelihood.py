@@ -32,11 +32,11 @@ ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer sampl
 
 @dataclass(frozen=True)
 class Scorer:
-    """One kind of likelihood of text under a model: along each order drawn from a
+    """A kind of likelihood of text under a model: along each order drawn from a
     distribution (for encoders under uniform orders the any-order ELBO, from random
     masks), along the order in which the model itself would decode the text (a rule:
-    DUEL), or without both SEDD's own bound. (Along orders SEDD's outputs are taken as
-    probabilities.)"""
+    DUEL), or, without orders and rule, SEDD's own bound. (Along orders SEDD's outputs
+    are taken as probabilities.)"""
 
     orders: OrderConfig | None = None
     rule: Rule | None = None
@@ -48,14 +48,14 @@ class Scorer:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is random."""
+        """Return whether nothing is random."""
         if self.rule is not None:
             return True
         return self.orders is not None and self.orders.is_fixed
 
     @property
     def larger_ensembles(self) -> list[int]:
-        """The ensemble sizes above 1."""
+        """Return the ensemble sizes above 1."""
         return [size for size in self.ensembles if size > 1]
 
     def nll(
@@ -145,8 +145,8 @@ class Task(NamedTuple):
 
 
 class BatchRunner:
-    """Takes the rows of an eval set through the model in batches, a share of them per
-    process.
+    """A runner that computes results for the rows of an eval set in batches, a share of
+    the rows on each process.
 
     batch_size: rows; None: enough for a fast pass, halved for good where memory runs
     out."""
@@ -175,7 +175,8 @@ class BatchRunner:
     ) -> Tensor:
         """Return the results of all rows, (N, ...), on the CPU of every process.
 
-        work: (tokens, rows) -> (B, ...) of a batch. dtype: of this run alone."""
+        work: a function of the tokens (B, T) and the row numbers of a batch that
+        returns its results (B, ...). dtype: of this run alone."""
         eval_set = task.eval_set
         parts = []
         share = self.procs.share(eval_set.count)
@@ -233,7 +234,7 @@ Scores = dict[int, tuple[Estimate, Estimate | None]]
 
 
 class Losses(NamedTuple):
-    """What a task costs: D Monte Carlo samples for each of N sequences."""
+    """The losses of a task: D Monte Carlo samples for each of N sequences."""
 
     nll: Tensor  # (N, D) float64, nats per token that is scored
     # (N, fewer samples, ensemble sizes above 1), nats per token
@@ -242,7 +243,7 @@ class Losses(NamedTuple):
 
 def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
-    where the task is exact. What is random is a function of (seed, number of the
+    where the task is exact. Random numbers are a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
     scorer = task.scorer
     eval_set = task.eval_set
@@ -251,6 +252,7 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     gains = []
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
+        """Return the loss of each row of a batch, (B,)."""
         nll = scorer.nll(
             task.loaded,
             tokens,
@@ -260,6 +262,7 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
         return nll.nanmean(dim=1)
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
+        """Return the gains of ensembles for each row of a batch, (B, S)."""
         return cheap_gains(
             task.loaded.model,
             tokens,

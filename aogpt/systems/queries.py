@@ -36,7 +36,7 @@ class QueryDecoder(Transformer, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def query_attentions(cls, c: ModelConfig) -> int:
-        """Count the blocks in which queries attend besides what the tokens do."""
+        """Count the blocks in which queries attend, besides the tokens."""
 
     def forward(
         self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None

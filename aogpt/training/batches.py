@@ -92,6 +92,7 @@ def micro_batches(
     device = procs.device
 
     def make(step: int, index: int) -> Batch:
+        """Return micro-batch `index` of a step, on the CPU."""
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)

@@ -360,9 +360,9 @@ def from_dict(values: dict, source: str) -> Config:
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
-    """`CONFIG.toml [--table.key value ...]` -> Config. Raises UserError for an option
-    that does not exist and for values that do not go together; a value of another type
-    ends in tyro's message."""
+    """Return the configuration of `CONFIG.toml [--table.key value ...]`. Raises
+    UserError for an option that does not exist and for values that do not go together;
+    a value of another type ends in tyro's message."""
     import tyro
 
     if arguments and not arguments[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run, and what it prints while it trains.
+"""The log of a run: metrics.jsonl, and the lines that it prints while it trains.
 
 Every row has step, grad_norm, tokens (since the run began), tokens_per_second,
 memory_bytes (the peak of the main process), skipped_steps. Tokens are those that are

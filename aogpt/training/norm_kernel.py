@@ -113,7 +113,7 @@ def _(grad, x, weight, scale, inverse, rrms):
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    """Save what the backward pass reads."""
+    """Save the tensors that the backward pass reads."""
     x, weight, shift, scale, targets, inverse, eps = inputs
     ctx.save_for_backward(x, weight, scale, inverse, output[1])
     ctx.rows = shift.shape[0]

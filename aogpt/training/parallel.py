@@ -110,7 +110,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
 
 class RecomputedBlock(nn.Module):
-    """A block, parts of whose activations the backward pass computes again: those that
+    """A block whose backward pass computes activations again, all or those that
     train.activation_checkpointing names. It has the block's layers under their
     names."""
 
@@ -123,6 +123,7 @@ class RecomputedBlock(nn.Module):
         self.has_dropout = config.model.dropout > 0
 
     def forward(self, *inputs):
+        """Return the results of the block for these inputs."""
         (block,) = self.of_block
         # torch.compile takes functions that a module names as they are: neither methods
         # nor values of attributes.
@@ -191,8 +192,8 @@ def compiled(model: Transformer, procs: Processes, mode: str):
 
 
 def replicate(model: Transformer, procs: Processes) -> nn.Module:
-    """Return what a training step calls: the model, in DDP if processes hold replicas
-    of it."""
+    """Return the module that a training step calls: the model, in DDP if processes hold
+    replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
@@ -203,8 +204,8 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
 
 
 def exchange_gradients(model: nn.Module, exchange: bool) -> None:
-    """Say whether processes exchange the gradients of the next micro-batch, with all
-    that they have accumulated, or go on accumulating."""
+    """Set whether processes exchange the gradients of the next micro-batch, with all
+    accumulated ones, or go on accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
     elif isinstance(model, DistributedDataParallel):
@@ -212,7 +213,7 @@ def exchange_gradients(model: nn.Module, exchange: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, free weights that a pass without a backward has gathered: they may
-    change."""
+    """Free, under fsdp, the weights that a pass without a backward has gathered: they
+    may change."""
     if isinstance(model, FSDPModule):
         model.reshard()

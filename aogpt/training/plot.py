@@ -29,7 +29,7 @@ COLUMNS = 3  # panels side by side
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions(OutputOptions):
-    """Options of the command line."""
+    """The options of the command line."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders, such as out/NAME
     out: Path = Path("out/compare.png")  # the PNG to write

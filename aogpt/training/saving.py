@@ -86,9 +86,8 @@ class StopRequest:
         self.requested = requested
         self.clock = clock
         if failed:
-            steps = progress.skipped_in_a_row
-            name = f"loss or gradient of {steps} steps in a row"
-            raise UserError(not_finite_message(config, progress, name))
+            skipped = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
+            raise UserError(not_finite_message(config, progress, skipped))
 
 
 @dataclass
@@ -150,7 +149,7 @@ class Saver:
     ) -> bool:
         """Return whether to save now: a checkpoint is due, or `best` is better than the
         best checkpoint. Call after `wait`. The state before a skipped step may be its
-        cause: except at the end, only what comes after a step that counted is saved."""
+        cause: except at the end, only states after a step that counted are saved."""
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
             return False
@@ -250,7 +249,8 @@ def last_good(config: Config, step: int) -> Path | None:
 
 
 def not_finite_message(config: Config, progress: Progress, name: str) -> str:
-    """Return why a run with numbers that are not finite ends, and what to do."""
+    """Return why a run ends whose `name`, a tensor or losses, is not finite, and what
+    to do."""
     path = last_good(config, progress.step - progress.skipped_in_a_row)
     if path is None:
         return (

@@ -155,12 +155,14 @@ def check_same_tokenizer(
     """Raise UserError if the data has another tokenizer than the model to start
     from."""
     for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
+        tokenizer = "its tokenizer"
         file = Path(source.path).with_name(HUB)
-        option = f" (--tokenizer {file})" if file.is_file() else ""
+        if file.is_file():
+            tokenizer += f" (--tokenizer {file})"
         raise UserError(
             f"cannot start from {source.path}: its {key} is {theirs!r}, that of "
-            f"{config.data.folder} is {ours!r}; prepare the data with its "
-            f"tokenizer{option}, or leave out --train.init-from"
+            f"{config.data.folder} is {ours!r}; prepare the data with {tokenizer}, or "
+            "leave out --train.init-from"
         )
 
 
@@ -180,7 +182,7 @@ def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
 
 
 def adapter_of(config: Config, base: Transformer, weights: dict[str, Tensor]) -> dict:
-    """Return what a run of adapters records of them. Raises UserError for a model with
+    """Return the record of the adapters of a run. Raises UserError for a model with
     weights that the base does not have."""
     added = weights.keys() - dict(base.named_parameters()).keys()
     if added:
@@ -276,7 +278,8 @@ def changes_of(
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:
-    """Return what a table says of a dotted key, or of the table that the key is in."""
+    """Return the entry of a dotted key in a table, or of the table that holds the
+    key."""
     group = key.partition(".")[0]
     return table.get(key, table.get(group))
 
@@ -284,7 +287,7 @@ def entry_of(key: str, table: dict[str, str]) -> str | None:
 def check_same_data(
     before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
 ) -> None:
-    """Print what is not known to be unchanged in the files of the data since a
+    """Print which files of the data are not known to be unchanged since a
     checkpoint. The main process reads them, all must call. Raises UserError for a file
     that does not match its checksum."""
     error = None
