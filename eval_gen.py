@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import tyro
@@ -31,12 +31,7 @@ from aogpt.evaluation.scoring import (
     score_samples,
 )
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import (
-    ModelOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
@@ -51,47 +46,10 @@ from aogpt.runtime.validation import LARGEST, Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
-# Columns of the table: title, key in a row of the results or among the settings of its
-# sampler, and how numbers are written. evaluation/scoring.py makes the rows.
-COLUMNS = [
-    ("T", "temperature", "g"),
-    ("top-p", "top_p", "g"),
-    ("perplexity", "perplexity", ".2f"),
-    ("95% from", "perplexity_low", ".2f"),
-    ("to", "perplexity_high", ".2f"),
-    ("of a sample", "mean_sample_perplexity", ".2f"),
-]
-MEANINGS = []
-for name, measure in MEASURES.items():
-    if measure.title is not None:
-        COLUMNS.append((measure.title, name, measure.form))
-        if measure.meaning:
-            MEANINGS.append(f"{measure.title}: {measure.meaning}")
-COLUMNS += [
-    ("different", "distinct_samples", "d"),
-    ("self-BLEU", "self_bleu", ".3f"),
-    ("NFE", "nfe", ".1f"),
-    ("seconds", "seconds", ".1f"),
-]
-LEGEND = (
-    "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, order, "
-    "adaptive) or tokens drafted (speculative). Perplexity: exp of all nats over all "
-    "scored tokens, with a 95% interval over samples; of a sample: the mean of the "
-    f"samples' own. The other columns are means over samples; {'; '.join(MEANINGS)}; "
-    "different: how many samples differ; self-BLEU: BLEU-4 of a sample with all others "
-    "as references, 1 where another one is equal; it grows with the number of samples. "
-    "NFE: model calls of a sample. Seconds: to generate all samples of a row."
-)
-REFERENCE = [(f"JS-{n}", f"js_{n}", ".3f") for n in NGRAMS]  # columns of --reference
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
-SIZES = "steps", "group_size", "draft"
-# Options that have a column of the table or are part of a sampler's name.
-IN_TABLE = {key for _, key, _ in COLUMNS} | {
-    *SIZES,
-    "threshold",
-    "entropy_bound",
-    "refine",
-}
+# A sampler is named by its mode and the first of these that it has.
+SIZES = ("steps", "group_size", "draft")  # tokens or steps; a sweep varies them
+LIMITS = ("threshold", "entropy_bound")
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -121,17 +79,11 @@ class Sweep(DecodingOptions):
                 "--settings holds temperature and top-p: leave out the options"
             )
         pairs = self.settings or (f"{self.temperature},{self.top_p}",)
-        # A mode has one of the three sizes; `with_mode_defaults` refuses the others.
-        sizes = itertools.product(
-            self.steps or (None,),
-            self.group_size or (None,),
-            self.draft or (None,),
-        )
+        # A mode has one of the sizes; `with_mode_defaults` refuses the others.
+        values = [getattr(self, name) or (None,) for name in SIZES]
         rows = []
-        for pair, (steps, group_size, draft) in itertools.product(pairs, list(sizes)):
-            shared["steps"] = steps
-            shared["group_size"] = group_size
-            shared["draft"] = draft
+        for pair, *sizes in itertools.product(pairs, *values):
+            shared.update(zip(SIZES, sizes, strict=True))
             try:
                 temperature, top_p = pair.split(",")
                 shared["temperature"] = float(temperature)
@@ -166,7 +118,7 @@ class Arguments(ModelOptions, ReportOptions):
     """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as
     long as they are on average. Its features are the judge's, the mean of the last
     hidden state over tokens, not those of GPT-2 Large by default: compare only numbers
-    of one judge, and of as many samples, 1,000 or more. It needs pip install
+    of one judge and one number of samples, 1,000 or more. It needs pip install
     mauve-text."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block
@@ -176,6 +128,7 @@ class Arguments(ModelOptions, ReportOptions):
 
 
 def main() -> None:
+    """Evaluate the samples of the command line."""
     arguments = tyro.cli(
         with_help(Arguments), prog="python eval_gen.py", description=__doc__
     )
@@ -209,18 +162,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             samplers.append((run, fitted(run, models[run], options, a)))
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(
-        a,
-        dtype,
-        procs.device,
-        procs.world_size,
-        judge=judge.describe(),
-        rows=[],
+        a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
-    result["versions"] |= judge.libraries
+    result["versions"].update(judge.libraries)
     batch_size = a.decoding.batch_size or BATCH_SIZE
     generated = make_samples(samplers, models, a, dtype, procs)
     for samples in itertools.chain(generated, read):
-        row = score_samples(samples, judge, batch_size, procs, reference, a.mauve)
+        row = score_samples(
+            samples, judge, batch_size, procs, reference=reference, mauve=a.mauve
+        )
         result["rows"].append(row)
         if not procs.main:
             continue
@@ -234,10 +184,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
 
 def fitted(
-    run: str,
-    loaded: Loaded,
-    options: DecodingOptions,
-    a: Arguments,
+    run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
 ) -> DecodingOptions:
     """Return the options with defaults of the model. Raises UserError if it cannot
     generate with them."""
@@ -292,12 +239,7 @@ def make_samples(
                 first=part.samples.start,
             )
             samples = modes.generate_distributed(
-                loaded.model,
-                planned,
-                options,
-                loaded.vocab_size,
-                procs,
-                label=label,
+                loaded.model, planned, options, loaded.vocab_size, procs, label=label
             )
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})
@@ -317,7 +259,7 @@ def name_of(settings: dict) -> str:
     if "mode" not in settings:
         return "text"
     size = ""
-    for key in (*SIZES, "threshold", "entropy_bound"):
+    for key in (*SIZES, *LIMITS):
         size = size or settings.get(key) or ""
     name = f"{settings['mode']} {size}"
     if settings.get("refine"):
@@ -325,21 +267,73 @@ def name_of(settings: dict) -> str:
     return name
 
 
+class Column(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    key: str  # in a row of the results or among the settings of its sampler
+    form: str  # how numbers are written
+
+
+def columns_of(settings: dict) -> list[Column]:
+    """Return the columns of a report with these settings. evaluation/scoring.py makes
+    the rows."""
+    columns = [
+        Column("T", "temperature", "g"),
+        Column("top-p", "top_p", "g"),
+        Column("perplexity", "perplexity", ".2f"),
+        Column("95% from", "perplexity_low", ".2f"),
+        Column("to", "perplexity_high", ".2f"),
+        Column("of a sample", "mean_sample_perplexity", ".2f"),
+    ]
+    for name, measure in MEASURES.items():
+        if measure.title is not None:
+            columns.append(Column(measure.title, name, measure.form))
+    columns += [
+        Column("different", "distinct_samples", "d"),
+        Column("self-BLEU", "self_bleu", ".3f"),
+        Column("NFE", "nfe", ".1f"),
+        Column("seconds", "seconds", ".1f"),
+    ]
+    if settings["reference"]:
+        for n in NGRAMS:
+            columns.append(Column(f"JS-{n}", f"js_{n}", ".3f"))
+    if settings["mauve"]:
+        columns.append(Column("MAUVE", "mauve", ".3f"))
+    return columns
+
+
+def legend() -> str:
+    """Return the meanings of the columns of the table."""
+    meanings = []
+    for measure in MEASURES.values():
+        if measure.title is not None and measure.meaning:
+            meanings.append(f"{measure.title}: {measure.meaning}")
+    return (
+        "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, "
+        "order, adaptive) or tokens drafted (speculative). Perplexity: exp of all nats "
+        "over all scored tokens, with a 95% interval over samples; of a sample: the "
+        "mean of the samples' own. The other columns are means over samples; "
+        f"{'; '.join(meanings)}; different: how many samples differ; self-BLEU: BLEU-4 "
+        "of a sample with all others as references, 1 where another one is equal; it "
+        "grows with the number of samples. NFE: model calls of a sample. Seconds: to "
+        "generate all samples of a row."
+    )
+
+
 def lines_of(result: dict) -> list[str]:
     """Return the report: judge, table, legend and notes."""
     judge = result["judge"]
-    columns = list(COLUMNS)
-    if result["settings"]["reference"]:
-        columns += REFERENCE
-    if result["settings"]["mauve"]:
-        columns.append(("MAUVE", "mauve", ".3f"))
+    columns = columns_of(result["settings"])
     cells = []
     for row in result["rows"]:
-        values = row["sampler"] | row
-        numbers = [number(values.get(key), form) for _, key, form in columns]
-        cells.append([row["run"], name_of(row["sampler"]), *numbers])
+        cells_of_row = [row["run"], name_of(row["sampler"])]
+        for column in columns:
+            value = row.get(column.key, row["sampler"].get(column.key))
+            cells_of_row.append(number(value, column.form))
+        cells.append(cells_of_row)
     head = ["run", "sampler"]
-    head += [title for title, _, _ in columns]
+    head += [column.title for column in columns]
     lines = [
         f"Judge: {judge['source']}, {judge['parameters']:,} parameters, "
         f"{judge['dtype']}; it scores {judge['scored']}; samples longer than its "
@@ -347,16 +341,18 @@ def lines_of(result: dict) -> list[str]:
         "",
         *markdown_table(head, cells, left=2),
         "",
-        LEGEND,
+        legend(),
     ]
-    for note in notes(result["rows"]):
+    shown = {*SIZES, *LIMITS, "refine"}
+    shown.update(column.key for column in columns)
+    for note in notes(result["rows"], shown):
         lines.append(f"- {note}")
     return lines
 
 
-def notes(rows: list[dict]) -> list[str]:
-    """Return what a reader must know beside the table: how the samples were made and
-    judged."""
+def notes(rows: list[dict], shown: set[str]) -> list[str]:
+    """Return the notes below the table: how the samples were made and judged. shown:
+    options that the table shows."""
     lines = []
     for row in rows:
         sampler = row["sampler"]
@@ -364,7 +360,7 @@ def notes(rows: list[dict]) -> list[str]:
         for key in ("checkpoint", "dtype", "seed"):
             if sampler.get(key) is not None:
                 parts.append(f"{key} {sampler[key]}")
-        parts += modes.changed_settings(sampler, shown=IN_TABLE)
+        parts += modes.changed_settings(sampler, shown=shown)
         if row["unscored_samples"]:
             parts.append(f"{row['unscored_samples']} of them too short to be scored")
         judged = JUDGED[row["tokens_judged"]]
@@ -376,7 +372,7 @@ def notes(rows: list[dict]) -> list[str]:
             )
         if "mauve" in row:
             lines.append(
-                f"MAUVE of as many passages of other held-out text: "
+                f"MAUVE of the same number of passages of other held-out text: "
                 f"{number(row['mauve_text'], '.3f')}; features of the judge."
             )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes

@@ -31,12 +31,7 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
-from aogpt.runtime.command_line import (
-    ModelOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
@@ -87,6 +82,7 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 
 
 def main() -> None:
+    """Evaluate the infilling of the runs of the command line."""
     a = tyro.cli(
         with_help(Arguments), prog="python eval_infill.py", description=__doc__
     )
@@ -126,25 +122,24 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
         passages = find_last_words(
             dataset.tokens, tokenizer, a.num_passages, block_size
         )
-        wanted = f"document of two words or more ends among {a.num_passages} documents"
+        if len(passages) == 0:
+            raise UserError(
+                "no document of two words or more ends among "
+                f"{a.num_passages} documents in {a.data}"
+            )
     else:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         documents = eval_set.documents[: len(blocks)]
         passages = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
-        wanted = (
-            f"sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} blocks"
-        )
-    if len(passages) == 0:
-        raise UserError(f"no {wanted} in {a.data}")
+        if len(passages) == 0:
+            raise UserError(
+                f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} "
+                f"blocks in {a.data}"
+            )
     return passages
 
 
-def evaluate(
-    run: str,
-    loaded: Loaded,
-    passages: Passages,
-    a: Arguments,
-) -> list[dict]:
+def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     size = a.decoding.batch_size or modes.BATCH_SIZE
@@ -174,7 +169,7 @@ def evaluate(
                 "documents": passages.document.tolist(),
             }
             samples = fill_in(loaded, passages, both, options, a.seed)
-            row |= rouge(texts_of(loaded, passages, samples))
+            row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
     if a.draws and modes.can_resample(model.config) and not a.last_word:
         rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
@@ -182,11 +177,7 @@ def evaluate(
 
 
 def resampled_row(
-    run: str,
-    loaded: Loaded,
-    passages: Passages,
-    draws: int,
-    seed: int,
+    run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
 ) -> dict:
     """Return the row of a decoder that fills in given both sides by resampling."""
     weighted = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
@@ -199,15 +190,12 @@ def resampled_row(
         "documents": passages.document.tolist(),
         "effective_sample_size": weighted.effective_sample_size,
     }
-    return row | rouge(texts_of(loaded, passages, weighted.tokens))
+    row.update(rouge(texts_of(loaded, passages, weighted.tokens)))
+    return row
 
 
 def fill_in(
-    loaded: Loaded,
-    passages: Passages,
-    both: bool,
-    options: DecodingOptions,
-    seed: int,
+    loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[list[int]]:
     """Return a sample of every passage. both: whether the right side is given."""
     N, T = passages.tokens.shape
@@ -215,19 +203,11 @@ def fill_in(
     if both:
         length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    return modes.generate_rows(
-        loaded.model,
-        contexts,
-        options,
-        loaded.vocab_size,
-        seed,
-    )
+    return modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
 
 
 def texts_of(
-    loaded: Loaded,
-    passages: Passages,
-    samples: list[list[int]],
+    loaded: Loaded, passages: Passages, samples: list[list[int]]
 ) -> list[tuple[str, str]]:
     """Return the middle of each sample and the true one of its passage, as text."""
     decode = loaded.get_tokenizer().decode

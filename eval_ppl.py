@@ -39,21 +39,10 @@ from aogpt.evaluation.eval_sets import (
 from aogpt.evaluation.likelihood import Scorer, Scores, Task
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig, parse_order, parse_settings
-from aogpt.runtime.command_line import (
-    TEXT,
-    RunOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import (
-    Outputs,
-    ReportOptions,
-    markdown_table,
-    provenance,
-)
+from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.gaps import refuse_masks
@@ -208,8 +197,8 @@ def check_arguments(a: Arguments) -> Outputs:
 
 
 def read_orders(a: Arguments) -> dict[str, Meaning]:
-    """Return what each of --orders means, by default all that some model scores in one
-    pass."""
+    """Return the meaning of each of --orders, by default all that some model scores in
+    one pass."""
     meanings: dict[str, Meaning] = {}
     for text in a.orders or ("l2r", "random", "score_entropy"):
         if text == "score_entropy":
@@ -250,8 +239,8 @@ def is_text_file(name: str) -> bool:
 
 
 def read_sources(a: Arguments, procs: Processes) -> dict[str, Source]:
-    """Return what to score, by name. Raises UserError or OSError for what is missing or
-    damaged."""
+    """Return the data sets and texts to score, by name. Raises UserError or OSError for
+    one that is missing or damaged."""
     sources: dict[str, Source] = {}
     for name in a.datasets:
         if not is_text_file(name):
@@ -273,8 +262,8 @@ def scorers_of(
     configs: list[ModelConfig],
     block_size: int,
 ) -> dict[str, list[Scorer]]:
-    """Return what to score with each model, by name. Raises UserError where one has no
-    such likelihood."""
+    """Return the scorers of each model, by the name of the orders. Raises UserError
+    where a model has no such likelihood."""
     names = list(orders)
     if a.orders is None:  # what all models score in one pass
         for config in configs:
@@ -321,11 +310,7 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
 
 
 def scorer_of(
-    name: str,
-    meaning: Meaning,
-    a: Arguments,
-    config: ModelConfig,
-    block_size: int,
+    name: str, meaning: Meaning, a: Arguments, config: ModelConfig, block_size: int
 ) -> Scorer:
     """Return how a model scores along one of --orders."""
     if a.group > 1 and (config.l2r_only or meaning is None):
@@ -359,10 +344,7 @@ def scorer_of(
 
 
 def open_all(
-    a: Arguments,
-    sources: dict[str, Source],
-    loaded: Loaded,
-    block_size: int,
+    a: Arguments, sources: dict[str, Source], loaded: Loaded, block_size: int
 ) -> list[EvalSet]:
     """Return the data sets and texts, in blocks of this size."""
     eval_sets = []
@@ -465,7 +447,7 @@ class Report:
         return lines
 
     def document(self, dtype: torch.dtype, procs: Processes) -> dict:
-        """Return what --json holds."""
+        """Return the content of the file of --json."""
         sources = [loaded.origin() for loaded in self.models]
         checkpoint = sources[0]
         document: dict[str, Any] = {"results": self.results}
@@ -473,20 +455,13 @@ class Report:
             checkpoint = {"A": sources[0], "B": sources[1]}
             document["differences"] = self.differences
         origin = provenance(
-            self.a,
-            dtype,
-            procs.device,
-            procs.world_size,
-            checkpoint=checkpoint,
+            self.a, dtype, procs.device, procs.world_size, checkpoint=checkpoint
         )
-        return document | origin
+        document.update(origin)
+        return document
 
 
-def result_rows(
-    task: Task,
-    scores: Scores,
-    draws: int,
-) -> list[dict]:
+def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     """Return the results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set
@@ -589,7 +564,7 @@ def markdown(results: list[dict]) -> list[str]:
 
 
 def comparison(differences: list[dict]) -> list[str]:
-    """Return the same of two models."""
+    """Return the lines of the table of two models and of its notes."""
     rows = []
     for r in differences:
         cells = [r["dataset"], title_of(r)]
@@ -607,7 +582,7 @@ def comparison(differences: list[dict]) -> list[str]:
 
 
 def _notes(results: list[dict]) -> list[str]:
-    """Return a line for each text, and what is said of its rows beside the table."""
+    """Return a line for each text, and the notes on the rows of the table."""
     texts = {}
     kinds = set()
     for r in results:
@@ -632,7 +607,7 @@ def _notes(results: list[dict]) -> list[str]:
 
 
 def title_of(row: dict) -> str:
-    """Return what the orders of a row are called in the table."""
+    """Return the name of the orders of a row in the table."""
     name = row["orders"]
     text = LABELS.get(name, name)
     if name in SCORES:
@@ -649,6 +624,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def main() -> None:
+    """Score the texts of the command line."""
     arguments = tyro.cli(
         with_help(Arguments), prog="python eval_ppl.py", description=__doc__
     )

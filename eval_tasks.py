@@ -30,12 +30,7 @@ from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
 from aogpt.evaluation import harness
 from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
-from aogpt.runtime.command_line import (
-    RunOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -114,19 +109,26 @@ def main(judges: Mapping[str, Judge] | None = None) -> None:
             "--tasks names no task; give at least one, such as --tasks data/questions"
         )
     of_data = is_prepared(a.tasks[0])
-    for name in OF_HARNESS if of_data else OF_DATA:
-        if getattr(a, name) != getattr(Arguments, name):
-            kind = "tasks of the harness" if of_data else "prepared data"
-            raise UserError(
-                f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out"
-            )
-    if not of_data:
+    if of_data:
+        refuse_options(a, OF_HARNESS, kind="tasks of the harness")
+    else:
+        refuse_options(a, OF_DATA, kind="prepared data")
         harness.require_lm_eval()
     with processes(a.device) as procs:
         if of_data:
             answer_prompts(a, procs, judges)
         else:
             evaluate(a, procs)
+
+
+def refuse_options(a: Arguments, names: tuple[str, ...], kind: str) -> None:
+    """Raise UserError if one of these options, which are for tasks of another kind, is
+    given."""
+    for name in names:
+        if getattr(a, name) != getattr(Arguments, name):
+            raise UserError(
+                f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out"
+            )
 
 
 def is_prepared(task: str) -> bool:
@@ -142,9 +144,7 @@ def is_prepared(task: str) -> bool:
 
 
 def answer_prompts(
-    a: Arguments,
-    procs: Processes,
-    judges: Mapping[str, Judge] | None,
+    a: Arguments, procs: Processes, judges: Mapping[str, Judge] | None
 ) -> None:
     """Answer all prompts of all tasks; the main process prints and writes the
     results."""
@@ -170,16 +170,19 @@ def answer_prompts(
         options = with_mode_defaults(options)
         check_mode(options, config)
         answers = answer(loaded, questions, options, a.seed, procs)
-        result = {"task": questions.name} | vars(options)
-        result["mode"] = mode or options.mode
-        result |= answers.summary()
+        result = {
+            "task": questions.name,
+            **vars(options),
+            "mode": mode or options.mode,
+            **answers.summary(),
+        }
         results.append(result)
         for record in answers.records:
-            rows.append({"task": questions.name} | record)
+            rows.append({"task": questions.name, **record})
         notes.append(f"{questions.name}: {', '.join(changed_settings(result))}")
         if page is None:
-            known = {key: value for key, value in result.items() if value is not None}
-            page = page_of(loaded, questions, answers, known)
+            shown = {key: value for key, value in result.items() if value is not None}
+            page = page_of(loaded, questions, answers, shown)
     if not procs.main:
         return
     show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
@@ -187,7 +190,7 @@ def answer_prompts(
         outputs.write_jsonl(a.samples, rows)
         outputs.write(a.html, page)
         origin = origin_of(a, loaded, dtype, procs)
-        outputs.write_json(a.json, {"results": results} | origin)
+        outputs.write_json(a.json, {"results": results, **origin})
 
 
 def table_of(results: list[dict]) -> list[str]:
@@ -204,12 +207,9 @@ def table_of(results: list[dict]) -> list[str]:
 
 
 def origin_of(
-    a: Arguments,
-    loaded: Loaded,
-    dtype: torch.dtype,
-    procs: Processes,
+    a: Arguments, loaded: Loaded, dtype: torch.dtype, procs: Processes
 ) -> dict:
-    """Return everything that the results depend on."""
+    """Return the settings, versions and files on which the results depend."""
     return provenance(
         a, dtype, procs.device, procs.world_size, checkpoint=loaded.origin()
     )
@@ -226,7 +226,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     # 1. The model, as the harness knows it.
     settings = {f.name: getattr(a, f.name) for f in fields(harness.Settings)}
-    settings |= vars(a.decoding)
+    settings.update(vars(a.decoding))
     if a.decoding.temperature is None:
         settings["temperature"] = 1.0
     model = harness.HarnessModel(a.run, procs, **settings)
@@ -246,7 +246,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     if not procs.main:
         return
 
-    # 3. What a reader must know beside them. The order and the mode are those that were
+    # 3. The printed tables and notes. The order and the mode are those that were
     #    used, where the user left them to the model.
     mode = a.decoding.mode or model.decoding.mode
     show(
@@ -272,8 +272,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         )
 
     # 4. The files.
-    document = {"requests": requests}
-    document |= origin_of(a, model.loaded, model.dtype, procs)
+    origin = origin_of(a, model.loaded, model.dtype, procs)
+    document = {"requests": requests, **origin}
     document["settings"]["order"] = model.order
     document["settings"]["mode"] = mode
     document["versions"]["lm_eval"] = lm_eval.__version__
@@ -291,7 +291,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     rows = []
     for task, of_task in results.get("samples", {}).items():
         for row in of_task:
-            rows.append({"task": task} | row)
+            rows.append({"task": task, **row})
     with outputs:
         outputs.write_jsonl(a.samples, rows)
         outputs.write_json(a.json, document)

@@ -25,7 +25,6 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 import math
 import sys
-import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -43,39 +42,27 @@ from aogpt.data.loader import (
     open_training_data,
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
-from aogpt.objectives import (
-    OBJECTIVES,
-    ao_ar_loss,
-    groupwise_loss,
-    masked_nll,
-    score_entropy,
-)
+from aogpt.objectives import OBJECTIVES
 from aogpt.runtime.command_line import run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import locked_for_all, write_text
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import DROPOUT, philox_bits
 from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
-from aogpt.training.batches import Batch, PendingLosses, micro_batches
+from aogpt.training.batches import PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
 from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
-from aogpt.training.saving import (
-    Saver,
-    StopRequest,
-    better_of,
-    newest_and_best,
-    not_finite_message,
-)
+from aogpt.training.saving import Saver, StopRequest, better_of, newest_and_best
 from aogpt.training.state import State, start
 from aogpt.training.val_losses import best_by, evaluate
 
 
 def main() -> int:
+    """Train the run of the command line. Returns the exit status."""
     config = configuration.from_command_line(sys.argv[1:], __doc__)
     t = config.train
     with deterministic(t.deterministic):
@@ -118,7 +105,9 @@ def train(config: Config, procs: Processes) -> int:
                 if tokenizer in FILES:
                     get_tokenizer(tokenizer, folder=source).keep(folder)
             print_summary(config, procs, state, data)
-            saved = training_loop(config, procs, state, data, val_data, stop)
+            saved = training_loop(
+                config, procs, state, data, val_data=val_data, stop=stop
+            )
     if saved is None:
         raise CheckpointError(
             "the last checkpoint was not written: free some disk space and run the "
@@ -158,6 +147,7 @@ def training_loop(
     None if it could not be written. val_data: None without validation."""
     t = config.train
     progress = state.progress
+    objective = OBJECTIVES[config.objective.kind]
     micro_batch_size = config.micro_batch_size(procs.world_size)
     micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
     precision = autocast(procs.device, config.dtype_on(procs.device))
@@ -181,8 +171,7 @@ def training_loop(
         model = replicate(state.model, procs)
         if val_data is not None and t.init_from and progress.step == 0:
             # What the source gives, before the first step changes it.
-            before = evaluate(state.model, state.averages, val_data, config, procs)
-            log.validation(before, val_data.num_blocks)
+            validate(config, procs, state, val_data, log)
 
         while progress.step < t.steps and not stop.requested:
             step = progress.step
@@ -203,7 +192,7 @@ def training_loop(
                     is_last = micro_step == micro_steps - 1
                     exchange_gradients(model, is_last or t.reduce_every_micro_batch)
                 with precision:
-                    part = training_loss(model, batch, config, step) / micro_steps
+                    part = objective.loss(model, batch, config.model) / micro_steps
                 part.backward()
                 loss += part.detach()
             # The norm shows gradients that are not finite, also without clipping.
@@ -216,51 +205,39 @@ def training_loop(
             # tokens and skipped steps are counted by log.training.
             update(state, loss, norm)
 
-            try:
-                for dataset in datasets:
-                    dataset.check_unchanged()
-            except (UserError, OSError) as error:
-                stop.error = error  # raised after a checkpoint
             losses.add(progress.step, loss, norm)
             log.training(losses.arrived())
             # All processes must stop, and save, after the same step.
-            stop.agree(
-                failed=progress.skipped_in_a_row >= t.max_skipped_steps,
-                clock=time.monotonic() > saver.next_by_clock,
-            )
-            if stop.failed:
-                steps = progress.skipped_in_a_row
-                name = f"loss or gradient of {steps} steps in a row"
-                raise UserError(not_finite_message(config, progress, name))
-
+            stop.agree(config, progress, datasets, saver.next_by_clock)
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
             checkpoint_due = saver.is_due(progress, stop)
-            if not validates and not checkpoint_due:
-                continue
-            # So that the checkpoint has the counts of all steps.
-            log.training(losses.arrived(wait=True))
-            saver.wait()  # for the checkpoint before: it may become progress.best
-            best = progress.best
-            if val_data is not None and validates:
-                val_losses = evaluate(
-                    state.model,
-                    state.averages,
-                    val_data,
-                    config,
-                    procs,
-                )
-                log.validation(val_losses, val_data.num_blocks)
-                selecting = val_losses[""][best_by(config)]  # of the first average
-                best = better_of(best, progress.step, selecting.mean)
-            if saver.should_save(progress, stop, best):
-                saver.save(state, best)
-                log.restart_clock()
+            if validates or checkpoint_due:
+                # So that the checkpoint has the counts of all steps.
+                log.training(losses.arrived(wait=True))
+                saver.wait()  # for the checkpoint before: it may become progress.best
+                best = progress.best
+                if val_data is not None and validates:
+                    best = validate(config, procs, state, val_data, log)
+                if saver.should_save(progress, stop, best):
+                    saver.save(state, best)
+                    log.restart_clock()
         saved = saver.wait()
     if stop.error is not None:
         raise stop.error
     return saved
+
+
+def validate(
+    config: Config, procs: Processes, state: State, val_data: TokenDataset, log: Log
+) -> dict | None:
+    """Log the validation losses. Returns the best checkpoint, {"step", "loss"}, if this
+    step is saved: the best one so far, or this step."""
+    losses = evaluate(state.model, state.averages, val_data, config, procs)
+    log.validation(losses, val_data.num_blocks)
+    selecting = losses[""][best_by(config)]  # of the first average
+    return better_of(state.progress.best, state.progress.step, selecting.mean)
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
@@ -269,31 +246,6 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
     row = range(rank, rank + 1)
     bits = philox_bits(seed, step, row, width=1, stream=DROPOUT)
     torch.manual_seed(int(bits[0, 0]))
-
-
-def training_loss(model, batch: Batch, config: Config, step: int) -> Tensor:
-    """Return the mean loss of a micro-batch, nats per token."""
-    objective = OBJECTIVES[config.objective.kind]
-    if batch.masks is not None:  # an encoder's
-        if objective.of_scores:
-            # [MASK] is the first id after the tokens.
-            vocab_size = config.model.mask_token
-            assert vocab_size is not None
-            losses = score_entropy(model, batch.tokens, batch.masks, vocab_size)
-            return losses.mean(dim=1).mean()
-        return masked_nll(model, batch.tokens, batch.masks).mean()
-    assert batch.order is not None
-    if objective.in_groups:
-        _, group = config.stage(step)
-        return groupwise_loss(
-            model,
-            batch.tokens,
-            batch.order,
-            group,
-            weight=batch.weight,
-            prompt_lengths=batch.prompt_lengths,
-        )
-    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
 
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
@@ -314,12 +266,9 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
 
 
 def print_summary(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
+    config: Config, procs: Processes, state: State, data: TokenDataset
 ) -> None:
-    """Print what is trained, on what, and where it is kept."""
+    """Print the size of the model, the data, and the folder of the run."""
     t = config.train
     counts = parameter_counts(state.model)
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())

@@ -49,7 +49,8 @@ Target = Literal[PageTarget, SystemTarget]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the Transformer; by default of AO-GPT Small with GPT-2's vocabulary."""
+    """The shape of the Transformer, by default that of AO-GPT Small with GPT-2's
+    vocabulary."""
 
     # Unknown keys of a config file are refused.
     __pydantic_config__ = {"extra": "forbid"}
@@ -105,36 +106,42 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
+        """Return whether attention is full: over a partly masked sequence."""
         return self.attention == "full"
 
     @property
     def l2r_only(self) -> bool:
-        """A decoder without target positions: a plain GPT."""
+        """Return whether this is a decoder without target positions: a plain GPT."""
         return not self.is_encoder and self.target == "none"
 
     @property
     def has_adaln(self) -> bool:
+        """Return whether adaLN reads the target position or the noise level."""
         return self.noise or self.target == "adaln"
 
     @property
     def rotates(self) -> bool:
+        """Return whether queries and keys are rotated to their positions."""
         return self.position != "learned"
 
     @property
     def head_dim(self) -> int:
+        """Return the width of a head."""
         return self.head_width or self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
+        """Return the number of heads of keys, and of values."""
         return self.n_kv_head or self.n_head
 
     @property
     def mlp_dim(self) -> int:
+        """Return the width of the hidden layer of the MLP."""
         return self.mlp_width or 4 * self.n_embd
 
     @property
     def proj_bias(self) -> bool:
-        """Whether the output projection of attention has a bias."""
+        """Return whether the output projection of attention has a bias."""
         if self.attn_proj_bias is None:
             return self.attn_bias
         return self.attn_proj_bias
@@ -144,20 +151,16 @@ class ModelConfig:
 
 
 class Pass:
-    """What the blocks of one pass share: how steps attend, what they know of targets.
+    """The state that the blocks of one pass share: how steps attend, and their targets.
 
     This is the training pass. Those of scoring, systems/ and sampling/ override
     `attend`, `modulation` and `lookup`."""
 
-    # Passes without target positions have neither.
+    # Passes without target positions have neither of the two.
     targets: Tensor  # (B, T) the position that each step predicts: AO-GPT's order
     inverse: Tensor  # (B, T) the step that predicts each position
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor | None,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor | None):
         if targets is not None:
             self.targets = targets
             self.inverse = inverse_permutation(targets)
@@ -171,46 +174,35 @@ class Pass:
         self.added: Tensor | None = None  # (B, T, D), added before every block
 
     def enter(self, layer: int) -> None:
-        """Called before block `layer`; n_layer is the final norm. For a cache."""
+        """Note that block `layer` comes next; n_layer is the final norm. A pass with a
+        cache of keys and values needs to know."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, T, H, D/H) each -> (B, T, D): step i sees inputs 0..i."""
+        """Return the output of attention, (B, T, D), for q, k and v of the shape
+        (B, T, H, D/H): step i sees inputs 0..i."""
         if not self.hide_start:
-            return attention(
-                q,
-                k,
-                v,
-                causal=True,
-                dropout=self.dropout,
-            )
+            return attention(q, k, v, causal=True, dropout=self.dropout)
         # Input 0 sees itself alone: its output is its value, for all heads that share
         # it. A mask would rule out fast kernels.
         heads_per_value = q.shape[2] // v.shape[2]
         start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)
         rest = attention(
-            q[:, 1:],
-            k[:, 1:],
-            v[:, 1:],
-            causal=True,
-            dropout=self.dropout,
+            q[:, 1:], k[:, 1:], v[:, 1:], causal=True, dropout=self.dropout
         )
         return torch.cat([start_value.flatten(2), rest], dim=1)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
-        """adaLN's shifts, scales and gates for each step, `parts` tensors (B, T, D)."""
+        """Return adaLN's shifts, scales and gates for each step: `parts` tensors
+        (B, T, D)."""
         table = linear(self.condition)  # (block_size, parts D): once per position
         tables = table.chunk(parts, dim=-1)
         return tuple(self.lookup(part) for part in tables)
 
     def modulated_norm(
-        self,
-        norm: nn.Module,
-        x: Tensor,
-        shift: Tensor,
-        scale: Tensor,
+        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
-        """Return the norm of x (B, T, D), shifted and scaled by what `modulation`
-        gives."""
+        """Return the norm of x (B, T, D), shifted and scaled by two results of
+        `modulation`."""
         return norm(x) * (1 + scale) + shift
 
     def lookup(self, table: Tensor) -> Tensor:
@@ -229,8 +221,10 @@ def attention(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return softmax attention: q (B, T, H, D/H), k and v with as many heads or a
-    divisor of them -> (B, T, D). mask: True where a key is visible."""
+    """Return the output of softmax attention, (B, T, D).
+
+    q (B, T, H, D/H); k and v have H heads or a divisor of H. mask: True where a key is
+    visible."""
     # Norms and rotation may leave q and k in float32; v has autocast's dtype.
     q = q.to(v.dtype)
     k = k.to(v.dtype)
@@ -249,17 +243,19 @@ def attention(
 
 
 class PermutationGather(torch.autograd.Function):
-    """table[order], (T, D), (B, T) -> (B, T, D). Rows of `order` are permutations, so
-    the gradient is a gather by the inverse and a sum. Indexing would add with atomics,
-    in no fixed order."""
+    """The lookup table[order], (B, T, D), in a table (T, D) by an order (B, T). The
+    rows of the order are permutations, so the gradient is a gather by the inverse and a
+    sum. The gradient of indexing would add with atomics, in no fixed order."""
 
     @staticmethod
     def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """Return the rows (B, T, D). inverse (B, T): see `inverse_permutation`."""
         ctx.save_for_backward(inverse)
         return table[order]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """Return the gradient (T, D) of the table for that of the rows, (B, T, D)."""
         (inverse,) = ctx.saved_tensors
         batch = torch.arange(len(grad), device=grad.device)
         by_position = grad[batch[:, None], inverse]  # (B, T, D)
@@ -273,8 +269,8 @@ def inverse_permutation(order: Tensor) -> Tensor:
     """Return the step that predicts each position: inverse[b, order[b, i]] == i,
     (B, T).
 
-    A position that no step predicts gets T, which is out of bounds of every table: what
-    is read with it raises, instead of being wrong without a word."""
+    A position that no step predicts gets T, which is out of bounds of every table, so
+    that a lookup with it raises."""
     T = order.shape[-1]
     steps = torch.arange(T, device=order.device)
     inverse = torch.full_like(order, T)
@@ -283,22 +279,24 @@ def inverse_permutation(order: Tensor) -> Tensor:
 
 # ---- layers --------------------------------------------------------------------------
 #
-# A layer says what its parameters are, by its type or by the following, so that nothing
-# depends on the name of a parameter (systems/parameters.py):
+# A layer describes its parameters by its type or by the following attributes, so that
+# nothing depends on the name of a parameter (systems/parameters.py):
 #
 #     init_std       std of the initial values of a matrix, if not 0.02
 #     initial        {parameter: value} of parameters that start at one value
 #     conditions     parameters that tell the model which position to predict
 #     matrices()     what Muon orthogonalises and LoRA adapts, with rows of each part
-#     make_neutral() changes nothing in a model that has been trained without the layer
+#     make_neutral() sets values with which the layer changes no output of a model
 
 Matrices = list[tuple[Tensor, list[int]]]
 
 
 class RMSNorm(nn.RMSNorm):
-    """The fused kernel wants input and weight in one dtype, under autocast, too."""
+    """An RMSNorm that has input and weight in one dtype under autocast, too, as the
+    fused kernel needs them."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x (..., D)."""
         dtype = self.weight.dtype if x.is_cuda else x.dtype
         x = x.to(dtype)
         weight = self.weight.to(dtype)
@@ -316,13 +314,10 @@ class PositionTable(nn.Embedding):
     """A learned vector for each position."""
 
     def __init__(
-        self,
-        c: ModelConfig,
-        rows: int,
-        width: int,
-        wave_std: float | None = 0.04,
+        self, c: ModelConfig, rows: int, width: int, wave_std: float | None = 0.04
     ):
-        """wave_std: of initial sine waves, where model.position_init asks for them."""
+        """Make a table (rows, width). wave_std: standard deviation of the initial sine
+        waves, where model.position_init asks for them."""
         super().__init__(rows, width)
         self.wave_std = wave_std if c.position_init == "sinusoidal" else None
         # Row i starts with the sine waves of position i + first_wave.
@@ -336,42 +331,42 @@ class TargetTable(PositionTable):
 
     conditions = ("weight",)
 
-    def __init__(
-        self,
-        c: ModelConfig,
-        width: int,
-        wave_std: float | None = 0.04,
-    ):
+    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
         super().__init__(c, c.block_size, width, wave_std)
         # Position 0 has the waves that it has in `wpe`, where it is row 1.
         self.first_wave = 1
 
     def make_neutral(self) -> None:
+        """Set all vectors to 0."""
         nn.init.zeros_(self.weight)
 
 
 class ConditionTable(TargetTable):
-    """The target table that adaLN reads. It does so through weights of std 0.02, which
-    a larger std of the waves makes up for."""
+    """The target table that adaLN reads, (block_size, cond_dim). Its waves have a
+    larger std, as adaLN's initial weights have a std of 0.02."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c, c.cond_dim, wave_std=2.0)
 
     def make_neutral(self) -> None:
-        """Nothing: what reads the table is neutral, and learns nothing from zeros."""
+        """Change nothing: adaLN, which reads the table, is neutral itself, and would
+        learn nothing from zeros."""
 
 
 class AdaLN(nn.Linear):
-    """A shift and a scale of each norm, and a gate of what a block adds."""
+    """A layer that computes a shift and a scale for each norm, and a gate for each
+    output of a block, from a vector (..., cond_dim)."""
 
     conditions = ("weight", "bias")
 
     def __init__(self, c: ModelConfig, parts: int):
-        """parts: 6 of a block (shift, scale, gate, twice), 2 of the final norm."""
+        """Make a layer of 6 parts for a block (shift, scale and gate, twice), or of 2
+        for the final norm."""
         super().__init__(c.cond_dim, parts * c.n_embd)
         self.parts = parts
 
     def make_neutral(self) -> None:
+        """Set shifts and scales to 0 and gates to 1, whatever the input."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         parts = self.bias.view(self.parts, -1)
@@ -380,7 +375,8 @@ class AdaLN(nn.Linear):
 
 
 class Projection(nn.Linear):
-    """Back to the residual stream. 2 n_layer of these add up: they start smaller."""
+    """The linear layer back to the residual stream, (..., width) -> (..., D). There are
+    2 n_layer of these, whose outputs add up, so their initial values are smaller."""
 
     def __init__(self, c: ModelConfig, width: int, bias: bool):
         super().__init__(width, c.n_embd, bias=bias)
@@ -425,7 +421,7 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention: which steps see which is up to the pass."""
+    """The self-attention of a block. The pass decides which inputs a step sees."""
 
     initial = {"mix": 0.5}
 
@@ -439,7 +435,7 @@ class Attention(nn.Module):
         self.proj = Projection(c, width, bias=c.proj_bias)
         self.mix: nn.Parameter | None = None
         if c.value_residual:
-            # shares of the block's own values and of the first block's
+            # shares of this block's values and of the first block's
             self.mix = nn.Parameter(torch.full((2,), 0.5))
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
@@ -448,23 +444,19 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, D) -> the output (B, T, D), and values where blocks mix them."""
+        """Return the output (B, T, D) for x (B, T, D), and this block's values, which
+        are None unless blocks mix them."""
         q, k, v, values = self.heads(x, p, first_values)
         y = p.attend(q, k, v)  # (B, T, D)
         return self.proj(y), values
 
     def heads(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """x (B, T, D) -> q, k and v, (B, T, heads, D/H) each, and values to mix."""
+        """Return q, k and v of x (B, T, D), (B, T, heads, D/H) each, and this block's
+        values before they are mixed, or None."""
         qkv = self.qkv(x)  # (B, T, all heads times D/H)
         per_head = (-1, self.head_dim)
         heads = qkv.unflatten(-1, per_head)
@@ -483,16 +475,15 @@ class Attention(nn.Module):
         return q, k, v, values
 
     def matrices(self) -> Matrices:
+        """Return the two weights with the rows of their parts: queries, keys and values
+        are matrices of their own."""
         rows_of_qkv = [heads * self.head_dim for heads in self.heads_of]
         rows_of_proj = [len(self.proj.weight)]
-        return [
-            (self.qkv.weight, rows_of_qkv),
-            (self.proj.weight, rows_of_proj),
-        ]
+        return [(self.qkv.weight, rows_of_qkv), (self.proj.weight, rows_of_proj)]
 
 
 class MLP(nn.Module):
-    """Two layers with a GELU between them, or SwiGLU."""
+    """An MLP: two layers with a GELU between them, or SwiGLU."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -505,7 +496,7 @@ class MLP(nn.Module):
         self.proj = Projection(c, width, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)"""
+        """Return the output (B, T, D) for x (B, T, D)."""
         if self.gate is not None:  # Shazeer, arXiv 2002.05202
             hidden = F.silu(self.gate(x)) * self.fc(x)
         else:
@@ -513,6 +504,7 @@ class MLP(nn.Module):
         return self.proj(hidden)
 
     def matrices(self) -> Matrices:
+        """Return the weights, each with its rows as one part."""
         weights = [self.fc.weight, self.proj.weight]
         if self.gate is not None:
             weights.insert(1, self.gate.weight)
@@ -520,7 +512,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, pre-norm, with adaLN as in the paper, section 3."""
+    """A block of attention and MLP, pre-norm, with adaLN as in the paper, section 3."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -537,13 +529,10 @@ class Block(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, D), first_values (B, T, H, D/H): the first block's values, None in
-        it. Returns x and this block's values, for a value residual."""
+        """Return x (B, T, D) after this block, and this block's values (B, T, H, D/H)
+        for a value residual. first_values: those of the first block; None in it."""
         if self.wtpe is not None:
             x = x + p.lookup(self.wtpe.weight)
         if p.added is not None:
@@ -565,20 +554,22 @@ class Block(nn.Module):
         return x + gate2 * self.drop(y), values
 
 
-# Logits alive at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB
+# Logits in memory at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB
 # with copies.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
 def head_chunk(vocab_size: int, device: str) -> int:
-    """Return the tokens in a chunk; at least 256, as small matrix products are slow."""
+    """Return the number of tokens in a chunk: at least 256, as small matrix products
+    are slow."""
     elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     return max(256, elements // vocab_size)
 
 
 class HeadLoss(nn.Module):
-    """Cross-entropy of the output head, in chunks of tokens, so that the float32 logits
-    (B T, V) never exist at once; the backward pass computes those of a chunk again.
+    """The cross-entropy of the output head, in chunks of tokens, so that the float32
+    logits (B T, V) never exist at once; the backward pass computes those of a chunk
+    again.
 
     It has no parameters. It is a module so that it can be compiled by itself. Faster
     than torch's linear_cross_entropy where both were measured (results/speed.md)."""
@@ -588,7 +579,10 @@ class HeadLoss(nn.Module):
         self.vocab_size = c.vocab_size
 
     def forward(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
-        """head: (n, D) -> logits (n, V). x (B, T, D), wanted (B, T) -> nats (B, T)."""
+        """Return the losses of the tokens `wanted` (B, T) in nats, (B, T).
+
+        head: a function of states (n, D) that returns logits (n, V). x (B, T, D): final
+        hidden states."""
         shape = wanted.shape
         x = x.flatten(0, 1)  # (B T, D)
         wanted = wanted.flatten()
@@ -612,7 +606,8 @@ class HeadLoss(nn.Module):
         return torch.cat(parts).unflatten(0, shape)
 
     def losses(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
-        """Of the tokens of a chunk: (n, D), (n,) -> (n,)."""
+        """Return the losses of the tokens of a chunk, (n,), from x (n, D) and wanted
+        (n,)."""
         logits = head(x)
         return F.cross_entropy(logits, wanted, reduction="none")
 
@@ -621,10 +616,10 @@ class HeadLoss(nn.Module):
 
 
 class Transformer(nn.Module):
-    """What every system has: a table of tokens, blocks, a final norm, an output head.
+    """The base of every system: a table of tokens, blocks, a final norm, a head.
 
-    A system adds what goes in, and what its blocks see. Its parameters are counted and
-    saved in the order in which they are made."""
+    A system adds its inputs and a pass, which decides what its blocks see. Parameters
+    are counted and saved in the order in which they are made."""
 
     conditions: tuple[str, ...] = ()
     # Whether queries are inputs of their own (systems/two_stream.py, mask_query.py).
@@ -650,7 +645,7 @@ class Transformer(nn.Module):
         self.wpe: PositionTable | None = None
 
     def add_blocks(self, block_type: type[nn.Module]) -> None:
-        """Blocks, final norm and head, which come last among the parameters."""
+        """Make blocks, final norm and head, which come last among the parameters."""
         c = self.config
         self.blocks = nn.ModuleList()
         for _ in range(c.n_layer):
@@ -666,6 +661,7 @@ class Transformer(nn.Module):
         self.make_angles()
 
     def make_angles(self, device: torch.device | None = None) -> None:
+        """Make the buffer of the angles of rotary positions: see `rotary_angles`."""
         angles = None
         if self.config.rotates:
             angles = rotary_angles(self.config, device)
@@ -678,7 +674,7 @@ class Transformer(nn.Module):
         return self
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens at positions, (B, T) each -> (B, T, D)."""
+        """Return the embeddings (B, T, D) of tokens at positions, (B, T) each."""
         x = self.wte(tokens)
         if self.start is not None:
             is_start = (positions == 0).unsqueeze(-1)  # (B, T, 1)
@@ -689,8 +685,8 @@ class Transformer(nn.Module):
         return x
 
     def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
-        """Run all blocks and the final norm: embedded inputs (B, T, D) -> final hidden
-        states (B, T, D)."""
+        """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D): run
+        all blocks and the final norm."""
         p.dropout = self.config.dropout if self.training else 0.0
         x = self.drop(x)
         first_values = None
@@ -706,7 +702,8 @@ class Transformer(nn.Module):
         return p.modulated_norm(self.norm_f, x, shift, scale)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for `rotate`, (B, T, 1, D/H / 2) each, at positions (B, T)."""
+        """Return the cosines and sines for `rotate`, (B, T, 1, D/H / 2) each, at
+        positions (B, T)."""
         assert self.angles is not None
         at_least_float32 = torch.promote_types(dtype, torch.float32)
         angles = self.angles.to(at_least_float32)
@@ -716,10 +713,11 @@ class Transformer(nn.Module):
         return cos, sin
 
     def head_logits(self, x: Tensor) -> Tensor:
-        return self.head(x)  # (..., D) -> (..., V)
+        """Return the logits (..., V) of final hidden states (..., D)."""
+        return self.head(x)
 
     def logits(self, *inputs) -> Tensor:
-        """(B, T, V) of the inputs of `hidden`."""
+        """Return the logits (B, T, V) for the arguments of `hidden`."""
         return self.head_logits(self.hidden(*inputs))
 
 
@@ -765,13 +763,13 @@ class AOGPT(Transformer):
         return self.trunk(x, in_positions, p)
 
     def condition(self) -> Tensor:
-        """Return what adaLN reads for each target position, (block_size, cond_dim)."""
+        """Return the input of adaLN by target position, (block_size, cond_dim)."""
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
 
     def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
-        """Add what each step knows of its target, then run the blocks: embedded inputs
-        (B, T, D) at positions (B, T) -> final hidden states (B, T, D)."""
+        """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D) at
+        positions (B, T): condition each step on its target, then run the blocks."""
         target = self.config.target
         if self.angles is not None:
             p.key_angles = self.angles_at(in_positions, x.dtype)
@@ -790,15 +788,15 @@ class AOGPT(Transformer):
 
 
 def in_prediction_order(tokens: Tensor, order: Tensor) -> Tensor:
-    """tokens.gather(1, order), as a scatter: torch.compile would fuse a gather into the
-    loss and repeat it for every logit. (B, T) each -> (B, T)."""
+    """Return tokens.gather(1, order), (B, T), by a scatter: torch.compile would fuse a
+    gather into the loss and repeat it for every logit."""
     wanted = torch.empty_like(tokens)
     return wanted.scatter_(1, inverse_permutation(order), tokens)
 
 
 def shifted_inputs(tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the order, one step late, and their positions; 0 is
-    [None]'s."""
+    """Return the input tokens and their positions, (B, T) each: the tokens in the order
+    (B, T), one step late. Position 0 is that of [None]."""
     shifted = order[:, :-1]
     before = (1, 0)  # one 0 in front
     in_tokens = tokens.gather(1, shifted)

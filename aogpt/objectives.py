@@ -1,5 +1,5 @@
 """Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats
-per token.
+per token. `OBJECTIVES` lists what training can minimise.
 
 All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders
 (the paper, section 3): along orders for decoders, over random sets of masked positions
@@ -13,8 +13,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 from annotated_types import Interval
-from torch import Tensor
+from torch import Tensor, nn
 
+from .model import ModelConfig, Transformer
 from .orders import OrderConfig, Roles, orders_at
 from .runtime.errors import UserError
 from .runtime.randomness import (
@@ -25,41 +26,281 @@ from .runtime.randomness import (
     to_uniform,
 )
 from .runtime.validation import Count, Probability, Table, check_values
-from .scoring import (
-    group_starts,
-    masked_log_probs,
-    token_log_probs,
-)
+from .scoring import group_starts, masked_log_probs, token_log_probs
 from .systems import log_linear_noise
 
-
-class ObjectiveFacts(NamedTuple):
-    """What an objective is of."""
-
-    for_encoders: bool  # else for decoders, along orders
-    in_groups: bool = False  # predicts groups of steps
-    of_scores: bool = False  # the outputs are scores, at a noise level
-    stratified: bool = False  # mask rates, over the sequences of a batch
-
-
-OBJECTIVES = {
-    "ar": ObjectiveFacts(for_encoders=False),
-    "ao_ar": ObjectiveFacts(for_encoders=False),
-    "groupwise": ObjectiveFacts(for_encoders=False, in_groups=True),
-    "lambda_dce": ObjectiveFacts(for_encoders=True, stratified=True),
-    "masked_ce": ObjectiveFacts(for_encoders=True, stratified=True),
-    "k_dce": ObjectiveFacts(for_encoders=True),
-    "t_dce": ObjectiveFacts(for_encoders=True),
-    "score_entropy": ObjectiveFacts(for_encoders=True, of_scores=True),
-}
-ObjectiveKind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
 
 
+@dataclass
+class Masks:
+    """The masked positions of B sequences, and the weights of their losses."""
+
+    masked: Tensor  # BoolTensor (B, T)
+    weight: Tensor  # (B,) factor of the sum over masked positions
+    sigma: Tensor  # (B,) noise level
+    lengths: Tensor | None = None  # (B,) of rows shorter than T; None: all have T
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
+        """Return masks with `function` applied to every tensor."""
+        lengths = None if self.lengths is None else function(self.lengths)
+        return Masks(
+            function(self.masked), function(self.weight), function(self.sigma), lengths
+        )
+
+
+@dataclass
+class Batch:
+    """A batch of B sequences of T tokens, with the orders or masks of their loss."""
+
+    tokens: Tensor  # LongTensor (B, T)
+    # decoder: LongTensor (B, T), the position predicted at each step
+    order: Tensor | None = None
+    # decoder, with prompts (B, T): factor of the loss of each step
+    weight: Tensor | None = None
+    # decoder, with prompts LongTensor (B,): tokens of the prompt
+    prompt_lengths: Tensor | None = None
+    group: int = 1  # decoder, groupwise: steps that are predicted at once
+    masks: Masks | None = None  # encoder
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return a batch with `function` applied to every tensor."""
+
+        def optional(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        return Batch(
+            tokens=function(self.tokens),
+            order=optional(self.order),
+            weight=optional(self.weight),
+            prompt_lengths=optional(self.prompt_lengths),
+            group=self.group,
+            masks=None if self.masks is None else self.masks.map(function),
+        )
+
+
+def ao_ar_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    order: Tensor,
+    weight: Tensor | None = None,
+    group_start: Tensor | None = None,
+) -> Tensor:
+    """Return the any-order autoregressive loss: the mean over steps of
+    -log p(x[s_i] | x[s_<i]) (the paper, section 3, equation 2), a differentiable
+    scalar. Its mean over uniform orders is the masked diffusion objective / T. model:
+    AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T); weight: (B, T), of
+    every step of the order; group_start: (B, T), of two-stream models, see
+    `QueryDecoder.hidden`."""
+    if group_start is None:
+        nll = model(tokens, order)
+    else:
+        nll = model(tokens, order, group_start)
+    return nll.mean() if weight is None else (nll * weight).mean()
+
+
+def groupwise_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    order: Tensor,
+    group: int,
+    weight: Tensor | None = None,
+    prompt_lengths: Tensor | None = None,
+) -> Tensor:
+    """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's)
+    (A3), for two-stream models. group: steps in a group; prompt_lengths: LongTensor
+    (B,), steps before the first group."""
+    if group == 1:
+        return ao_ar_loss(model, tokens, order, weight)
+    starts = group_starts(order, group, prompt_lengths)
+    return ao_ar_loss(model, tokens, order, weight, group_start=starts)
+
+
+def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
+    """Return weight * sum over masked positions of -log p(x_i | unmasked) / T of each
+    sequence, (B,): the masked diffusion objective in expectation (RADD, arXiv
+    2406.03736)."""
+    nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
+    return masks.weight * nll / tokens.shape[1]
+
+
+def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
+    """Return the denoising score entropy, differentiable, (B, T), 0 at unmasked
+    positions; its mean is per token (SEDD, equation 8, absorbing graph).
+
+    With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of
+    token y at a masked position is log s_y = o_y - log expm1(sigma) - log N, and its
+    target is the ratio r = 1 / expm1(sigma) at the true token x, 0 elsewhere:
+
+        sum_y s_y - r log s_x + r (log r - 1)
+
+    which is 0 where s is the true ratio of a token that is certain."""
+    sigma = masks.sigma.to(torch.get_default_dtype())
+    # The model gives log sum_y exp(o_y) and o_x, the terms of the sum above.
+    normaliser, output = model(tokens, masks.masked, sigma, masks.lengths).double()
+    log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
+    # log s = o + shift
+    shift = log_ratio - math.log(vocab)
+    ratio = log_ratio.exp()
+    entropy = (
+        (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
+    )
+    return masks.weight[:, None] * entropy * masks.masked
+
+
+# ---- the losses of OBJECTIVES: of a model and a micro-batch, mean nats per token -----
+
+
+def order_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+    """Return the mean loss of a decoder along the orders of the batch, a scalar."""
+    assert batch.order is not None
+    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
+
+
+def group_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+    """Return the mean loss of a decoder in groups of `batch.group` steps, a scalar."""
+    assert batch.order is not None
+    return groupwise_loss(
+        model,
+        batch.tokens,
+        batch.order,
+        batch.group,
+        weight=batch.weight,
+        prompt_lengths=batch.prompt_lengths,
+    )
+
+
+def mask_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+    """Return the mean weighted loss of an encoder at masked positions, a scalar."""
+    assert batch.masks is not None
+    return masked_nll(model, batch.tokens, batch.masks).mean()
+
+
+def score_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+    """Return the mean score entropy of an encoder with noise, a scalar."""
+    assert batch.masks is not None
+    vocab = config.mask_token  # [MASK] is the first id after the tokens
+    assert vocab is not None
+    losses = score_entropy(model, batch.tokens, batch.masks, vocab)
+    return losses.mean(dim=1).mean()
+
+
+# ---- the masks of OBJECTIVES ---------------------------------------------------------
+#
+# Each function makes masks from uniform numbers, row_uniforms (B,) and
+# position_uniforms (B, T), such that the weighted loss (of masked_ce alone not) has the
+# masked diffusion objective as its expectation (RADD, section 3; SEDD). lengths (B,):
+# tokens of the rows of data with prompts, without padding.
+#
+#     kind           masked                            weight
+#     lambda_dce     at rate l ~ U(0, 1)               1 / l
+#     masked_ce      as lambda_dce                     2: no bound, a mean over masks
+#     k_dce          exactly k ~ U{1..n} positions     n / k
+#     t_dce          at rate (1 - eps) t, t ~ U(0, 1)  sigma'(t) / expm1(sigma(t)),
+#                                                      which is 1 / t
+#     score_entropy  as t_dce                          sigma'(t)
+#
+# n is T, or the number of predicted tokens of a sequence with a prompt.
+
+
+def masks_of_rate(
+    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+) -> Masks:
+    """Return the masks of lambda_dce."""
+    rate = row_uniforms.clamp(min=SMALLEST_RATE)
+    masked = position_uniforms < rate[:, None]
+    return Masks(masked, 1 / rate, log_linear_noise(rate, eps), lengths)
+
+
+def unweighted_masks(
+    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+) -> Masks:
+    """Return the masks of masked_ce."""
+    masks = masks_of_rate(row_uniforms, position_uniforms, eps, lengths)
+    masks.weight = torch.full_like(masks.weight, 2.0)
+    return masks
+
+
+def masks_of_count(
+    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+) -> Masks:
+    """Return the masks of k_dce."""
+    n = predicted_tokens(position_uniforms)
+    k = (row_uniforms * n).long() + 1
+    rank = position_uniforms.argsort(dim=1).argsort(dim=1)
+    return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
+
+
+def masks_of_time(
+    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+) -> Masks:
+    """Return the masks of t_dce."""
+    t = row_uniforms.clamp(min=SMALLEST_RATE)
+    rate = (1 - eps) * t
+    masked = position_uniforms < rate[:, None]
+    return Masks(masked, 1 / t, log_linear_noise(t, eps), lengths)
+
+
+def masks_of_scores(
+    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+) -> Masks:
+    """Return the masks of score_entropy."""
+    masks = masks_of_time(row_uniforms, position_uniforms, eps, lengths)
+    t = row_uniforms.clamp(min=SMALLEST_RATE)
+    if lengths is None:
+        rate = (1 - eps) * t
+        masks.weight = (1 - eps) / (1 - rate)
+        return masks
+    # The network gets the noise level of the masked share of all tokens, as when it
+    # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
+    # makes it 1 / t.
+    n = predicted_tokens(position_uniforms)
+    masks.sigma = log_linear_noise(t * n / lengths, eps)
+    masks.weight = masks.sigma.expm1() / t
+    return masks
+
+
+def predicted_tokens(position_uniforms: Tensor) -> Tensor:
+    """Return the number of tokens of each sequence that may be masked, (B,)."""
+    return (position_uniforms < NEVER).sum(dim=1)
+
+
+# ---- objectives ----------------------------------------------------------------------
+
+
+class Objective(NamedTuple):
+    """An objective: its loss and, for encoders, its masks."""
+
+    loss: Callable[[nn.Module, Batch, ModelConfig], Tensor]
+    # None: for decoders, along orders
+    masks: Callable[[Tensor, Tensor, float, Tensor | None], Masks] | None = None
+    in_groups: bool = False  # predicts groups of steps
+    of_scores: bool = False  # the outputs are scores, at a noise level
+    stratified: bool = False  # mask rates, over the sequences of a batch
+
+    @property
+    def for_encoders(self) -> bool:
+        """Return whether this is an objective of encoders, else of decoders."""
+        return self.masks is not None
+
+
+OBJECTIVES = {
+    "ar": Objective(order_loss),
+    "ao_ar": Objective(order_loss),
+    "groupwise": Objective(group_loss, in_groups=True),
+    "lambda_dce": Objective(mask_loss, masks_of_rate, stratified=True),
+    "masked_ce": Objective(mask_loss, unweighted_masks, stratified=True),
+    "k_dce": Objective(mask_loss, masks_of_count),
+    "t_dce": Objective(mask_loss, masks_of_time),
+    "score_entropy": Objective(score_loss, masks_of_scores, of_scores=True),
+}
+ObjectiveKind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig(Table):
-    """What training minimises."""
+    """The loss that training minimises."""
 
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3:
     # every group of steps from the groups before it). Encoders (RADD): lambda_dce
@@ -76,71 +317,16 @@ class ObjectiveConfig(Table):
 
     def __post_init__(self):
         check_values(self, name="objective.{}".format)
-        if self.prefix_prob and not self.facts.for_encoders:
+        if self.prefix_prob and not self.definition.for_encoders:
             raise UserError(
                 f"objective.prefix_prob is for encoders, and objective.kind is "
                 f"{self.kind!r}; set it to 0, and order.kind = 'mixture' instead"
             )
 
     @property
-    def facts(self) -> ObjectiveFacts:
-        """What the objective is of."""
+    def definition(self) -> Objective:
+        """Return the row of OBJECTIVES."""
         return OBJECTIVES[self.kind]
-
-
-def ao_ar_loss(
-    model,
-    tokens: Tensor,
-    order: Tensor,
-    weight: Tensor | None = None,
-    group_start: Tensor | None = None,
-) -> Tensor:
-    """Any-order autoregressive loss: mean over steps of -log p(x[s_i] | x[s_<i]) (the
-    paper, section 3, equation 2); a differentiable scalar. Its mean over uniform orders
-    is the masked diffusion objective / T. model: AOGPT, or a wrapper of it; tokens,
-    order: LongTensor (B, T); weight: (B, T), of every step of the order; group_start:
-    (B, T), of two-stream models, see `QueryDecoder.hidden`."""
-    if group_start is None:
-        nll = model(tokens, order)
-    else:
-        nll = model(tokens, order, group_start)
-    return nll.mean() if weight is None else (nll * weight).mean()
-
-
-def groupwise_loss(
-    model,
-    tokens: Tensor,
-    order: Tensor,
-    group: int,
-    weight: Tensor | None = None,
-    prompt_lengths: Tensor | None = None,
-) -> Tensor:
-    """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's)
-    (A3), for two-stream models. group: steps in a group; prompt_lengths: LongTensor
-    (B,), steps before the first group."""
-    if group == 1:
-        return ao_ar_loss(model, tokens, order, weight)
-    starts = group_starts(order, group, prompt_lengths)
-    return ao_ar_loss(model, tokens, order, weight, starts)
-
-
-@dataclass
-class Masks:
-    """Masked positions of B sequences and how their losses are weighted."""
-
-    masked: Tensor  # BoolTensor (B, T)
-    weight: Tensor  # (B,) factor of the sum over masked positions
-    sigma: Tensor  # (B,) noise level
-    lengths: Tensor | None = None  # (B,) of rows shorter than T; None: all have T
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Masks":
-        lengths = None if self.lengths is None else function(self.lengths)
-        return Masks(
-            function(self.masked),
-            function(self.weight),
-            function(self.sigma),
-            lengths,
-        )
 
 
 def masks_at(
@@ -150,36 +336,21 @@ def masks_at(
     rows: range,
     total: int,
     length: int,
-    roles=None,
+    roles: Roles | None = None,
 ) -> Masks:
     """Return the training masks of the sequences `rows` of a global batch of `total`, a
     pure function of the arguments. A prompt (in `roles`) is never masked."""
-    row_uniforms, position_uniforms = _uniform(
-        seed,
-        step,
-        rows,
-        length,
-        roles,
-    )
+    row_uniforms, position_uniforms = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         row_uniforms, position_uniforms = _with_prefixes(
             config.prefix_prob, row_uniforms, position_uniforms
         )
-    if config.facts.stratified:
-        row_uniforms = stratified(
-            seed,
-            step,
-            rows,
-            total,
-            length + 1,
-        )
-    return _masks(
-        config.kind,
-        row_uniforms,
-        position_uniforms,
-        config.noise_eps,
-        roles,
-    )
+    objective = config.definition
+    if objective.stratified:
+        row_uniforms = stratified(seed, step, rows, total, width=length + 1)
+    assert objective.masks is not None, f"{config.kind} has no masks"
+    lengths = None if roles is None else roles.lengths
+    return objective.masks(row_uniforms, position_uniforms, config.noise_eps, lengths)
 
 
 def evaluation_masks(
@@ -188,89 +359,21 @@ def evaluation_masks(
     rows: range,
     total: int,
     length: int,
-    roles=None,
+    roles: Roles | None = None,
     kind: str = "k_dce",
 ) -> Masks:
-    """As `masks_at`, with the numbers of masked positions, or the times, stratified
-    over the batch. Not lambda_dce: its weight 1 / lambda has infinite variance."""
-    _, position_uniforms = _uniform(
-        seed,
-        step,
-        rows,
-        length,
-        roles,
-        SCORED_MASKS,
-    )
+    """Return masks of an objective as `masks_at` does, with the numbers of masked
+    positions, or the times, stratified over the batch. Not lambda_dce: its weight
+    1 / lambda has infinite variance."""
+    _, position_uniforms = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
     row_uniforms = stratified(
-        seed,
-        step,
-        rows,
-        total,
-        length + 1,
-        SCORED_MASKS,
+        seed, step, rows, total, width=length + 1, stream=SCORED_MASKS
     )
-    return _masks(
-        kind,
-        row_uniforms,
-        position_uniforms,
-        ObjectiveConfig.noise_eps,
-        roles,
-    )
-
-
-def _masks(
-    kind: str,
-    row_uniforms: Tensor,
-    position_uniforms: Tensor,
-    eps: float,
-    roles: Roles | None = None,
-) -> Masks:
-    """Return masks from uniform numbers, one for each sequence, (B,), and one for each
-    of its positions, (B, T), such that the weighted loss (of masked_ce alone not) has
-    the masked diffusion objective as its expectation (RADD, section 3; SEDD):
-
-        kind           masked                            weight
-        lambda_dce     at rate l ~ U(0, 1)               1 / l
-        masked_ce      as lambda_dce                     2: no bound, a mean over masks
-        k_dce          exactly k ~ U{1..n} positions     n / k
-        t_dce          at rate (1 - eps) t, t ~ U(0, 1)  sigma'(t) / expm1(sigma(t)),
-                                                         which is 1 / t
-        score_entropy  as t_dce                          sigma'(t)
-
-    n is T, or the number of predicted tokens of a sequence with a prompt."""
-    n = (position_uniforms < NEVER).sum(dim=1)
+    masks_of = OBJECTIVES[kind].masks
+    assert masks_of is not None, f"{kind} has no masks"
     lengths = None if roles is None else roles.lengths
-    if kind == "k_dce":
-        k = (row_uniforms * n).long() + 1
-        rank = position_uniforms.argsort(dim=1).argsort(dim=1)
-        return Masks(
-            rank < k[:, None],
-            n / k,
-            log_linear_noise(k / n, eps),
-            lengths,
-        )
-    t = row_uniforms.clamp(min=SMALLEST_RATE)
-    if kind in ("lambda_dce", "masked_ce"):
-        weight = 1 / t if kind == "lambda_dce" else torch.full_like(t, 2.0)
-        return Masks(
-            position_uniforms < t[:, None],
-            weight,
-            log_linear_noise(t, eps),
-            lengths,
-        )
-    rate = (1 - eps) * t
-    masked = position_uniforms < rate[:, None]
-    sigma = log_linear_noise(t, eps)
-    if kind == "t_dce":
-        return Masks(masked, 1 / t, sigma, lengths)
-    assert kind == "score_entropy", f"{kind} has no masks"
-    if roles is None:
-        return Masks(masked, (1 - eps) / (1 - rate), sigma)
-    # The network gets the noise level of what is masked among all tokens, as when it
-    # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
-    # makes it 1 / t.
-    sigma = log_linear_noise(t * n / roles.lengths, eps)
-    return Masks(masked, sigma.expm1() / t, sigma, lengths)
+    eps = ObjectiveConfig.noise_eps
+    return masks_of(row_uniforms, position_uniforms, eps, lengths)
 
 
 def _uniform(
@@ -292,12 +395,10 @@ def _uniform(
 
 
 def _with_prefixes(
-    prob: float,
-    row_uniforms: Tensor,
-    position_uniforms: Tensor,
+    prob: float, row_uniforms: Tensor, position_uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return uniform numbers as above; in a share `prob` of the rows they fall from
-    left to right."""
+    """Return the uniform numbers of sequences (B,) and positions (B, T) such that in a
+    share `prob` of the rows the latter fall from left to right."""
     heads = row_uniforms < prob  # there the unmasked positions are the first ones
     # Given the coin, its uniform number is uniform again on either side.
     left = torch.where(
@@ -312,12 +413,7 @@ def _with_prefixes(
 
 
 def stratified(
-    seed: int,
-    step: int,
-    rows: range,
-    total: int,
-    width: int,
-    stream: int = ORDERS,
+    seed: int, step: int, rows: range, total: int, width: int, stream: int = ORDERS
 ) -> Tensor:
     """Return uniform numbers (len(rows),), float64, such that each of `total` equal
     parts of (0, 1) holds one of all `total` rows. width: of the table whose row `total`
@@ -328,69 +424,24 @@ def stratified(
     return (row / total + offset) % 1.0
 
 
-def masked_nll(model, tokens: Tensor, masks: Masks) -> Tensor:
-    """weight * sum over masked positions of -log p(x_i | unmasked) / T of each
-    sequence, (B,): the masked diffusion objective in expectation (RADD, arXiv
-    2406.03736)."""
-    nll = model(tokens, masks.masked, lengths=masks.lengths).double().sum(dim=1)
-    return masks.weight * nll / tokens.shape[1]
-
-
-def score_entropy(model, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
-    """Return the denoising score entropy, differentiable, (B, T), 0 at unmasked
-    positions; its mean is per token (SEDD, equation 8, absorbing graph).
-
-    With N = `vocab` tokens besides [MASK] and the network's output o, the log-score of
-    token y at a masked position is log s_y = o_y - log expm1(sigma) - log N, and its
-    target is the ratio r = 1 / expm1(sigma) at the true token x, 0 elsewhere:
-
-        sum_y s_y - r log s_x + r (log r - 1)
-
-    which is 0 where s is the true ratio of a token that is certain."""
-    sigma = masks.sigma.to(torch.get_default_dtype())
-    # The model gives log sum_y exp(o_y) and o_x, of which the sum above is made.
-    normaliser, output = model(
-        tokens,
-        masks.masked,
-        sigma,
-        masks.lengths,
-    ).double()
-    log_ratio = -masks.sigma.expm1().log()[:, None]  # log r, (B, 1)
-    # log s = o + shift
-    shift = log_ratio - math.log(vocab)
-    ratio = log_ratio.exp()
-    entropy = (
-        (normaliser + shift).exp() - ratio * (output + shift) + ratio * (log_ratio - 1)
-    )
-    return masks.weight[:, None] * entropy * masks.masked
-
-
 def token_score_entropy(
-    model,
-    tokens: Tensor,
-    seed: int,
-    draw: int,
-    rows: range,
-    total: int,
+    model: Transformer, tokens: Tensor, seed: int, draw: int, rows: range, total: int
 ) -> Tensor:
     """Return one Monte Carlo sample of SEDD's own bound on the negative log-likelihood
     in nats, the integral of score entropy over time: terms (B, T), float64, in sequence
     order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
     the scores, normalised.)"""
     masks = evaluation_masks(
-        seed,
-        draw,
-        rows,
-        total,
-        tokens.shape[1],
-        kind="score_entropy",
+        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
     )
     masks = masks.map(lambda tensor: tensor.to(tokens.device))
-    return score_entropy(model, tokens, masks, model.config.mask_token)
+    vocab = model.config.mask_token
+    assert vocab is not None
+    return score_entropy(model, tokens, masks, vocab)
 
 
 def token_nll(
-    model,
+    model: Transformer,
     tokens: Tensor,
     orders: OrderConfig,
     seed: int,
@@ -410,7 +461,7 @@ def token_nll(
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
     draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
-    CPU): which tokens are the prompt, which comes first in every order."""
+    CPU): the tokens of the prompt, which comes first in every order."""
     length = tokens.shape[1]
     device = tokens.device
     if model.config.is_encoder and orders.kind == "random" and group == 1:
@@ -437,9 +488,9 @@ def token_nll(
                 model,
                 tokens,
                 order,
-                group,
-                prompt_lengths,
-                lengths,
+                group=group,
+                prompt_lengths=prompt_lengths,
+                lengths=lengths,
             )
         nll = -log_probs.double()
         nll[:, :scored_from] = torch.nan

@@ -24,7 +24,7 @@ from .runtime.validation import Count, Probability, Seed, Table, check_values
 
 
 class OrderFacts(NamedTuple):
-    """What a kind of orders is."""
+    """The properties of a kind of orders."""
 
     settings: tuple[str, ...] = ()  # the fields of OrderConfig that it reads
     is_fixed: bool = False  # nothing is drawn: all sequences have one order
@@ -67,7 +67,7 @@ class OrderConfig(Table):
     # them. random_blockwise: blocks left to right, each in a random order (block
     # diffusion, arXiv 2503.09573). slots: blocks in random order, left to right inside
     # (ReFusion, arXiv 2512.13586). context_l2r: a random set of positions first, in
-    # ascending order, then the others left to right (after AC- GPT, arXiv 2606.14943).
+    # ascending order, then the others left to right (after AC-GPT, arXiv 2606.14943).
     # random_l2r: the same with that set in random order (Eso-LM, arXiv 2506.01928).
     # sliding: always one of the first "window" positions that are left (after Set
     # Diffusion, arXiv 2607.01775). infill: all but one gap in reading order, then the
@@ -103,18 +103,18 @@ class OrderConfig(Table):
 
     @property
     def unmixed(self) -> OrderKind:
-        """The kind, of a mixture that of what it mixes in."""
+        """Return the kind of orders, for a mixture the kind that it mixes in."""
         return self.mixed if self.kind == "mixture" else self.kind
 
     @property
     def is_fixed(self) -> bool:
-        """All sequences have one and the same order."""
+        """Return whether all sequences have one and the same order."""
         only_mixed = self.kind != "mixture" or self.l2r_prob == 1
         return only_mixed and ORDER_KINDS[self.unmixed].is_fixed
 
     @property
     def is_any_order(self) -> bool:
-        """Every permutation is drawn."""
+        """Return whether every permutation may be drawn."""
         return ORDER_KINDS[self.kind].covers_all
 
     def check_length(self, length: int) -> None:
@@ -210,7 +210,8 @@ def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
 
 
 def _sliding(uniform: np.ndarray, window: int) -> Tensor:
-    """Draw one of the first positions left, step by step; the window stays sorted."""
+    """Return orders (B, T) in which each step draws one of the first `window` positions
+    left, which stay sorted."""
     B, T = uniform.shape
     order = np.empty((B, T), np.int64)
     rows = np.arange(B)
@@ -220,7 +221,7 @@ def _sliding(uniform: np.ndarray, window: int) -> Tensor:
         size = min(window, T - step)
         drawn = (uniform[:, step] * size).astype(np.int64)
         order[:, step] = left[rows, drawn]
-        # Move what stands before the one drawn one place on, and start after it.
+        # Positions before the drawn one move one place on; the first place is left.
         moves = np.arange(1, size) <= drawn[:, None]
         left[:, 1:size] = np.where(moves, left[:, : size - 1], left[:, 1:size])
         left = left[:, 1:]
@@ -234,6 +235,8 @@ def _permutation(seed: int, length: int, draw: int = 0) -> Tensor:
 
 
 def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
+    """Return one order (length,) with blocks left to right and the same permutation
+    inside each of them."""
     # The identity inside blocks would be left to right, which small blocks draw often.
     for draw in itertools.count():
         inside = _permutation(config.seed, config.block, draw)
@@ -245,8 +248,8 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
-    """Return the orders in a .npy file, int64 (M, length); of longer ones the first
-    positions."""
+    """Return the orders in a .npy file, int64 (M, length). Of longer orders it takes
+    the positions below `length`."""
     try:
         orders = np.load(file, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
@@ -284,13 +287,10 @@ def parse_order(text: str, option: str) -> OrderConfig:
 
 
 def parse_settings(
-    text: str,
-    types: dict[str, type],
-    example: str,
-    option: str,
+    text: str, types: dict[str, type], example: str, option: str
 ) -> tuple:
-    """Name and settings, a dict, of `name:setting=value,...`. types: of the settings
-    there are."""
+    """Return the name and the settings, a dict, of a text `name:setting=value,...`.
+    types: the type of each setting; example: settings to show in an error."""
     name, _, written = text.partition(":")
     values = {}
     for setting in written.split(",") if written else ():
@@ -316,20 +316,20 @@ def parse_settings(
 
 @dataclass
 class Roles:
-    """Which tokens of B sequences are predicted, and which a prompt; others are
-    padding."""
+    """The predicted tokens and the prompts of B sequences; other tokens are padding."""
 
     predicted: Tensor  # BoolTensor (B, T)
     given: Tensor  # the same
 
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":
-        """From a dataset's roles, (B, T): 0 predicted, 1 prompt, 2 padding."""
+        """Return the roles that a dataset holds as numbers (B, T): 0 predicted, 1
+        prompt, 2 padding."""
         return cls(roles == 0, roles == 1)
 
     @property
     def lengths(self) -> Tensor:
-        """LongTensor (B,), tokens of each row without padding."""
+        """Return the number of tokens of each row without padding, LongTensor (B,)."""
         return (self.predicted | self.given).sum(dim=1)
 
     def first_given(self, order: Tensor) -> Tensor:

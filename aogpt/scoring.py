@@ -32,18 +32,19 @@ def token_log_probs(
 ) -> Tensor:
     """Return log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
 
-    One pass of a decoder; one for each step of an encoder, which masks what is left.
+    It takes one pass of a decoder, and one for each step of an encoder, which masks all
+    later steps.
 
     Args:
         tokens: LongTensor (B, T) in sequence order.
         order: LongTensor (B, T), rows are permutations of 0..T-1.
-        group: the steps of a group are predicted at once from the groups before it:
-            what decoding in such groups draws from. A pass for each group; models whose
+        group: the steps of a group are predicted at once from the groups before it,
+            as in decoding in such groups. It takes a pass for each group; models whose
             queries are inputs of their own need one for all.
         prompt_lengths: LongTensor (B,), steps before the first group; in groups the
             result means nothing there.
-        lengths: LongTensor (B,) of an encoder's rows that are shorter than T; their
-            orders end with the positions that they do not have.
+        lengths: LongTensor (B,), tokens of an encoder's rows that are shorter than T;
+            their orders end with the positions that they do not have.
 
     Raises UserError for tokens outside the vocabulary, other shapes, rows of `order`
     that are not permutations, and groups of a plain GPT."""
@@ -56,24 +57,20 @@ def token_log_probs(
             "this model has no target positions and predicts one token at a time"
         )
     if model.separate_queries:
-        return -model(tokens, order, group_starts(order, group, prompt_lengths))
-    result = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=model.wte.weight.dtype,
-    )
+        starts = group_starts(order, group, prompt_lengths)
+        return -model(tokens, order, starts)
+    result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
     for known, steps in groups_of(order, group, prompt_lengths):
-        log_probs = parallel_log_probs(model, tokens, order, known, steps, lengths)
+        log_probs = parallel_log_probs(
+            model, tokens, order, known=known, steps=steps, lengths=lengths
+        )
         result = log_probs.where(steps, result.to(log_probs.dtype))
     return result
 
 
 @torch.no_grad()
 def masked_log_probs(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-    lengths: Tensor | None = None,
+    model: Transformer, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
     """Return log p(true token | all unmasked tokens) of every masked position, in one
     pass.
@@ -93,40 +90,27 @@ def masked_log_probs(
         return encoder.log_probs(tokens, masked, lengths)
     # The context comes first.
     order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
-    log_probs = parallel_log_probs(
-        model,
-        tokens,
-        order,
-        known=(~unknown).sum(1),
-    )
+    log_probs = parallel_log_probs(model, tokens, order, known=(~unknown).sum(1))
     return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
 
 @torch.no_grad()
 def masked_logits(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-    order: Tensor | None = None,
+    model: Transformer, tokens: Tensor, masked: Tensor, order: Tensor | None = None
 ) -> Tensor:
     """Return the logits of every masked token given all unmasked ones, in one pass:
     (masked tokens, V), row after row, by position.
 
-    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): in
-    which a decoder reads the unmasked tokens, the masked ones last; by default from
-    left to right."""
+    tokens LongTensor (B, T); masked BoolTensor (B, T). order LongTensor (B, T): the
+    order in which a decoder reads the unmasked tokens, the masked ones last; by default
+    from left to right."""
     check_mask(model, tokens, masked)
     if model.config.is_encoder:
         encoder: Any = model  # of systems/encoder.py
         return encoder.head_logits(encoder.masked_hidden(tokens, masked)[masked])
     if order is None:
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
-    x = parallel_hidden(
-        model,
-        tokens,
-        order,
-        known=(~masked).sum(1),
-    )
+    x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
     return model.head_logits(x[row, step])
@@ -155,12 +139,7 @@ def parallel_log_probs(
     else:
         check_boolean(steps, "steps")
     if not model.config.is_encoder:
-        x = parallel_hidden(
-            model,
-            tokens,
-            order,
-            known,
-        )
+        x = parallel_hidden(model, tokens, order, known)
         log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
         return log_probs.where(steps, torch.zeros_like(log_probs))
     encoder: Any = model  # of systems/encoder.py
@@ -173,54 +152,33 @@ def parallel_log_probs(
     x = encoder.masked_hidden(tokens, masked, lengths)[row, position]
     logits = at_least_float32(model.head_logits(x))
     scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
-    log_probs = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=scored.dtype,
-    )
+    log_probs = torch.zeros(order.shape, device=order.device, dtype=scored.dtype)
     log_probs[row, step] = scored.squeeze(1)
     return log_probs
 
 
 class MaskedPass(Pass):
-    """A training pass in which step i sees the inputs that a mask (B, 1, T, T)
-    allows."""
+    """A training pass with a mask (B, 1, T, T), bool: True where step i sees an
+    input."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor,
-        allowed: Tensor,
-    ):
+    def __init__(self, config: ModelConfig, targets: Tensor, allowed: Tensor):
         super().__init__(config, targets)
         self.allowed = allowed
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
+        return attention(q, k, v, mask=self.allowed)
 
 
 def parallel_hidden(
-    model: Transformer,
-    tokens: Tensor,
-    order: Tensor,
-    known: Tensor,
+    model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
 ) -> Tensor:
     """Return final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are
     those of training; all later ones are predicted from the first `known` tokens.
 
-    Each of these is a copy of input `known`, the last known token, with a target of its
-    own; it sees the inputs before that one and itself, never another copy. Models whose
-    queries are inputs of their own have a method `parallel_hidden` instead."""
+    Each later step is a copy of input `known`, the last known token, with its own
+    target; it sees the inputs before that one and itself, never another copy. Models
+    whose queries are inputs of their own have a method `parallel_hidden` instead."""
     if model.separate_queries:
         queries: Any = model  # of systems/two_stream.py or mask_query.py
         return queries.parallel_hidden(tokens, order, known)
@@ -239,11 +197,7 @@ def parallel_hidden(
     return decoder.trunk(x, in_positions, p)
 
 
-def without_start(
-    allowed: Tensor,
-    last: Tensor,
-    config: ModelConfig,
-) -> Tensor:
+def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
     """Return a mask (..., keys) in which a hidden [None] is visible only to queries
     that see nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
@@ -253,9 +207,7 @@ def without_start(
 
 
 def group_starts(
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Tensor:
     """Return the first step of every step's group, (B, T). Steps of the prompt are
     groups of one."""
@@ -267,19 +219,13 @@ def group_starts(
 
 
 def groups_of(
-    order: Tensor,
-    group: int,
-    prompt_lengths: Tensor | None = None,
+    order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each group, the step where it begins in each row (B,) and its steps,
     BoolTensor (B, T)."""
     B, T = order.shape
     if prompt_lengths is None:
-        prompt_lengths = torch.zeros(
-            B,
-            dtype=torch.long,
-            device=order.device,
-        )
+        prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
     steps = torch.arange(T, device=order.device)
     for start in range(0, T - int(prompt_lengths.min()), group):
         known = (prompt_lengths + start).clamp(max=T)
@@ -287,15 +233,11 @@ def groups_of(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or as it is in float64."""
+    """Return x in float32, or unchanged if it is in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_tokens(
-    model: Transformer,
-    tokens: Tensor,
-    companion: Tensor,
-) -> None:
+def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the
     model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
@@ -316,19 +258,15 @@ def check_tokens(
         )
 
 
-def check_mask(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-) -> None:
+def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
     """Raise UserError if tokens and a mask of them do not fit the model."""
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")
 
 
 def check_boolean(mask: Tensor, name: str) -> None:
-    """Raise UserError for a mask of integers: indexing and ~ would mean something
-    else."""
+    """Raise UserError for a mask that is not boolean, on which indexing and ~ would
+    have another meaning."""
     if mask.dtype != torch.bool:
         raise UserError(f"{name} is {mask.dtype}; give a boolean tensor")
 

@@ -278,7 +278,7 @@ def test_mauve_is_high_for_pieces_of_the_text_and_low_for_copies(
         assert again["mauve"] == near["mauve"]
     _, out, _ = script(eval_gen, "--samples", write_texts(["ab"]), *words)
     assert "| MAUVE |" in out
-    assert "MAUVE of as many passages" in out
+    assert "MAUVE of the same number of passages" in out
 
 
 def test_features_are_means_of_the_last_hidden_state(byte_judge, run):

@@ -37,7 +37,7 @@ from aogpt.training.batches import make_batch
 from aogpt.training.config import load_toml
 from aogpt.training.optimizers import EMA, make_optimizers
 from aogpt.training.state import Progress, State
-from train import training_loss, update
+from train import update
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -103,7 +103,9 @@ def loss_and_gradients(model, config, dtype):
     """On the device of the model; in float64 on the CPU."""
     device = model.wte.weight.device
     with autocast(device, dtype):
-        loss = training_loss(model, batch_of(config, device), config, 0)
+        loss = config.objective.definition.loss(
+            model, batch_of(config, device), config.model
+        )
     gradients = torch.autograd.grad(
         loss, list(model.parameters()), materialize_grads=True
     )
@@ -165,7 +167,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):
-                loss = training_loss(model, batch, config, 0)
+                loss = config.objective.definition.loss(model, batch, config.model)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             update(state, loss, norm)

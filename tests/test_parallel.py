@@ -343,7 +343,7 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
             changed = change(config, train__activation_checkpointing=kind)
             model = parallel.build(changed, ALONE).double()
             torch.manual_seed(3)
-            train.training_loss(model, batch, changed, 0).backward()
+            changed.objective.definition.loss(model, batch, changed.model).backward()
             found.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
@@ -369,14 +369,14 @@ def test_what_is_computed_again_can_be_compiled(short, kind, dropout):
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
     model = parallel.build(config, ALONE).eval()
-    expected = train.training_loss(model, batch, config, 0)
+    expected = config.objective.definition.loss(model, batch, config.model)
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    loss = train.training_loss(model, batch, config, 0)
+    loss = config.objective.definition.loss(model, batch, config.model)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
     model.train()
-    train.training_loss(model, batch, config, 0).backward()
+    config.objective.definition.loss(model, batch, config.model).backward()
     assert model.wte.weight.grad.abs().sum() > 0
 
 

@@ -40,6 +40,7 @@ from helpers import (
 
 import sample
 import train
+from aogpt import objectives
 from aogpt.checkpoints import CheckpointError, store
 from aogpt.data.loader import TokenDataset, batch_lengths
 from aogpt.objectives import masked_nll, masks_at
@@ -529,7 +530,7 @@ def spoil(monkeypatch, bad_steps, what):
     """Make the loss, or only its gradient, non-finite at some steps (of two
     micro-batches), as a bad batch would."""
     calls = [0]
-    plain = train.ao_ar_loss
+    plain = objectives.ao_ar_loss
 
     def loss(model, tokens, order, weight=None):
         calls[0] += 1
@@ -545,7 +546,7 @@ def spoil(monkeypatch, bad_steps, what):
         handle = model.start.register_hook(spoil_once)
         return plain(model, tokens, order)
 
-    monkeypatch.setattr(train, "ao_ar_loss", loss)
+    monkeypatch.setattr(objectives, "ao_ar_loss", loss)
 
 
 @pytest.mark.parametrize("what, empty", [("loss", "loss"), ("gradient", "grad_norm")])
@@ -821,7 +822,7 @@ def test_checkpoints_are_saved_by_the_clock(data, tmp_path, monkeypatch):
         checkpoint__keep=99,
     )
     seconds = itertools.count(step=100)  # a call a step, and one after a checkpoint
-    monkeypatch.setattr(train.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     train.train(config, ALONE)
     assert [store.step_of(path) for path in store.find(config.run_folder)] == [4, 8, 9]
 

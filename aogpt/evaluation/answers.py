@@ -28,10 +28,10 @@ ON_PAGE = 16  # rows
 
 
 class Judge(Protocol):
-    """Says which answers to the prompts of a data set are right, where a row's own is
-    not the only one, as a colouring of a map."""
+    """A judge of answers to the prompts of a data set where the answer in the data is
+    not the only right one, such as a coloring of a map."""
 
-    temperature: float  # at which its models answer, unless the user says another one
+    temperature: float  # at which models answer, unless the user gives another one
     # (sizes of the groups of positions that are drawn in parallel) -> share of right
     # answers that a model with exact conditionals reaches at temperature 1; None:
     # unknown
@@ -45,23 +45,22 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows of which a part is a prompt, as a model reads them."""
+    """The rows of a data set with prompts, as a model reads them."""
 
     name: str
     tokens: Tensor  # LongTensor (N, T)
     roles: Roles
-    judge: Judge | None  # says which answers are right; None: only the row's own is
+    judge: Judge | None  # None: only the answer in the data is right
 
     def first(self, count: int) -> "Questions":
-        """Return the first rows alone."""
+        """Return the first `count` rows."""
         roles = Roles(
-            predicted=self.roles.predicted[:count],
-            given=self.roles.given[:count],
+            predicted=self.roles.predicted[:count], given=self.roles.given[:count]
         )
         return replace(self, tokens=self.tokens[:count], roles=roles)
 
     def given_first(self) -> "Questions":
-        """Return them with the prompt at the beginning, for a model that can only
+        """Return the rows with the prompt at the beginning, for a model that can only
         continue a text."""
         positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         order = self.roles.first_given(positions)
@@ -81,7 +80,7 @@ def open_questions(
 ) -> Questions:
     """Return the rows of a prepared data set, or `limit` of them, spread over the
     split. split: by default test, where there is one. judges: by the name of the data
-    set that prepare.py was told. Raises UserError for a set without prompts."""
+    set for prepare.py. Raises UserError for a set without prompts."""
     dataset = open_split(name, split, preferred_split="test", verify=False)
     eval_set = open_eval_set(dataset, loaded, limit)
     rows = range(eval_set.count)
@@ -98,7 +97,7 @@ def open_questions(
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model has answered."""
+    """The answers of a model, and how many are right."""
 
     records: list[dict]  # of each row: text, answer (as filled in), right, step, nfe
     samples: Generation
@@ -107,6 +106,7 @@ class Answers:
     limit: float | None
 
     def summary(self) -> dict:
+        """Return the results over all rows: exact match, cost and time."""
         right = [float(record["right"]) for record in self.records]
         share, error = mean_and_error(right)
         return {
@@ -127,8 +127,8 @@ def answer(
     seed: int,
     procs: Processes,
 ) -> Answers:
-    """Answer all questions. options: with the mode's defaults; seed: of all that is
-    random."""
+    """Return the answers to all questions. options: with the mode's defaults; seed: of
+    all random numbers."""
     if loaded.model.config.l2r_only:
         questions = questions.given_first()
     roles = questions.roles
@@ -136,12 +136,7 @@ def answer(
     planned = modes.plan_samples(options, contexts, seed)
     started = time.perf_counter()
     samples = modes.generate_distributed(
-        loaded.model,
-        planned,
-        options,
-        loaded.vocab_size,
-        procs,
-        label=questions.name,
+        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
     )
     seconds = time.perf_counter() - started
     return Answers(
@@ -153,7 +148,8 @@ def answer(
 
 
 def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
-    """Return every row as it is and as it was filled in, up to its end-of-text."""
+    """Return a record for each row: its text in the data and as it was filled in, both
+    up to end-of-text."""
     tokenizer = loaded.get_tokenizer()
     nfe = samples.nfe.tolist()
     records = []
@@ -195,13 +191,10 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
 
 
 def page_of(
-    loaded: Loaded,
-    questions: Questions,
-    answers: Answers,
-    settings: dict,
+    loaded: Loaded, questions: Questions, answers: Answers, settings: dict
 ) -> str:
-    """Return HTML on which the first rows fill in, step by step. settings: shown as
-    they are."""
+    """Return an HTML page on which the first rows fill in, step by step. settings: the
+    settings to show."""
     tokenizer = loaded.get_tokenizer()
     board = questions.judge.board if questions.judge else None
     shown = []

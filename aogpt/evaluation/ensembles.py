@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..model import Transformer
 from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.randomness import ENSEMBLES, philox_bits, to_uniform
 from ..scoring import parallel_log_probs
@@ -39,8 +40,8 @@ CONTEXTS = 1  # the use of random numbers by `cheap_gains`
 
 
 class RandomStream(NamedTuple):
-    """Which random numbers of the stream ENSEMBLES of a seed: no two uses share
-    any."""
+    """A part of the random numbers of the stream ENSEMBLES of a seed; no two parts
+    overlap."""
 
     draw: int  # number of the Monte Carlo sample, below MAX_DRAWS
     use: int  # CONTEXTS, below 2**24
@@ -48,25 +49,14 @@ class RandomStream(NamedTuple):
 
     @property
     def index(self) -> int:
-        """The index of `philox_bits`."""
+        """Return the index of this part in `philox_bits`."""
         use = self.use << 24
         member = self.member << 48
         return self.draw + use + member
 
-    def uniform(
-        self,
-        seed: int,
-        rows: range,
-        width: int,
-    ) -> Tensor:
+    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
         """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
-        bits = philox_bits(
-            seed,
-            self.index,
-            rows,
-            width,
-            ENSEMBLES,
-        )
+        bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
         uniforms = to_uniform(bits)
         return torch.from_numpy(uniforms)
 
@@ -94,18 +84,14 @@ def permute_context(
 
 
 def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the log of the mean probability of the first m members, for m in sizes:
-    (M, ...) -> (S, ...)."""
+    """Return the log of the mean probability of the first m members for m in sizes,
+    (S, ...), from those of all members, (M, ...)."""
     log_sums = []
     for size in sizes:
         members = log_probs[:size]
         log_sums.append(members.logsumexp(dim=0))
     log_sums = torch.stack(log_sums)
-    counts = torch.tensor(
-        sizes,
-        dtype=log_sums.dtype,
-        device=log_sums.device,
-    )
+    counts = torch.tensor(sizes, dtype=log_sums.dtype, device=log_sums.device)
     log_counts = counts.log()
     while log_counts.dim() < log_sums.dim():
         log_counts = log_counts.unsqueeze(-1)
@@ -113,9 +99,9 @@ def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cheap_gains(
-    model,
+    model: Transformer,
     tokens: Tensor,
-    sizes: tuple,
+    sizes: tuple[int, ...],
     seed: int,
     draw: int,
     rows: range,
@@ -133,14 +119,7 @@ def cheap_gains(
     T = tokens.shape[1]
     M = max(sizes)
     stream = RandomStream(draw, CONTEXTS)
-    order = orders_at(
-        OrderConfig("random"),
-        seed,
-        stream.index,
-        rows,
-        T,
-        ENSEMBLES,
-    )
+    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T, ENSEMBLES)
     prompt = torch.zeros(B, 1, dtype=torch.long)
     end = prompt + T
     if roles is not None:
@@ -155,12 +134,7 @@ def cheap_gains(
     orders = [order]
     for member in range(1, M):
         permuted = permute_context(
-            order,
-            known,
-            seed,
-            RandomStream(draw, CONTEXTS, member),
-            rows,
-            prompt,
+            order, known, seed, RandomStream(draw, CONTEXTS, member), rows, prompt
         )
         orders.append(permuted)
 

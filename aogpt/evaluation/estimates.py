@@ -28,12 +28,13 @@ class Estimate:
 
     @property
     def perplexity(self) -> float:
+        """Return exp of the mean."""
         return float(np.exp(self.nll))
 
     @property
     def half_width(self) -> float:
-        """Half the width of the 95% interval of the mean, over texts and samples: by
-        sequence or, where that is wider and there are several documents, by
+        """Return half the width of the 95% interval of the mean, over texts and
+        samples: by sequence or, where that is wider and there are several documents, by
         document."""
         half = t_quantile(self.sequences - 1) * self.standard_error
         if self.documents > 1:
@@ -50,8 +51,8 @@ class Estimate:
 
     @property
     def p_value(self) -> float:
-        """The two-sided p-value of a t test of a mean of 0: by document where there are
-        several, else over sequences. NaN for one sequence."""
+        """Return the two-sided p-value of a t test of a mean of 0: by document where
+        there are several, else over sequences. NaN for one sequence."""
         error = self.standard_error
         count = self.sequences
         if self.documents > 1:

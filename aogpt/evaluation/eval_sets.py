@@ -40,16 +40,11 @@ class TextRow(NamedTuple):
 
 
 class TextDataset(TokenDataset):
-    """Texts in memory, without end-of-text. Each is cut into blocks of its own, of
-    which the last may be shorter; a model that scores from token `scored_from` on
-    leaves out what is shorter."""
+    """A data set of texts in memory, without end-of-text. Each text is cut into blocks,
+    the last of which may be shorter; blocks in which the model can score no token are
+    left out."""
 
-    def __init__(
-        self,
-        texts: list[str],
-        loaded: Loaded,
-        block_size: int,
-    ):
+    def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
         tokenizer = loaded.get_tokenizer()
         ids = [tokenizer.encode_array(text) for text in texts]
         rows = []
@@ -101,20 +96,20 @@ class EvalSet:
         return rows
 
     def roles(self, rows: range) -> Roles | None:
-        """Return what is prompt and what is predicted; None for text without
-        prompts."""
+        """Return the predicted tokens and the prompts of these rows; None for text
+        without prompts."""
         if not self.dataset.of_records:
             return None
         return Roles.of(self.dataset.roles(self._chosen[rows]))
 
     @cached_property
     def _chosen(self) -> np.ndarray:
-        """The numbers of the blocks."""
+        """Return the numbers of the blocks of the rows, (N,)."""
         return loader.spread(self.count, self.dataset.num_blocks)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(N,) tokens of every row."""
+        """Return the number of tokens of every row, (N,)."""
         roles = self.roles(range(self.count))
         if roles is not None:
             return roles.lengths
@@ -125,7 +120,8 @@ class EvalSet:
 
     @cached_property
     def documents(self) -> Tensor:
-        """(N,) number of the document that the middle of every row is in."""
+        """Return the number of the document that holds the middle of every row,
+        (N,)."""
         meta = self.dataset.meta
         if meta.get("protocol") == "records":
             return torch.arange(self.count)
@@ -176,8 +172,8 @@ class EvalSet:
         return (places == 0) | (self.dataset.tokens[places - 1] == eot)
 
     def description(self) -> dict:
-        """Return what a result names so that it can be reproduced: above all the file's
-        checksum."""
+        """Return the properties of the data that make a result reproducible, such as
+        the file's checksum."""
         meta = self.dataset.meta
         description = {}
         for key in ("tokenizer", "protocol", "packing", "notes"):
@@ -194,19 +190,23 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class TextEvalSet(EvalSet):
-    """Texts in memory, or some of their blocks. Each text is a document."""
+    """An eval set of texts in memory, or of some of their blocks. Each text is a
+    document."""
 
     dataset: TextDataset
 
     @cached_property
     def chosen(self) -> list[TextRow]:
+        """Return the blocks of the rows."""
         return [self.dataset.rows[i] for i in self._chosen]
 
     def tokens(self, rows: range) -> Tensor:
+        """Return the tokens of these rows, LongTensor (B, T)."""
         tokens = [row.tokens for row in self.chosen[rows.start : rows.stop]]
         return torch.from_numpy(np.stack(tokens).astype(np.int64))
 
     def batch(self, rows: range) -> range:
+        """Return the first of these rows that all have one length."""
         length = self.lengths[rows.start]
         differing = (self.lengths[rows.start : rows.stop] != length).nonzero()
         if len(differing):
@@ -215,13 +215,17 @@ class TextEvalSet(EvalSet):
 
     @cached_property
     def lengths(self) -> Tensor:
+        """Return the number of tokens of every row, (N,)."""
         return torch.tensor([len(row.tokens) for row in self.chosen])
 
     @cached_property
     def documents(self) -> Tensor:
+        """Return the number of the text of every row, (N,)."""
         return torch.tensor([row.document for row in self.chosen])
 
     def mean_bytes(self, first: int) -> float:
+        """Return the mean UTF-8 bytes of text per token, from token `first` of every
+        row on."""
         counts = [row.bytes[first:] for row in self.chosen]
         return float(np.concatenate(counts).mean())
 
@@ -270,19 +274,18 @@ def open_eval_set(
     UserError where it is not for this model, or its vocabulary has changed."""
     meta = dataset.meta
     if other_tokenizer(vars(loaded), meta):
-        other = ""
+        theirs = f"{loaded.tokenizer} tokens"
         if meta["tokenizer"] == loaded.tokenizer:
-            other = " of another vocabulary"
+            theirs += " of another vocabulary"
         raise UserError(
             f"{dataset.folder} holds {meta['tokenizer']} tokens, but the model was "
-            f"trained on {loaded.tokenizer} tokens{other}; prepare the text with the "
-            "model's --tokenizer"
+            f"trained on {theirs}; prepare the text with the model's --tokenizer"
         )
     if dataset.tokenizer is not None:
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     dataset.divide(block_size or loaded.model.config.block_size)
     rows = dataset.num_blocks
-    # The protocol sedd drops what is left over, as published evaluations do.
+    # The protocol sedd drops the rest after all blocks, as published evaluations do.
     if meta.get("protocol", "full") == "full":
         if dataset.tail().shape[1] > loaded.scored_from:
             rows += 1

@@ -67,12 +67,14 @@ class Settings(ModelOptions):
     """Random orders, or an encoder's masks, sampled per request."""
 
 
+# The options of decoding that `HarnessModel.complete` uses.
+TAKEN = {"mode", "batch_size", "compile", "kernels", *modes.MODE_OPTIONS}
 REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
 
 
 class ScoringPass(NamedTuple):
-    """One pass over a request. A decoder predicts along the order; an encoder sees what
-    comes before step `first` and predicts the rest."""
+    """A pass over a request. A decoder predicts along the order; an encoder sees the
+    tokens of the steps before `first` and predicts the rest."""
 
     tokens: list[int]
     order: Tensor  # LongTensor (T,) of positions
@@ -81,7 +83,7 @@ class ScoringPass(NamedTuple):
 
 
 class AnswerSettings(NamedTuple):
-    """How a task wants its answers."""
+    """The settings of the answers to a task."""
 
     choice: TokenChoice
     max_tokens: int
@@ -141,13 +143,7 @@ class HarnessModel(TemplateLM):
         self._world_size = self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(
-                str(run),
-                a.weights,
-                self.device,
-                a.block_size,
-                a.checkpoint,
-            )
+            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
         self.loaded = run
         self.model = run.model.to(self.device)
         self.tokenizer = run.get_tokenizer()
@@ -167,11 +163,12 @@ class HarnessModel(TemplateLM):
         decoding = replace(decoding, mode=mode, order=order)
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
-        # Of requests: all, with a token across, with a context cut short.
+        # The numbers of requests: all, with a token across, with a truncated context.
         self.counts: Counter = Counter()
         self._check()
 
     def _check(self) -> None:
+        """Raise UserError for options that do not go together or with the model."""
         check_value(self.order, Literal["l2r", "random"], "order")
         if self.is_encoder and self.order == "l2r":
             raise UserError(
@@ -186,17 +183,20 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 "how tokens are drawn is for the tasks to say; give --gen-kwargs"
             )
-        for name in ("refine", "ban", "require"):
-            if getattr(self.decoding, name):
+        for field in fields(DecodingOptions):
+            is_default = getattr(self.decoding, field.name) == field.default
+            if field.name not in TAKEN and not is_default:
                 raise UserError(
-                    f"--{name} is not for tasks of the harness: leave it out"
+                    f"--{field.name} is not for tasks of the harness: leave it out"
                 )
 
     @property
     def eot_token_id(self) -> int:
+        """Return the id of end-of-text."""
         return self.tokenizer.eot
 
     def tok_encode(self, string: str, **options) -> list[int]:
+        """Return the tokens of a text."""
         return self.tokenizer.encode(string)
 
     def _encode_pair(
@@ -224,13 +224,13 @@ class HarnessModel(TemplateLM):
         for request in requests:
             context, continuation = request.args
             if context:
-                known, new = self._encode_pair(context, continuation)
+                before, after = self._encode_pair(context, continuation)
             else:
-                known = [self.prefix_token_id]
-                new = self.tok_encode(continuation)
-                if new[:1] == known:  # the text has it
-                    new = new[1:]
-            pairs.append((request.args, known, new))
+                before = [self.prefix_token_id]
+                after = self.tok_encode(continuation)
+                if after[:1] == before:  # the text has it
+                    after = after[1:]
+            pairs.append((request.args, before, after))
         return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
 
     def request_counts(self) -> dict[str, int]:
@@ -244,13 +244,16 @@ class HarnessModel(TemplateLM):
         return totals
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the numbers that all processes give, (processes,)."""
         return torch.tensor(self.procs.gather(tensor.item()))
 
     def gather_object(self, obj, dst: int = 0) -> list | None:
+        """Return the objects that all processes give on process `dst`, else None."""
         gathered = self.procs.gather(obj)
         return gathered if self.rank == dst else None
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         self.procs.gather(None)
 
     def loglikelihood_rolling(
@@ -276,10 +279,10 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _windows(self, tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Contexts and continuations that together predict every token of a text once.
-        A window is a block long with its context, of which there is one token at least
-        after the first window. (The harness's own models count the context apart, and
-        predict one token more a window.)"""
+        """Yield contexts and continuations that together predict every token of a text
+        once. A window is a block long with its context, of which there is one token at
+        least after the first window. (The harness's own models count the context apart,
+        and predict one token more a window.)"""
         text = self.prefix + tokens
         start = len(self.prefix)
         while start < len(text):
@@ -318,12 +321,7 @@ class HarnessModel(TemplateLM):
         # None: quiet without a terminal
         quiet = True if disable_tqdm or self.rank else None
         starts = range(0, len(passes), self.batch_size)
-        for start in tqdm(
-            starts,
-            desc=self.order,
-            disable=quiet,
-            leave=False,
-        ):
+        for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
             numbers = []
             batch = []
             for _, i, draw in passes[start : start + self.batch_size]:
@@ -361,12 +359,7 @@ class HarnessModel(TemplateLM):
                 contexts = [context for context, _, _ in group]
                 repeats = [repeat for _, repeat, _ in group]
                 numbers = [number for _, _, number in group]
-                answers = self.complete(
-                    contexts,
-                    repeats,
-                    settings,
-                    bar.update,
-                )
+                answers = self.complete(contexts, repeats, settings, bar.update)
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
         return texts
@@ -381,10 +374,7 @@ class HarnessModel(TemplateLM):
         return context[excess:]
 
     def scoring_pass(
-        self,
-        context: list[int],
-        continuation: list[int],
-        draw: int,
+        self, context: list[int], continuation: list[int], draw: int
     ) -> ScoringPass:
         """Return the pass `draw` over a request, by the definitions above."""
         a = self.settings
@@ -393,51 +383,19 @@ class HarnessModel(TemplateLM):
         tokens = context + continuation
         positions = torch.arange(c + n)
         if self.order == "l2r":
-            return ScoringPass(
-                tokens,
-                positions,
-                first=c,
-                weight=1.0,
-            )
+            return ScoringPass(tokens, positions, first=c, weight=1.0)
         # The request itself is the key of its random numbers, whatever its place and
         # process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
-        order = orders_at(
-            OrderConfig("random"),
-            a.seed,
-            key,
-            row,
-            n,
-            REQUESTS,
-        )[0]
+        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
-            return ScoringPass(
-                tokens,
-                order,
-                first=c,
-                weight=1.0,
-            )
+            return ScoringPass(tokens, order, first=c, weight=1.0)
         # A uniform order leaves the first of its n + 1 random numbers unused.
-        u = float(
-            to_uniform(
-                philox_bits(
-                    a.seed,
-                    key,
-                    range(1),
-                    n + 1,
-                    REQUESTS,
-                )
-            )[0, 0]
-        )
+        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
-        return ScoringPass(
-            tokens,
-            order,
-            first=c + n - masked,
-            weight=n / masked,
-        )
+        return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
@@ -461,12 +419,7 @@ class HarnessModel(TemplateLM):
         with autocast(self.device, self.dtype), attention_of_many_shapes():
             if self.is_encoder:
                 length = length.to(self.device)
-                hidden = self._encoder_hidden(
-                    tokens,
-                    order,
-                    scored,
-                    length,
-                )
+                hidden = self._encoder_hidden(tokens, order, scored, length)
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
@@ -479,25 +432,16 @@ class HarnessModel(TemplateLM):
             results = torch.cat(parts)
         log_probs, hits = results.double().cpu().unbind(dim=1)
         scores = []
-        parts = zip(
-            passes,
-            log_probs.split(counts),
-            hits.split(counts),
-            strict=True,
-        )
+        parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
         for p, values, hit in parts:
             scores.append((p.weight * float(values.sum()), bool(hit.all())))
         return scores
 
     def _encoder_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        scored: Tensor,
-        length: Tensor,
+        self, tokens: Tensor, order: Tensor, scored: Tensor, length: Tensor
     ) -> Tensor:
-        """Return hidden states (B, T, D) by step; scored ones are masked, padding is
-        not seen."""
+        """Return the hidden states of an encoder by step, (B, T, D). Scored steps are
+        masked, and padding is invisible."""
         config = self.model.config
         masked = torch.zeros_like(scored).scatter_(1, order, scored)
         sigma = None
@@ -511,9 +455,9 @@ class HarnessModel(TemplateLM):
         return hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
 
     def _score_tokens(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """(N, D), (N,) -> (N, 2): log-probability of each target, and 1 where no id of
-        the tokenizer is more probable. (Rows that pad the token table count in the
-        probabilities.)"""
+        """Return for each target (N,), from hidden states (N, D), its log-probability,
+        and 1 where no id of the tokenizer is more probable, (N, 2). (Rows that pad the
+        token table count in the probabilities.)"""
         logits = self.model.head_logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
@@ -564,12 +508,7 @@ class HarnessModel(TemplateLM):
         for context, repeat in zip(contexts, repeats, strict=True):
             keys.append(digest(context, [repeat]))
             rows.append(context + [None] * settings.max_tokens)
-        planned = modes.plan_samples(
-            self.decoding,
-            rows,
-            self.settings.seed,
-            keys=keys,
-        )
+        planned = modes.plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
         decoder = Decoder(
             self._generator,
             choice=settings.choice,
@@ -579,10 +518,7 @@ class HarnessModel(TemplateLM):
             kernels=self.decoding.kernels,
         )
         samples = decoder.generate(
-            planned.plan,
-            planned.tokens,
-            uniforms=planned.uniforms,
-            progress=progress,
+            planned.plan, planned.tokens, uniforms=planned.uniforms, progress=progress
         )
         answers = []
         for context, (tokens, _, _) in zip(contexts, samples.rows(), strict=True):
@@ -592,7 +528,7 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _generator(self):
-        """The model in the precision of generation: likelihoods keep its float32
+        """Return the model in the precision of generation; likelihoods keep its float32
         weights."""
         if self.dtype == torch.bfloat16:
             return copy.deepcopy(self.model).bfloat16()

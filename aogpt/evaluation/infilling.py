@@ -25,12 +25,12 @@ AFTER_THEM = " \n\"')”’"  # what may be between a sentence's end and the nex
 
 @dataclass(frozen=True)
 class Passages:
-    """Texts whose middle is to be predicted."""
+    """The passages whose middle is to be predicted."""
 
     tokens: Tensor  # LongTensor (N, T)
     start: Tensor  # LongTensor (N,), the first token of the middle
     end: Tensor  # LongTensor (N,), the first one after it
-    document: Tensor  # LongTensor (N,), the number of the document that it is from
+    document: Tensor  # LongTensor (N,), the number of its document
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,8 +44,8 @@ class Passages:
         )
 
     def known(self, both_sides: bool) -> Tensor:
-        """Return what is before the middle and, with both sides, what is after it,
-        BoolTensor (N, T)."""
+        """Return the tokens before the middle and, with both sides, those after it, as
+        True in a BoolTensor (N, T)."""
         T = self.tokens.shape[1]
         positions = torch.arange(T)
         is_before = positions < self.start[:, None]
@@ -105,19 +105,11 @@ def _passages(
 ) -> Passages:
     """Return passages of tokens (N, T) whose middles have these starts and ends."""
     spans = torch.tensor(spans).long().view(-1, 2)
-    return Passages(
-        tokens,
-        start=spans[:, 0],
-        end=spans[:, 1],
-        document=documents,
-    )
+    return Passages(tokens, start=spans[:, 0], end=spans[:, 1], document=documents)
 
 
 def find_last_words(
-    tokens: Sequence[int],
-    tokenizer: Tokenizer,
-    count: int,
-    length: int,
+    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
 ) -> Passages:
     """Return those of `count` documents, spread over a row of tokens, that have two
     words or more. The middle is the last word with the space before it (Paperno et al.
@@ -152,14 +144,10 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
-    """Return -log p of the middle, token after token, given what is known: (N,)
-    float64, nats per token. With both sides (not a plain GPT's) the order is: what is
-    before, after, then the middle."""
+def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
+    """Return -log p of the middle, token after token, given the left side or both
+    sides: (N,) float64, nats per token. With both sides (not for a plain GPT) the order
+    is: the left side, the right side, then the middle."""
     if model.config.is_encoder:
         return _masked_middle_nll(model, passages, both_sides)
     tokens = passages.tokens
@@ -168,8 +156,7 @@ def middle_nll(
     positions = torch.arange(T)
     is_known = passages.known(both_sides)
     is_middle = ~is_known & (positions < passages.end[:, None])
-    # What is known first, then the middle, then what is neither: each from left to
-    # right.
+    # First the known tokens, then the middle, then the others, each from left to right.
     rank = torch.where(is_middle, 1, 2)
     rank = torch.where(is_known, 0, rank)
     order = rank.argsort(dim=1, stable=True)
@@ -181,11 +168,7 @@ def middle_nll(
     return -total / length
 
 
-def _masked_middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
+def _masked_middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """Return `middle_nll` of an encoder: a pass for the i-th token of every middle."""
     tokens = passages.tokens
     device = model.wte.weight.device
@@ -207,10 +190,10 @@ def _masked_middle_nll(
 
 @dataclass(frozen=True)
 class Resampled:
-    """Middles that are filled in given both sides; see sampling/resampling.py."""
+    """The middles that were filled in given both sides: see sampling/resampling.py."""
 
-    # -log p of the true middle, nats per token: too small on average, as what it is
-    # divided by, a sum over all middles of its length, is estimated from few of them
+    # -log p of the true middle, nats per token: too small on average, as its divisor, a
+    # sum over all middles of its length, is estimated from few of them
     nll: list[float]
     tokens: list[list[int]]  # the most probable of the texts that were drawn
     effective_sample_size: list[float]
@@ -220,8 +203,8 @@ class Resampled:
 def resample_middles(
     model: AOGPT, passages: Passages, draws: int, seed: int, vocab_size: int
 ) -> Resampled:
-    """Fill the middles of passages in by `draws` continuations of the left side each,
-    weighted by the right side."""
+    """Return the middles of passages, each filled in by `draws` continuations of the
+    left side, weighted by the right side."""
     resampled = Resampled(nll=[], tokens=[], effective_sample_size=[])
     start = passages.start.tolist()
     end = passages.end.tolist()
@@ -247,10 +230,10 @@ def resample_middles(
 
 
 class Words:
-    """Runs of letters and digits, in small letters (rouge_score's own tokenizer knows
-    a-z only)."""
+    """A tokenizer of words for rouge_score, whose own one knows a-z only."""
 
     def tokenize(self, text: str) -> list[str]:
+        """Return the runs of letters and digits of a text, in small letters."""
         return re.findall(r"\w+", text.lower())
 
 

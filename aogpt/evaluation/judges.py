@@ -30,7 +30,7 @@ MAX_LOGITS = 2**28
 
 
 class Judge(abc.ABC):
-    """What judges share."""
+    """The base of all judges: a language model that scores text."""
 
     name: str  # as the user gave it
     source: str  # where its weights are
@@ -49,22 +49,19 @@ class Judge(abc.ABC):
 
     @abc.abstractmethod
     def has_ids_of(self, tokenizer: str) -> bool:
-        """Return whether the ids of this tokenizer mean the same to the judge."""
+        """Return whether the judge has the same ids as this tokenizer."""
 
     @abc.abstractmethod
     def nll(self, tokens: Tensor) -> Tensor:
-        """Return -log p of each token given those before it, nats: (B, T) -> (B, T).
-        Without a start token the first column means nothing."""
+        """Return -log p of each of the tokens (B, T) given those before it, nats,
+        (B, T). Without a start token the first column means nothing."""
 
     @abc.abstractmethod
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the last hidden states, (B, T) -> (B, T, D)."""
+        """Return the last hidden states (B, T, D) of tokens (B, T)."""
 
     def score(
-        self,
-        samples: Sequence[Sequence[int]],
-        batch_size: int,
-        quiet: bool = True,
+        self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
     ) -> list[tuple[float, int]]:
         """Return for each sample, in the judge's ids, the sum of -log p over its scored
         tokens, in nats, and their number.
@@ -76,8 +73,7 @@ class Judge(abc.ABC):
         for number, ids in enumerate(samples):
             for start in range(0, len(ids), width):
                 windows.append((number, ids[start : start + width]))
-        # Long windows first: little padding, and what does not fit into memory shows at
-        # once.
+        # Long windows first: little padding, and memory runs out at once or never.
         windows.sort(key=lambda window: -len(window[1]))
         longest = len(windows[0][1]) if windows else 1
         most_rows = max(1, MAX_LOGITS // (self.vocab_size * longest))
@@ -86,12 +82,7 @@ class Judge(abc.ABC):
         totals = [0.0] * len(samples)
         counts = [0] * len(samples)
         starts = range(0, len(windows), size)
-        for start in tqdm(
-            starts,
-            desc="judge",
-            disable=quiet or None,
-            leave=False,
-        ):
+        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
             batch = windows[start : start + size]
             rows = [torch.tensor(ids) for _, ids in batch]
             tokens = pad_sequence(rows, batch_first=True)
@@ -103,9 +94,7 @@ class Judge(abc.ABC):
 
     @torch.no_grad()
     def features(
-        self,
-        samples: Sequence[Sequence[int]],
-        batch_size: int,
+        self, samples: Sequence[Sequence[int]], batch_size: int
     ) -> list[np.ndarray]:
         """Return the mean over tokens of the last hidden state, (D,), of the first
         window of each sample that is not empty, in the judge's ids."""
@@ -120,7 +109,7 @@ class Judge(abc.ABC):
         return features
 
     def describe(self) -> dict:
-        """Return what a reported number depends on."""
+        """Return the properties of the judge on which a reported number depends."""
         scored = "every token"
         if not self.start:
             scored = "all tokens but the first (no start token)"
@@ -173,6 +162,7 @@ class DecoderJudge(Judge):
         self.parameters = sum(parameter_counts(loaded.model).values())
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, in which "<|endoftext|>" ends a document."""
         tokenizer = self.get_tokenizer()
         first, *documents = text.split(END_OF_TEXT)
         ids = tokenizer.encode(first)
@@ -182,16 +172,19 @@ class DecoderJudge(Judge):
         return ids
 
     def has_ids_of(self, tokenizer: str) -> bool:
+        """Return whether the judge has the same ids as this tokenizer."""
         # The samples' tokenizer is in memory already: the judge's must not be another
         # of that name.
         return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
 
     def nll(self, tokens: Tensor) -> Tensor:
+        """Return -log p of each of the tokens (B, T), nats, (B, T)."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         left_to_right = steps.expand_as(tokens)
         return -token_log_probs(self.model, tokens, left_to_right)
 
     def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the last hidden states (B, T, D) of tokens (B, T)."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         model: Any = self.model
         return model.hidden(tokens, steps.expand_as(tokens))
@@ -256,10 +249,12 @@ class TransformersJudge(Judge):
         self.context = limit and limit - self.start  # the start token takes a place
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, in which "<|endoftext|>" ends a document."""
         text = text.replace(END_OF_TEXT, self._tokenizer.eos_token or END_OF_TEXT)
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
     def has_ids_of(self, tokenizer: str) -> bool:
+        """Return whether the judge has the same ids as this tokenizer."""
         ours = get_tokenizer(tokenizer)
         if ours.vocab_size > len(self._tokenizer):
             return False
@@ -269,6 +264,7 @@ class TransformersJudge(Judge):
 
     @torch.inference_mode()
     def nll(self, tokens: Tensor) -> Tensor:
+        """Return -log p of each of the tokens (B, T), nats, (B, T)."""
         if self.start:
             tokens = F.pad(tokens, (1, 0), value=self._bos)
         # Padding is at the end: a causal model does not see it.
@@ -285,11 +281,10 @@ class TransformersJudge(Judge):
         return F.pad(nll, (1, 0))
 
     def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the last hidden states (B, T, D) of tokens (B, T)."""
         if self.start:
             tokens = F.pad(tokens, (1, 0), value=self._bos)
         output = self.model.base_model(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            use_cache=False,
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
         )
         return output.last_hidden_state[:, int(self.start) :]

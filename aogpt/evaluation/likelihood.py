@@ -32,11 +32,11 @@ ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer sampl
 
 @dataclass(frozen=True)
 class Scorer:
-    """One kind of likelihood of text under a model: along each order drawn from a
+    """A kind of likelihood of text under a model: along each order drawn from a
     distribution (for encoders under uniform orders the any-order ELBO, from random
     masks), along the order in which the model itself would decode the text (a rule:
-    DUEL), or without both SEDD's own bound. (Along orders SEDD's outputs are taken as
-    probabilities.)"""
+    DUEL), or, without orders and rule, SEDD's own bound. (Along orders SEDD's outputs
+    are taken as probabilities.)"""
 
     orders: OrderConfig | None = None
     rule: Rule | None = None
@@ -48,33 +48,23 @@ class Scorer:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is random."""
+        """Return whether nothing is random."""
         if self.rule is not None:
             return True
         return self.orders is not None and self.orders.is_fixed
 
     @property
     def larger_ensembles(self) -> list[int]:
-        """The ensemble sizes above 1."""
+        """Return the ensemble sizes above 1."""
         return [size for size in self.ensembles if size > 1]
 
     def nll(
-        self,
-        loaded: Loaded,
-        tokens: Tensor,
-        draw: tuple,
-        roles: Roles | None,
+        self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
     ) -> Tensor:
         """Return -log p of every token, (B, T) float64, in sequence order, NaN where
         none is scored. draw: (seed, number of the draw, rows, total of rows)."""
         if self.rule is not None:
-            return decoding_nll(
-                loaded.model,
-                tokens,
-                self.rule,
-                self.group,
-                roles,
-            )
+            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
         seed, number, rows, total = draw
         if self.orders is not None:
             return token_nll(
@@ -91,21 +81,12 @@ class Scorer:
             )
         assert roles is None, "a prompt has no part in score entropy"
         return token_score_entropy(
-            loaded.model,
-            tokens,
-            seed=seed,
-            draw=number,
-            rows=rows,
-            total=total,
+            loaded.model, tokens, seed=seed, draw=number, rows=rows, total=total
         )
 
 
 def decoding_nll(
-    model: AOGPT,
-    tokens: Tensor,
-    rule: Rule,
-    group: int,
-    roles: Roles | None = None,
+    model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
 ) -> Tensor:
     """Return -log p of every token along the order in which the model would decode the
     text if it drew these tokens: (B, T) float64, in sequence order, NaN where a token
@@ -122,29 +103,14 @@ def decoding_nll(
         longest = int(length.max())
         given = roles.given[:, :longest]
     # Equals are taken from left to right.
-    plan = l2r_plan(
-        B,
-        length,
-        given,
-        group,
-    )
+    plan = l2r_plan(B, length, given, group)
     pace = rule.pace
     if pace is None and rule.block:
         pace = Pace(most=group)
-    plan = replace(
-        plan,
-        pace=pace,
-        block=rule.block,
-        unmask_by=rule.score,
-    )
+    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
-    decoded = generate(
-        model,
-        plan,
-        texts,
-        forced=texts,
-    )
+    decoded = generate(model, plan, texts, forced=texts)
     nll = -decoded.log_probs.double()
     nll = nll.where(decoded.step >= 0, math.nan)
     return F.pad(nll, (0, T - width), value=math.nan)
@@ -179,8 +145,8 @@ class Task(NamedTuple):
 
 
 class BatchRunner:
-    """Takes the rows of an eval set through the model in batches, a share of them per
-    process.
+    """A runner that computes results for the rows of an eval set in batches, a share of
+    the rows on each process.
 
     batch_size: rows; None: enough for a fast pass, halved for good where memory runs
     out."""
@@ -209,7 +175,8 @@ class BatchRunner:
     ) -> Tensor:
         """Return the results of all rows, (N, ...), on the CPU of every process.
 
-        work: (tokens, rows) -> (B, ...) of a batch. dtype: of this run alone."""
+        work: a function of the tokens (B, T) and the row numbers of a batch that
+        returns its results (B, ...). dtype: of this run alone."""
         eval_set = task.eval_set
         parts = []
         share = self.procs.share(eval_set.count)
@@ -226,12 +193,7 @@ class BatchRunner:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 rows = eval_set.batch(range(row, end))
-                part = self._batch(
-                    work,
-                    eval_set,
-                    rows,
-                    dtype or self.dtype,
-                )
+                part = self._batch(work, eval_set, rows, dtype or self.dtype)
                 if part is None:
                     self.batch_size //= 2
                     # Out here, where no error keeps tensors alive.
@@ -272,21 +234,16 @@ Scores = dict[int, tuple[Estimate, Estimate | None]]
 
 
 class Losses(NamedTuple):
-    """What a task costs: D Monte Carlo samples for each of N sequences."""
+    """The losses of a task: D Monte Carlo samples for each of N sequences."""
 
     nll: Tensor  # (N, D) float64, nats per token that is scored
     # (N, fewer samples, ensemble sizes above 1), nats per token
     gains: Tensor | None = None
 
 
-def losses_of(
-    task: Task,
-    runner: BatchRunner,
-    seed: int,
-    draws: int,
-) -> Losses:
+def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
-    where the task is exact. What is random is a function of (seed, number of the
+    where the task is exact. Random numbers are a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
     scorer = task.scorer
     eval_set = task.eval_set
@@ -295,6 +252,7 @@ def losses_of(
     gains = []
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
+        """Return the loss of each row of a batch, (B,)."""
         nll = scorer.nll(
             task.loaded,
             tokens,
@@ -304,6 +262,7 @@ def losses_of(
         return nll.nanmean(dim=1)
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
+        """Return the gains of ensembles for each row of a batch, (B, S)."""
         return cheap_gains(
             task.loaded.model,
             tokens,
@@ -328,10 +287,7 @@ def losses_of(
         # like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
             gains.append(runner.run(task, gain, dtype=torch.float32))
-    return Losses(
-        nll=torch.stack(losses, dim=1),
-        gains=torch.stack(gains, dim=1),
-    )
+    return Losses(nll=torch.stack(losses, dim=1), gains=torch.stack(gains, dim=1))
 
 
 def scores_of(task: Task, losses: Losses) -> Scores:
@@ -354,17 +310,8 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     # contexts.
     for i, size in enumerate(scorer.larger_ensembles):
         gains = losses.gains[..., i]
-        loss = estimate(
-            losses.nll,
-            gains,
-            weights=weights,
-            documents=documents,
-        )
-        gain = estimate(
-            gains,
-            weights=weights,
-            documents=documents,
-        )
+        loss = estimate(losses.nll, gains, weights=weights, documents=documents)
+        gain = estimate(gains, weights=weights, documents=documents)
         by_size[size] = (loss, gain)
     return {size: by_size[size] for size in scorer.ensembles}
 
@@ -398,9 +345,7 @@ def _samples(task: Task, nll: Tensor) -> Tensor:
 
 
 def importance_weighted(
-    nll: Tensor,
-    scored: Tensor,
-    documents: Tensor | None = None,
+    nll: Tensor, scored: Tensor, documents: Tensor | None = None
 ) -> Estimate:
     """Return the importance-weighted bound over D orders of each sequence, -log mean_k
     p(x | order k) (Burda et al., arXiv 1509.00519), from losses (N, D), nats per token,
@@ -412,11 +357,7 @@ def importance_weighted(
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
     weights = scored / scored.mean()
-    mean = estimate(
-        bound,
-        weights=weights,
-        documents=documents,
-    )
+    mean = estimate(bound, weights=weights, documents=documents)
     if D == 1:
         return replace(mean, monte_carlo_error=math.nan)
     largest = log_p.amax(dim=1, keepdim=True)

@@ -22,8 +22,8 @@ def require_mauve() -> None:
 
 
 def mauve_score(text: np.ndarray, samples: np.ndarray) -> float:
-    """MAUVE of features of text and of samples, (N, D) and (M, D); NaN for fewer than
-    FEWEST of either."""
+    """Return MAUVE of features of text and of samples, (N, D) and (M, D); NaN for fewer
+    than FEWEST of either."""
     if min(len(text), len(samples)) < FEWEST:
         return math.nan
     from mauve import compute_mauve

@@ -1,5 +1,5 @@
-"""Generated samples: the files that they are read from, what a judge and the measures
-say of each, and of a whole set.
+"""Generated samples: reading them from files, and scoring each one and a whole set by a
+judge and by measures.
 
 To add a measure of a sample's token ids: a function and a row of `MEASURES` in
 text_measures.py. One that needs the text or the whole set: `score_samples`."""
@@ -44,7 +44,7 @@ class Sample(TypedDict):
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples that were made in the same way."""
+    """A set of samples that were made in the same way."""
 
     name: str  # the run that made them, or else the file that they were read from
     samples: list[Sample]
@@ -57,12 +57,7 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
     """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
     for place, line in read_lines(path, "--samples"):
-        sample = from_json(
-            line,
-            Sample,
-            place,
-            ADVICE,
-        )
+        sample = from_json(line, Sample, place, ADVICE)
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])
         group.append(sample)
@@ -108,8 +103,9 @@ def _fits(tokenizer: str, sample: Sample) -> bool:
 
 
 class Reference:
-    """Held-out text, to whose n-grams those of samples are compared (arXiv 2606.08417):
-    chunks spread over the split; every other one tells how near text itself comes."""
+    """The n-grams of held-out text, with which those of samples are compared (arXiv
+    2606.08417), from chunks spread over the split. Every other chunk shows how near
+    text itself comes."""
 
     def __init__(self, name: str):
         folder = find_dataset(name)
@@ -151,8 +147,8 @@ class Reference:
         return [self.encode(sample["text"]) for sample in samples.samples]
 
     def passages(self, samples: SampleSet) -> list[str]:
-        """Return twice as many passages of the text as there are samples, or what there
-        is, as long as samples on average, spread over the split."""
+        """Return passages of the text, two for each sample or all that there are, as
+        long as samples on average, spread over the split."""
         lengths = [len(tokens) for tokens in self._tokens_of(samples)]
         mean = sum(lengths) / len(lengths)
         length = max(1, round(mean))
@@ -172,9 +168,9 @@ def mauve_scores(
     batch_size: int,
     procs: Processes,
 ) -> dict[str, float]:
-    """Return mauve: of the samples and passages of the reference, by the judge's
-    features; mauve_text: of other passages and these, above which samples need not
-    come. judged: this process's share of the samples, in the judge's ids."""
+    """Return two numbers by the judge's features. mauve: of the samples and passages of
+    the reference; mauve_text: of other passages and these, an upper limit for samples.
+    judged: this process's share of the samples, in the judge's ids."""
     passages = reference.passages(samples)
     share = procs.share(len(passages))
     own = passages[share.start : share.stop]
@@ -200,9 +196,9 @@ def score_samples(
     reference: Reference | None = None,
     mauve: bool = False,
 ) -> dict:
-    """Score a set: over all samples, and each in `per_sample`; every process scores its
-    share. batch_size: as in `Judge.score`. mauve: also compare the samples with the
-    reference by MAUVE."""
+    """Return the scores of a set: over all samples, and of each in `per_sample`; every
+    process scores its share. batch_size: as in `Judge.score`. mauve: also compare the
+    samples with the reference by MAUVE."""
     judged_as = _judged_as(samples, judge)
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]
@@ -217,19 +213,9 @@ def score_samples(
     else:
         measured = [sample["tokens"] for sample in own]
     results = []
-    for sample, tokens, score in zip(
-        own,
-        measured,
-        scores,
-        strict=True,
-    ):
+    for sample, tokens, score in zip(own, measured, scores, strict=True):
         nll, count = score
-        result = _result(
-            sample,
-            tokens,
-            nll,
-            count,
-        )
+        result = _result(sample, tokens, nll, count)
         results.append(result)
 
     results = _joined(procs.gather(results))
@@ -243,14 +229,7 @@ def score_samples(
         divergences = reference.divergences(samples)
     mauve_row = {}
     if reference is not None and mauve:
-        mauve_row = mauve_scores(
-            samples,
-            judged,
-            reference,
-            judge,
-            batch_size,
-            procs,
-        )
+        mauve_row = mauve_scores(samples, judged, reference, judge, batch_size, procs)
     return {
         "run": samples.name,
         "tokens_judged": judged_as,
@@ -266,8 +245,8 @@ def score_samples(
 
 
 def _judged_as(samples: SampleSet, judge: Judge) -> str:
-    """Return what the judge reads: the samples' ids, their text, which has tokens of
-    another kind (retokenised), or text that has no tokens."""
+    """Return the form in which the judge reads the samples: "ids", "retokenised" (as
+    text, as their tokens are of another tokenizer) or "text" (they have no tokens)."""
     if samples.tokenizer is None:
         return "text"
     if samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer):
@@ -275,14 +254,9 @@ def _judged_as(samples: SampleSet, judge: Judge) -> str:
     return "retokenised"
 
 
-def _result(
-    sample: Sample,
-    tokens: list[int],
-    nll: float,
-    count: int,
-) -> dict:
-    """Return what is said of one sample: the nats of its scored tokens, `count` of
-    them, and the measures of its tokens."""
+def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
+    """Return the results of one sample: the nats of its `count` scored tokens, and the
+    measures of its tokens."""
     perplexity = math.nan
     if count:
         perplexity = text_measures.exp(nll / count)

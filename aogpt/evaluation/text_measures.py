@@ -1,5 +1,6 @@
 """Measures of generated text that need no model, and averages over samples of those
-that do. What does not exist is NaN. To add one: a function, and a row of `MEASURES`."""
+that do. A measure that does not exist is NaN. To add one: a function, and a row of
+`MEASURES`."""
 
 import math
 from collections import Counter
@@ -46,7 +47,7 @@ class Measure:
     function: Callable[[Sequence[int]], float]  # of the sample's tokens
     title: str | None = None  # of its column in the table; None: it has none
     form: str = ".3f"  # how the table writes it
-    meaning: str = ""  # what the legend below the table says of it
+    meaning: str = ""  # its entry in the legend below the table
 
 
 # By their names in the JSON file.
@@ -203,13 +204,13 @@ def exp(value: float) -> float:
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and standard error over the values that are not NaN."""
-    known = [value for value in values if not math.isnan(value)]
-    N = len(known)
-    known = torch.tensor(known, dtype=torch.float64)
+    numbers = [value for value in values if not math.isnan(value)]
+    N = len(numbers)
+    sample = torch.tensor(numbers, dtype=torch.float64)
     mean = math.nan
     error = math.nan
     if N > 0:
-        mean = float(known.mean())
+        mean = float(sample.mean())
     if N > 1:
-        error = float(known.std() / N**0.5)
+        error = float(sample.std() / N**0.5)
     return mean, error

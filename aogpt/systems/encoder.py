@@ -21,38 +21,34 @@ from ..scoring import at_least_float32, check_boolean
 
 
 class FullPass(Pass):
-    """Every position sees all, or those that a mask (B, 1, 1, T) allows."""
+    """A pass in which every position sees all others, or those for which a mask
+    (B, 1, 1, T) is True."""
 
     def __init__(self, config: ModelConfig, allowed: Tensor | None):
         super().__init__(config, targets=None)
         self.allowed = allowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, T, H, D/H) each -> (B, T, D)"""
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-            dropout=self.dropout,
-        )
+        """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
+        return attention(q, k, v, mask=self.allowed, dropout=self.dropout)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
+        """Return adaLN's shifts, scales and gates: `parts` tensors (B, 1, D)."""
         table = linear(self.condition)  # (B, 1, parts D): one for all positions
         return table.chunk(parts, dim=-1)
 
 
 class ScoreOutputs(HeadLoss):
-    """What score entropy needs of the head's outputs o, log-scores: log sum_y exp(o_y)
-    and o_x of the true token x."""
+    """The two numbers that score entropy needs of the head's outputs o, log-scores:
+    log sum_y exp(o_y), and o_x of the true token x."""
 
     def forward(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (2, B, T)."""
+        """Return both numbers, (2, B, T), for x (B, T, D) and targets (B, T)."""
         pairs = super().forward(head, x, targets)  # (B, T, 2)
         return pairs.movedim(-1, 0)
 
     def losses(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
-        """(n, D), (n,) -> (n, 2)."""
+        """Return both numbers, (n, 2), for x (n, D) and targets (n,)."""
         logits = at_least_float32(head(x))
         normaliser = logits.logsumexp(dim=-1)
         output = logits.gather(1, targets[:, None]).squeeze(1)
@@ -60,9 +56,9 @@ class ScoreOutputs(HeadLoss):
 
 
 class Encoder(Transformer):
-    """`hidden` and `logits` take tokens (B, T) with [MASK] in place, and of those that
-    need them noise levels sigma (B,), for a model with noise, and lengths (B,) of rows
-    that are shorter than T."""
+    """A model of the masked tokens of a sequence. `hidden` and `logits` take tokens
+    (B, T), with [MASK] where one is masked; a model with noise also takes noise levels
+    sigma (B,). lengths (B,): of rows that are shorter than T."""
 
     has_start = False
 
@@ -98,10 +94,7 @@ class Encoder(Transformer):
         return nll if self.config.noise else nll * masked
 
     def log_probs(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        lengths: Tensor | None,
+        self, tokens: Tensor, masked: Tensor, lengths: Tensor | None
     ) -> Tensor:
         """Return log p(true token | unmasked tokens) at masked positions, 0 elsewhere,
         (B, T)."""
@@ -112,10 +105,7 @@ class Encoder(Transformer):
         return (output - normaliser) * masked
 
     def masked_hidden(
-        self,
-        tokens: Tensor,
-        masked: Tensor,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states (B, T, D), by position, with the masked tokens
         unknown."""
@@ -126,10 +116,7 @@ class Encoder(Transformer):
         return self.hidden(inputs, sigma, lengths)
 
     def hidden(
-        self,
-        tokens: Tensor,
-        sigma: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, tokens: Tensor, sigma: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states (B, T, D)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -160,13 +147,14 @@ class Encoder(Transformer):
         return log_linear_noise(share)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., mask_token): the tokens end at [MASK]."""
+        """Return the logits (..., mask_token) of final hidden states (..., D): [MASK],
+        the first id after the tokens, has none."""
         return self.head(x)[..., : self.mask_token]
 
 
 class NoiseEmbedding(nn.Module):
-    """Vector (B, dim) of a noise level (B,): 256 cosines and sines, then an MLP
-    (SEDD)."""
+    """A layer that computes a vector (B, dim) from a noise level (B,): 256 cosines and
+    sines, then an MLP (SEDD)."""
 
     conditions = ("fc.weight", "fc.bias", "proj.weight", "proj.bias")
 
@@ -176,7 +164,7 @@ class NoiseEmbedding(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, sigma: Tensor) -> Tensor:
-        """(B,) -> (B, dim)"""
+        """Return the vectors (B, dim) of noise levels sigma (B,)."""
         numbers = torch.arange(128, device=sigma.device, dtype=torch.float64)
         frequency = 10000.0 ** (-numbers / 128)
         angle = sigma.double()[:, None] * frequency  # (B, 128)

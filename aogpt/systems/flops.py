@@ -8,9 +8,9 @@ from .queries import QueryDecoder
 
 def flops_per_token(c: ModelConfig, length: int) -> float:
     """Return the operations of forward and backward per token: 6 per weight of a matrix
-    that every token passes, plus 12 n_layer n_embd length for attention
-    (PaLM, appendix B). Queries that are inputs of their own add theirs. adaLN is left
-    out: it runs per position."""
+    that every token passes, plus 12 n_layer n_embd length for attention (PaLM, appendix
+    B). Where queries are inputs of their own, their operations count, too. adaLN, which
+    runs once per position, does not count."""
     weights = block_matrices(c).all * c.n_layer
     attentions = c.n_layer
     system = system_of(c)

@@ -1,11 +1,11 @@
-"""Which class a configuration is of."""
+"""The class of the model of each configuration."""
 
 from ..model import AOGPT, ModelConfig, Transformer
 from .encoder import Encoder
 from .mask_query import MaskQuery
 from .two_stream import TwoStream
 
-# The class of each `SystemTarget`; other targets are of the decoder on the page, AOGPT.
+# The class of each `SystemTarget`; for other targets it is AOGPT, of model.py.
 DECODERS: dict[str, type[Transformer]] = {
     "two_stream": TwoStream,
     "mask_query": MaskQuery,

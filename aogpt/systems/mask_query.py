@@ -34,40 +34,32 @@ class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
     def __init__(self, config: ModelConfig, context: Tensor | None = None):
-        """context: LongTensor (B, T), the number of contents that each query sees;
-        None: query i sees the i contents before it."""
+        """Make a pass. context: LongTensor (B, T), the number of contents that each
+        query sees; None: query i sees the i contents before it."""
         super().__init__(config, None)
         self.context = context
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, 2 T, H, D/H) each -> (B, 2 T, D)."""
+        """Return the output of attention, (B, 2 T, D), for q, k and v
+        (B, 2 T, H, D/H)."""
         T = q.shape[1] // 2
         contents = attention(
-            q[:, :T],
-            k[:, :T],
-            v[:, :T],
-            causal=True,
-            dropout=self.dropout,
+            q[:, :T], k[:, :T], v[:, :T], causal=True, dropout=self.dropout
         )
         queries = self.attend_queries(q, k, v)
         return torch.cat([contents, queries], dim=1)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, 2 T, H, D/H) each -> the output of the queries alone, (B, T, D)."""
+        """Return the output of the queries alone, (B, T, D), for q, k and v
+        (B, 2 T, H, D/H)."""
         if self.context is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
         mask = self.query_mask(T, q.device)
-        return attention(
-            q[:, T:],
-            k,
-            v,
-            mask=mask,
-            dropout=self.dropout,
-        )
+        return attention(q[:, T:], k, v, mask=mask, dropout=self.dropout)
 
     def queries_of(self, x: Tensor) -> Tensor:
-        """(B, 2 T, D) -> (B, T, D)"""
+        """Return the queries (B, T, D) among inputs x (B, 2 T, D)."""
         T = x.shape[1] // 2
         return x[:, T:]
 
@@ -85,11 +77,11 @@ class MaskQueryPass(Pass):
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what T queries read from the contents before them and from themselves,
-    without a mask.
+    """Return the output of attention of T queries, (B, T, D), over the contents before
+    them and themselves, without a mask.
 
-    q (B, 2 T, H, D/H), k and v with as many heads or a divisor of them: contents, then
-    queries. Returns (B, T, D)."""
+    q (B, 2 T, H, D/H): contents, then queries; k and v have H heads or a divisor of
+    H."""
     T = q.shape[1] // 2
     groups = q.shape[2] // k.shape[2]
     if groups > 1:  # each head of keys and values serves several of queries
@@ -106,18 +98,12 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # The last content is seen by no query.
         content_k = k[:, :, : T - 1]
         content_v = v[:, :, : T - 1]
-        y = MergedAttention.apply(
-            q[:, :, T:],
-            content_k,
-            content_v,
-            own_k,
-            own_v,
-        )
+        y = MergedAttention.apply(q[:, :, T:], content_k, content_v, own_k, own_v)
     return y.transpose(1, 2).flatten(2)
 
 
 class MergedAttention(torch.autograd.Function):
-    """Attention of query i over the contents 0 .. i - 1 and its own key.
+    """The attention of query i over the contents 0 .. i - 1 and its own key.
 
     Query i + 1 over contents 0 .. i is ordinary causal attention, so flash attention
     computes it. Its result is merged with the value of the query's own key, by the
@@ -127,14 +113,10 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        own_k: Tensor,
-        own_v: Tensor,
+        ctx, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor
     ) -> Tensor:
-        """q, own_k, own_v (B, H, T, D/H); k, v (B, H, T - 1, D/H) -> (B, H, T, D/H)."""
+        """Return the output (B, H, T, D/H) for q, own_k and own_v (B, H, T, D/H), and
+        k and v (B, H, T - 1, D/H)."""
         own_score = (q * own_k).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, T)
         # Query 0 sees itself alone. The rest is of the queries after it.
         later_q = q[:, :, 1:]
@@ -142,30 +124,16 @@ class MergedAttention(torch.autograd.Function):
         later_score = own_score[:, :, 1:]
         dropout = 0.0
         is_causal = True
-        read, log_sum = FLASH(
-            later_q,
-            k,
-            v,
-            dropout,
-            is_causal,
-        )
+        read, log_sum = FLASH(later_q, k, v, dropout, is_causal)
         merged_log_sum = torch.logaddexp(later_score.to(log_sum.dtype), log_sum)
         own_share = (later_score - merged_log_sum).exp().unsqueeze(-1)
         merged = torch.lerp(read, later_own_v, own_share.to(read.dtype))
-        ctx.save_for_backward(
-            q,
-            k,
-            v,
-            own_k,
-            own_v,
-            merged,
-            merged_log_sum,
-            own_share,
-        )
+        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, own_share)
         return torch.cat([own_v[:, :, :1], merged], dim=2)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """Return the gradients of the five inputs for that of the output."""
         q, k, v, own_k, own_v, merged, merged_log_sum, own_share = ctx.saved_tensors
         later_grad = grad[:, :, 1:]
         later_q = q[:, :, 1:]
@@ -174,14 +142,7 @@ class MergedAttention(torch.autograd.Function):
         dropout = 0.0
         is_causal = True
         grad_q, grad_k, grad_v = FLASH_BACKWARD(
-            later_grad,
-            later_q,
-            k,
-            v,
-            merged,
-            merged_log_sum,
-            dropout,
-            is_causal,
+            later_grad, later_q, k, v, merged, merged_log_sum, dropout, is_causal
         )
         # The softmax's gradient at the own score: p (dL/dp - sum of p dL/dp over all
         # keys).
@@ -207,13 +168,11 @@ class MaskQueryBlock(Block):
     is_last = False
 
     def forward(
-        self,
-        x: Tensor,
-        p: Pass,
-        first_values: Tensor | None,
+        self, x: Tensor, p: Pass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, 2 T, D) -> x, of the last block (B, T, D), and values. A cached pass,
-        which has inputs of another number, is computed whole."""
+        """Return x (B, 2 T, D) after this block, from the last block its queries (B, T,
+        D) alone, and the block's values. A cached pass, which has another number of
+        inputs, is computed whole."""
         if not (isinstance(p, MaskQueryPass) and self.is_last):
             return super().forward(x, p, first_values)
         normed = self.norm1(x)
@@ -238,23 +197,23 @@ class MaskQuery(QueryDecoder):
 
     @classmethod
     def query_weights(cls, c: ModelConfig) -> int:
-        """Return those of a token again, but the last block only projects the
-        contents."""
+        """Count the weights of the matrices that the query of a token passes: those of
+        the token, too, but the last block only projects the contents."""
         matrices = block_matrices(c)
         last = matrices.queries + matrices.keys_and_values
         return (c.n_layer - 1) * matrices.all + last
 
     @classmethod
     def query_attentions(cls, c: ModelConfig) -> int:
+        """Count the blocks in which queries attend besides the contents: all but the
+        last, where the contents do not."""
         return c.n_layer - 1
 
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
-        """As `QueryDecoder.hidden`."""
+        """Return the final hidden states of the queries, (B, T, D): see
+        `QueryDecoder.hidden`."""
         contents = self.wte(tokens.gather(1, order))
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
@@ -262,14 +221,9 @@ class MaskQuery(QueryDecoder):
         p = MaskQueryPass(self.config, group_start)
         return self.trunk(self.with_positions(x, positions), positions, p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
-        """As `scoring.parallel_hidden`: queries from `known` on see the contents before
-        `known`."""
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """Return the final hidden states of the queries, (B, T, D); those from `known`
+        (B,) on see the contents before `known`."""
         steps = torch.arange(order.shape[1], device=order.device)
         context = torch.minimum(steps, known[:, None])  # (B, T)
         return self.hidden(tokens, order, context)
@@ -282,7 +236,8 @@ class MaskQuery(QueryDecoder):
         return x + self.wpe(positions)
 
     def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
-        """Return inputs (..., D) at positions (...) -> final hidden states (..., D)."""
+        """Return the final hidden states (..., D) of inputs x (..., D) at positions
+        (...)."""
         if self.angles is not None:
             p.key_angles = self.angles_at(positions, x.dtype)
             p.query_angles = p.key_angles

@@ -1,6 +1,6 @@
 """Parameters: initial values (the paper, section 3 and appendix B), counts.
 
-What a parameter is, its layer says: see "layers" in model.py."""
+A layer describes its parameters: see "layers" in model.py."""
 
 from typing import NamedTuple
 
@@ -18,14 +18,11 @@ def init_weights(model: Transformer, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def init_weight(
-    model: nn.Module,
-    name: str,
-    p: Tensor,
-    generator: torch.Generator | None = None,
+    model: nn.Module, name: str, p: Tensor, generator: torch.Generator | None = None
 ) -> None:
     """Fill p, of the shape of the parameter `name` of the model: truncated normal (std
     0.02, or the layer's `init_std`, cut at 3 std), biases 0, norms 1, position tables
-    as model.position_init says, and what a layer says of its own in `initial`."""
+    as model.position_init says, and the values that a layer names in `initial`."""
     parent, _, leaf = name.rpartition(".")
     layer = model.get_submodule(parent)
     initial = getattr(layer, "initial", {})
@@ -41,18 +38,12 @@ def init_weight(
         p.copy_(waves[layer.first_wave :])
     else:
         std = getattr(layer, "init_std", 0.02)
-        nn.init.trunc_normal_(
-            p,
-            std=std,
-            a=-3 * std,
-            b=3 * std,
-            generator=generator,
-        )
+        nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
 def sinusoids(rows: int, dim: int, std: float) -> Tensor:
-    """(rows, dim) sines and cosines of wavelengths from 2 pi to pi * rows, in geometric
-    steps."""
+    """Return sines and cosines (rows, dim) of wavelengths from 2 pi to pi * rows, in
+    geometric steps, with standard deviation `std`."""
     steps = torch.linspace(0, 1, (dim + 1) // 2)
     frequency = (2 / rows) ** steps
     positions = torch.arange(rows).unsqueeze(1)
@@ -63,8 +54,8 @@ def sinusoids(rows: int, dim: int, std: float) -> Tensor:
 
 
 def parameter_counts(model: Transformer) -> dict[str, int]:
-    """Count the parameters of embeddings, blocks, conditioning
-    (target positions, adaLN, noise) and head."""
+    """Count the parameters of embeddings, blocks, conditioning (target positions,
+    adaLN, noise) and head."""
     conditioning = conditioning_parameters(model)
     blocks = set(model.blocks.parameters())
     last = {*model.norm_f.parameters(), *model.head.parameters()}
@@ -84,8 +75,7 @@ def parameter_counts(model: Transformer) -> dict[str, int]:
 
 
 def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
-    """Return the parameters that tell the model which position to predict, or the
-    noise."""
+    """Return the parameters that condition the model on target positions or noise."""
     parameters = set()
     for module in model.modules():
         for name in getattr(module, "conditions", ()):
@@ -94,8 +84,8 @@ def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
 
 
 def matrices_of(model: nn.Module) -> Matrices:
-    """Return what the layers of the model name as matrices, with the rows of each part:
-    Muon orthogonalises them, and LoRA adapts them."""
+    """Return the weights that the layers of the model list as matrices, with the rows
+    of each part: Muon orthogonalises them, and LoRA adapts them."""
     matrices: Matrices = []
     for layer in model.modules():
         of_layer = getattr(layer, "matrices", None)
@@ -105,7 +95,7 @@ def matrices_of(model: nn.Module) -> Matrices:
 
 
 class BlockMatrices(NamedTuple):
-    """Weights of the matrices of a block."""
+    """The numbers of weights in the matrices of a block."""
 
     keys_and_values: int
     queries: int
@@ -114,6 +104,7 @@ class BlockMatrices(NamedTuple):
 
     @property
     def all(self) -> int:
+        """Return the number of weights of the whole block."""
         return sum(self)
 
 

@@ -36,25 +36,20 @@ class QueryDecoder(Transformer, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def query_attentions(cls, c: ModelConfig) -> int:
-        """Count the blocks in which queries attend besides what the tokens do."""
+        """Count the blocks in which queries attend, besides the tokens."""
 
     def forward(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
-        """As `AOGPT.forward`; group_start: see `hidden`."""
+        """Return -log p of the token of each step, nats, (B, T) in prediction order.
+        tokens, order (B, T): as in `AOGPT.forward`; group_start: see `hidden`."""
         wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order, group_start)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
 
     @abc.abstractmethod
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D); state i predicts
         position order[:, i].
@@ -63,11 +58,6 @@ class QueryDecoder(Transformer, abc.ABC):
         group_start[:, i], which is at most i; None: from all steps before it."""
 
     @abc.abstractmethod
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
-        """As `scoring.parallel_hidden`: all steps from `known` (B,) on are predicted
-        from the first `known` tokens."""
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """Return the final hidden states of the queries, (B, T, D), of which all from
+        step `known` (B,) on are predicted from the first `known` tokens."""

@@ -13,8 +13,8 @@ from .queries import QueryDecoder
 
 
 class TwoStreamPass(Pass):
-    """What inputs and queries see: all inputs up to their own step, or what two masks
-    (B, 1, T, T) allow."""
+    """A pass in which inputs and queries see all inputs up to their own step, or those
+    for which two masks (B, 1, T, T) are True."""
 
     def __init__(self, config: ModelConfig, targets: Tensor):
         super().__init__(config, targets)
@@ -23,29 +23,22 @@ class TwoStreamPass(Pass):
         self.target_angles: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output of the inputs, (B, T, D), for q, k and v (B, T, H, D/H)."""
         return self.attend_where(self.allowed, q, k, v)
 
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q of the query stream; k and v are the content's."""
+        """Return the output of the queries, (B, T, D). q is the query stream's, k and v
+        are the content's."""
         return self.attend_where(self.query_allowed, q, k, v)
 
     def attend_where(
-        self,
-        mask: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """As `Pass.attend`, or where a mask allows it."""
+        """Return the output (B, T, D) over the inputs up to a step's own, or over those
+        for which a mask (B, 1, T, T) is True."""
         if mask is None:
             return super().attend(q, k, v)
-        return attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            dropout=self.dropout,
-        )
+        return attention(q, k, v, mask=mask, dropout=self.dropout)
 
 
 class TwoStreamBlock(nn.Module):
@@ -61,14 +54,10 @@ class TwoStreamBlock(nn.Module):
         self.drop = block.drop
 
     def forward(
-        self,
-        x: Tensor,
-        queries: Tensor,
-        p: TwoStreamPass,
-        first_values: Tensor | None,
+        self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return both streams, (B, T, D) each -> both streams, and values where blocks
-        mix them."""
+        """Return inputs x and queries, (B, T, D) each, after this block, and its
+        values, None unless blocks mix them."""
         attn = self.attn
         normed = self.norm1(x)
         q, k, v, values = attn.heads(normed, p, first_values)
@@ -84,8 +73,8 @@ class TwoStreamBlock(nn.Module):
         return x, queries, values
 
     def query_heads(self, normed: Tensor, p: TwoStreamPass) -> Tensor:
-        """Return queries (B, T, D), normed -> their heads (B, T, H, D/H). They have
-        neither keys nor values, and need the first rows of the projection only."""
+        """Return the heads q (B, T, H, D/H) of normed queries (B, T, D). Queries have
+        neither keys nor values, so they need the first rows of the projection only."""
         attn = self.attn
         rows = attn.heads_of[0] * attn.head_dim
         weight = attn.qkv.weight[:rows]
@@ -110,20 +99,21 @@ class TwoStream(QueryDecoder):
 
     @classmethod
     def query_weights(cls, c: ModelConfig) -> int:
+        """Count the weights of the matrices of all blocks that the query of a token
+        passes: all but those of keys and values."""
         matrices = block_matrices(c)
         return c.n_layer * (matrices.all - matrices.keys_and_values)
 
     @classmethod
     def query_attentions(cls, c: ModelConfig) -> int:
+        """Count the blocks in which queries attend: all."""
         return c.n_layer
 
     def hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        group_start: Tensor | None = None,
+        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
     ) -> Tensor:
-        """As `QueryDecoder.hidden`."""
+        """Return the final hidden states of the queries, (B, T, D): see
+        `QueryDecoder.hidden`."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
         p = TwoStreamPass(self.config, order)
@@ -131,14 +121,9 @@ class TwoStream(QueryDecoder):
             p.allowed, p.query_allowed = self.group_masks(group_start)
         return self.trunk(x, in_positions, p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
-        """As `scoring.parallel_hidden`: queries of steps from `known` on read inputs
-        0..known."""
+    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+        """Return the final hidden states of the queries, (B, T, D); those of steps from
+        `known` (B,) on read inputs 0..known."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
         steps = torch.arange(order.shape[1], device=order.device)
@@ -150,12 +135,12 @@ class TwoStream(QueryDecoder):
         return self.trunk(x, in_positions, p)
 
     def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what inputs and queries see in groups (A3), (B, 1, T, T) each.
+        """Return the masks of inputs and of queries in groups (A3), (B, 1, T, T) each.
 
-        An input sees all groups up to its own, and of its own the tokens after it, too;
-        a query sees the groups before its own. So nothing depends on the order inside a
-        group. Example: two groups of two, group_start 0 0 2 2. Input i holds the token
-        of step i - 1:
+        An input sees all groups up to its own, also the tokens of its own group after
+        it; a query sees the groups before its own. So nothing depends on the order
+        inside a group. Example: two groups of two, group_start 0 0 2 2. Input i holds
+        the token of step i - 1:
 
             input, step   input holds   the input sees   the query sees
             0             [None]        0                0
@@ -177,14 +162,9 @@ class TwoStream(QueryDecoder):
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
-    def trunk(
-        self,
-        x: Tensor,
-        in_positions: Tensor,
-        p: TwoStreamPass,
-    ) -> Tensor:
-        """Embedded inputs (B, T, D) at positions (B, T) -> final hidden states of the
-        queries, (B, T, D)."""
+    def trunk(self, x: Tensor, in_positions: Tensor, p: TwoStreamPass) -> Tensor:
+        """Return the final hidden states of the queries, (B, T, D), for embedded inputs
+        x (B, T, D) at positions (B, T)."""
         p.dropout = self.config.dropout if self.training else 0.0
         if self.angles is not None:
             p.key_angles = self.angles_at(in_positions, x.dtype)

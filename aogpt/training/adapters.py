@@ -21,9 +21,7 @@ def add_adapters(model: Transformer, rank: int) -> None:
         lora_dropout=0.0,
         target_modules=adapted_layers(model),
     )
-    peft.inject_adapter_in_model(settings, model)
-    for name, p in model.named_parameters():
-        p.requires_grad_(".lora_" in name)
+    peft.inject_adapter_in_model(settings, model)  # this freezes all other weights
 
 
 def adapted_layers(model: Transformer) -> list[str]:

@@ -2,15 +2,14 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..data.loader import TokenDataset, batch_lengths
-from ..objectives import Masks, masks_at
+from ..objectives import Batch, masks_at
 from ..orders import Roles, orders_at
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -19,34 +18,6 @@ from .config import Config
 # limits of the micro-batches that are prepared in advance
 AHEAD = 4
 MOST = 64
-
-
-@dataclass
-class Batch:
-    """B sequences of T tokens, with what their loss depends on."""
-
-    tokens: Tensor  # LongTensor (B, T)
-    # decoder: LongTensor (B, T), the position predicted at each step
-    order: Tensor | None = None
-    # decoder, with prompts (B, T): factor of the loss of each step
-    weight: Tensor | None = None
-    # decoder, with prompts LongTensor (B,): tokens of the prompt
-    prompt_lengths: Tensor | None = None
-    masks: Masks | None = None  # encoder
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return a batch with `function` applied to every tensor."""
-
-        def optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else function(tensor)
-
-        return Batch(
-            tokens=function(self.tokens),
-            order=optional(self.order),
-            weight=optional(self.weight),
-            prompt_lengths=optional(self.prompt_lengths),
-            masks=None if self.masks is None else self.masks.map(function),
-        )
 
 
 def make_batch(
@@ -63,22 +34,16 @@ def make_batch(
     With prompts, mean_predicted: predicted tokens per sequence, averaged over the
     global batch, so that losses are means over predicted tokens."""
     length = tokens.shape[1]
-    if not config.objective.facts.for_encoders:
-        orders, _ = config.stage(step)
-        order = orders_at(
-            orders,
-            config.seed,
-            step,
-            batch_rows,
-            length,
-        )
+    if not config.objective.definition.for_encoders:
+        orders, group = config.stage(step)
+        order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
-            return Batch(tokens, order)
+            return Batch(tokens, order, group=group)
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
         prompt_lengths = roles.given.sum(dim=1)
-        return Batch(tokens, order, weight, prompt_lengths)
+        return Batch(tokens, order, weight, prompt_lengths, group)
     masks = masks_at(
         config.objective,
         seed=config.seed,
@@ -94,13 +59,11 @@ def make_batch(
 
 
 def roles_of(
-    data: TokenDataset,
-    config: Config,
-    step: int,
-    batch_rows: range,
+    data: TokenDataset, config: Config, step: int, batch_rows: range
 ) -> tuple[Roles, float]:
-    """`roles` and `mean_predicted` of `make_batch`, for data with prompts. Raises
-    UserError for a prompt in the middle if the model reads from left to right."""
+    """Return `roles` and `mean_predicted` of `make_batch`, for data with prompts.
+    Raises UserError for a prompt in the middle if the model reads from left to
+    right."""
     size = config.train.batch_size
     blocks = data.indices(config.seed, step, range(size), size)
     of_batch = Roles.of(data.roles(blocks))
@@ -118,10 +81,7 @@ def roles_of(
 
 
 def micro_batches(
-    data: TokenDataset,
-    config: Config,
-    procs: Processes,
-    first_step: int,
+    data: TokenDataset, config: Config, procs: Processes, first_step: int
 ) -> Generator[Batch, None, None]:
     """Yield this process's micro-batches on its device, from `first_step` on; a thread
     prepares the next ones until the iterator is closed. The sequences of a step do not
@@ -132,14 +92,10 @@ def micro_batches(
     device = procs.device
 
     def make(step: int, index: int) -> Batch:
+        """Return micro-batch `index` of a step, on the CPU."""
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
-        tokens = data.batch(
-            config.seed,
-            step,
-            batch_rows,
-            config.train.batch_size,
-        )
+        tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
         (length,) = batch_lengths(
             config.seed,
             range(step, step + 1),
@@ -151,14 +107,7 @@ def micro_batches(
         mean_predicted = 1.0
         if data.of_records:
             roles, mean_predicted = roles_of(data, config, step, batch_rows)
-        batch = make_batch(
-            tokens,
-            config,
-            step,
-            batch_rows,
-            roles,
-            mean_predicted,
-        )
+        batch = make_batch(tokens, config, step, batch_rows, roles, mean_predicted)
         if device.type == "cuda":
             batch = batch.map(torch.Tensor.pin_memory)
         return batch
@@ -184,14 +133,15 @@ def micro_batches(
 
 
 class PendingLosses:
-    """Losses and gradient norms, copied from the device in the background and read some
-    steps later: reading them at once would wait for the GPU."""
+    """The losses and gradient norms of the last steps, copied from the device in the
+    background: reading them at once would wait for the GPU."""
 
     def __init__(self):
         # (step, numbers on the CPU, CUDA event after which they are there, or None)
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Start to copy the loss and the gradient norm of a step, scalars."""
         numbers = torch.stack([loss.detach(), norm.detach()])
         # non_blocking: PyTorch copies to pinned memory.
         on_cpu = numbers.to("cpu", non_blocking=True)
@@ -201,8 +151,8 @@ class PendingLosses:
         self.pending.append((step, on_cpu, copied))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float]]:
-        """Yield (step, loss, norm) of the steps that were copied; with `wait`, of
-        all."""
+        """Yield (step, loss, norm) for each step whose numbers have arrived; with
+        `wait`, for all steps."""
         while self.pending:
             step, numbers, copied = self.pending[0]
             if copied is not None and not wait and not copied.query():

@@ -41,6 +41,8 @@ from .warm_start import with_shape_of
 
 @dataclass(frozen=True)
 class DataConfig(Table):
+    """The data of a run."""
+
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
     # more data sets of the same tokenizer, as FOLDER=0.1 (share of the sequences);
     # data.folder has the rest and the validation split
@@ -56,6 +58,8 @@ class DataConfig(Table):
 
 @dataclass(frozen=True)
 class OptimConfig(Table):
+    """The optimizer, its learning rates and the averaged weights."""
+
     lr: Amount = 6e-4  # peak learning rate
     min_lr_ratio: Probability = 0.1  # the learning rate ends at lr * min_lr_ratio
     # decay after the warm-up; wsd: constant, then linear in the last decay_share of the
@@ -81,6 +85,8 @@ class OptimConfig(Table):
 
 @dataclass(frozen=True)
 class TrainConfig(Table):
+    """The steps of a run and the ways to run them."""
+
     steps: Count = 500_000  # optimizer steps of the whole run
     epochs: Amount = 0.0  # passes over the data, instead of steps
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
@@ -123,6 +129,8 @@ class TrainConfig(Table):
 
 @dataclass(frozen=True)
 class EvalConfig(Table):
+    """The validation during training."""
+
     interval: NonNegative = 1000  # steps between validations; 0 switches them off
     sequences: Count = 256  # validation sequences
     # random orders or masks per sequence
@@ -131,6 +139,8 @@ class EvalConfig(Table):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Table):
+    """The checkpoints of a run."""
+
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
     # also save this many minutes after the last; 0: only by steps
     minutes: Amount = 0.0
@@ -139,6 +149,8 @@ class CheckpointConfig(Table):
 
 @dataclass(frozen=True)
 class WandbConfig(Table):
+    """The log on Weights & Biases."""
+
     # log to Weights & Biases
     mode: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "aogpt"  # its name there
@@ -160,6 +172,8 @@ class StageConfig(Table):
 
 @dataclass(frozen=True)
 class Config(Table):
+    """The configuration of a run: a config file with all its tables."""
+
     name: str = "aogpt"  # the run's name; its folder is OUT/NAME
     out: str = "out"  # folder that holds the run folders
     seed: Seed = 0  # seed of the initial weights, the data shuffle and the orders
@@ -176,6 +190,7 @@ class Config(Table):
 
     @property
     def run_folder(self) -> Path:
+        """Return the folder that holds the run: OUT/NAME."""
         return validation.expand_home(self.out) / self.name
 
     def micro_batch_size(self, world_size: int) -> int:
@@ -268,7 +283,9 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
     """Raise UserError if the objective is not one of this model's."""
     kind = objective.kind
     fitting = [
-        name for name, facts in OBJECTIVES.items() if facts.for_encoders == m.is_encoder
+        name
+        for name, definition in OBJECTIVES.items()
+        if definition.for_encoders == m.is_encoder
     ]
     refuse(
         kind not in fitting,
@@ -276,12 +293,12 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
         f"give one of {fitting}",
     )
     refuse(
-        objective.facts.of_scores != m.noise,
+        objective.definition.of_scores != m.noise,
         "objective.kind = 'score_entropy' and model.noise = true belong together",
     )
     has_groups = system_of(m).query_stream and m.group_attention
     refuse(
-        objective.facts.in_groups and not has_groups,
+        objective.definition.in_groups and not has_groups,
         f"objective.kind = {kind!r} needs model.target = 'two_stream' and "
         "model.group_attention = true",
     )
@@ -343,9 +360,9 @@ def from_dict(values: dict, source: str) -> Config:
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:
-    """`CONFIG.toml [--table.key value ...]` -> Config. Raises UserError for an option
-    that does not exist and for values that do not go together; a value of another type
-    ends in tyro's message."""
+    """Return the configuration of `CONFIG.toml [--table.key value ...]`. Raises
+    UserError for an option that does not exist and for values that do not go together;
+    a value of another type ends in tyro's message."""
     import tyro
 
     if arguments and not arguments[0].startswith("-"):

@@ -1,23 +1,21 @@
-"""What a training run may choose on a GPU and nobody needs: kernels that are opt in."""
+"""Options of training on a GPU that are off by default: kernels."""
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..model import Pass, RMSNorm, Transformer
+from ..model import AOGPT, Pass, RMSNorm, Transformer
 from ..runtime.devices import can_run_triton
 from ..runtime.errors import UserError
 from .config import TrainConfig
 
 
 def use_gpu_options(
-    model: Transformer,
-    train: TrainConfig,
-    device: torch.device,
+    model: Transformer, train: TrainConfig, device: torch.device
 ) -> None:
-    """Let a model take the kernels that a config asks for. Raises UserError where there
-    are none of them, or none for this model."""
+    """Let a model use the kernels that a config asks for. Raises UserError where they
+    cannot run, or not with this model."""
     if train.fused_norm:
         check_fused_norm(model, device)
         model.pass_type = FusedPass
@@ -26,7 +24,7 @@ def use_gpu_options(
 
 
 class FusedPass(Pass):
-    """The training pass of adaLN in which a kernel gathers, shifts and scales."""
+    """A training pass in which one kernel gathers, shifts and scales for adaLN."""
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """Return shifts and scales by position, (block_size, D), and gates for each
@@ -38,23 +36,15 @@ class FusedPass(Pass):
         return tuple(outputs)
 
     def modulated_norm(
-        self,
-        norm: nn.Module,
-        x: Tensor,
-        shift: Tensor,
-        scale: Tensor,
+        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
+        """Return the norm of x (B, T, D) with the shift and scale, tables
+        (block_size, D), of each step's target."""
         from .norm_kernel import modulated_norm  # which imports Triton
 
         rms_norm = cast(RMSNorm, norm)
         y, _ = modulated_norm(
-            x,
-            rms_norm.weight,
-            shift,
-            scale,
-            self.targets,
-            self.inverse,
-            rms_norm.eps,
+            x, rms_norm.weight, shift, scale, self.targets, self.inverse, rms_norm.eps
         )
         return y
 
@@ -66,8 +56,8 @@ def check_fused_norm(model: Transformer, device: torch.device) -> None:
             "train.fused_norm needs an NVIDIA GPU and Triton: pass "
             "--train.no-fused-norm"
         )
-    c = model.config
-    if c.target != "adaln" or c.norm != "rmsnorm" or c.is_encoder:
+    has_adaln = isinstance(model, AOGPT) and model.adaln_f is not None
+    if not has_adaln or not isinstance(model.norm_f, RMSNorm):
         raise UserError(
             "train.fused_norm is for decoders with model.target = 'adaln' and "
             "model.norm = 'rmsnorm': pass --train.no-fused-norm"

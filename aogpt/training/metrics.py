@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run, and what it prints while it trains.
+"""The log of a run: metrics.jsonl, and the lines that it prints while it trains.
 
 Every row has step, grad_norm, tokens (since the run began), tokens_per_second,
 memory_bytes (the peak of the main process), skipped_steps. Tokens are those that are
@@ -125,17 +125,14 @@ def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[st
 
 
 class Log:
-    """metrics.jsonl, progress on the terminal, and Weights & Biases; on the main
-    process only."""
+    """The log of a run on the main process: metrics.jsonl, progress on the terminal,
+    and Weights & Biases."""
 
     def __init__(
-        self,
-        config: Config,
-        procs: Processes,
-        progress: Progress,
-        data: TokenDataset,
+        self, config: Config, procs: Processes, progress: Progress, data: TokenDataset
     ):
-        """progress: read and counted on as the run goes."""
+        """Open the log. progress: its counts of sequences, tokens and skipped steps
+        grow as the run goes."""
         self.config = config
         self.procs = procs
         self.progress = progress
@@ -265,6 +262,7 @@ class Log:
         self.restart_clock()
 
     def warn(self, message: str) -> None:
+        """Print a warning on the standard error."""
         self._print(visible(f"warning: {message}", one_line=True), sys.stderr)
 
     def restart_clock(self) -> None:
@@ -281,10 +279,7 @@ class Log:
         if self.data.of_records:
             return sum(self.data.predicted(seed, step, batch_size) for step in steps)
         lengths = batch_lengths(
-            seed,
-            steps,
-            self.data.block_size,
-            self.config.data.random_length_prob,
+            seed, steps, self.data.block_size, self.config.data.random_length_prob
         )
         return batch_size * int(lengths.sum())
 
@@ -298,6 +293,7 @@ class Log:
         return f"  {in_units(seconds, TIME[:4], digits=2)} left"
 
     def close(self) -> None:
+        """Close the progress bar and Weights & Biases."""
         self.bar.close()
         if self.wandb:
             self.wandb.finish()
@@ -361,7 +357,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Keep the rows up to `step`: later steps will run again."""
+    """Remove the rows after `step`, as later steps will run again."""
     if path.exists():
         write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
 

@@ -18,8 +18,8 @@ STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the itera
 
 
 class Muon(torch.optim.Optimizer):
-    """For a weight W (rows, columns) with gradient G, momentum mu, rate lr and decay
-    wd:
+    """The optimizer Muon. For a weight W (rows, columns) with gradient G, momentum mu,
+    rate lr and decay wd:
 
         M <- mu M + (1 - mu) G
         U <- sqrt(max(1, rows / columns)) orthogonal(mu M + (1 - mu) G)   (Nesterov)
@@ -29,14 +29,10 @@ class Muon(torch.optim.Optimizer):
     found_inf, a tensor on the device or None: 1 skips the step, as in fused AdamW."""
 
     def __init__(
-        self,
-        matrices: Matrices,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
+        self, matrices: Matrices, lr: float, weight_decay: float, momentum: float
     ):
-        """matrices: weights (rows, columns), with the rows of each part that is a
-        matrix of its own (queries, keys, values), or of the whole."""
+        """Make the optimizer. matrices: weights (rows, columns), with the rows of each
+        part that is a matrix of its own (queries, keys, values), or of the whole."""
         defaults = {
             "lr": lr,
             "peak_lr": lr,
@@ -50,6 +46,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # nobody passes a closure
+        """Update all weights from their gradients."""
         finite = None
         if self.found_inf is not None:
             finite = self.found_inf == 0
@@ -77,11 +74,7 @@ class Muon(torch.optim.Optimizer):
             weight.sub_(update * rate)
 
     def _momentum(
-        self,
-        p: Tensor,
-        gradient: Tensor,
-        momentum: float,
-        finite: Tensor | None,
+        self, p: Tensor, gradient: Tensor, momentum: float, finite: Tensor | None
     ) -> Tensor:
         """Add the gradient to the average. Returns Nesterov's update, sharded like
         p."""
@@ -100,11 +93,7 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(p, DTensor):
             return update
         return DTensor.from_local(
-            update,
-            p.device_mesh,
-            p.placements,
-            shape=p.shape,
-            stride=p.stride(),
+            update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
         )
 
 
@@ -114,8 +103,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """Orthogonalise the parts (rows, columns) of each matrix, `sizes` rows each, to
-    singular values near sqrt(max(1, rows / columns))."""
+    """Return the matrices with their parts (rows, columns), `sizes` rows each,
+    orthogonalised to singular values near sqrt(max(1, rows / columns))."""
     parts: list[Tensor] = []
     for matrix, rows in zip(matrices, sizes, strict=True):
         parts += matrix.split(rows)
@@ -162,21 +151,15 @@ def newton_schulz(x: Tensor) -> Tensor:
     for _ in range(STEPS):
         gram = x @ x.mT
         # b gram + c gram gram
-        polynomial = torch.baddbmm(
-            gram,
-            gram,
-            gram,
-            beta=b,
-            alpha=c,
-        )
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(dtype)
 
 
 def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """`orthogonalise` on several processes: each matrix on one, its owner, which sends
-    the result to all. Rows of DTensors are gathered first, and every process keeps its
-    own."""
+    """Return the result of `orthogonalise` on several processes: each matrix on one,
+    its owner, which sends the result to all. Rows of DTensors are gathered first, and
+    every process keeps its own."""
     world_size = dist.get_world_size()
     rank = dist.get_rank()
     costs = [update.numel() * min(update.shape) for update in updates]

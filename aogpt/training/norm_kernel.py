@@ -42,12 +42,7 @@ def modulated_norm(
     B, T, D = x.shape
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=shift.dtype, device=x.device)
-    rrms = torch.empty(
-        B,
-        T,
-        dtype=torch.float32,
-        device=x.device,
-    )
+    rrms = torch.empty(B, T, dtype=torch.float32, device=x.device)
     _forward[(B * T,)](
         x,
         weight,
@@ -67,15 +62,7 @@ def modulated_norm(
 
 
 @modulated_norm.register_fake
-def _(
-    x,
-    weight,
-    shift,
-    scale,
-    targets,
-    inverse,
-    eps,
-):
+def _(x, weight, shift, scale, targets, inverse, eps):
     rrms = x.new_empty(x.shape[:2], dtype=torch.float32)
     return x.new_empty(x.shape, dtype=shift.dtype), rrms
 
@@ -95,12 +82,7 @@ def modulated_norm_backward(
     x = x.contiguous()
     grad = grad.contiguous()
     grad_x = torch.empty_like(x)
-    sums = torch.empty(
-        T,
-        D,
-        dtype=torch.float32,
-        device=x.device,
-    )
+    sums = torch.empty(T, D, dtype=torch.float32, device=x.device)
     products = torch.empty_like(sums)
     _backward[(T,)](
         grad,
@@ -123,14 +105,7 @@ def modulated_norm_backward(
 
 
 @modulated_norm_backward.register_fake
-def _(
-    grad,
-    x,
-    weight,
-    scale,
-    inverse,
-    rrms,
-):
+def _(grad, x, weight, scale, inverse, rrms):
     T, D = x.shape[1:]
     sums = x.new_empty((T, D), dtype=torch.float32)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -138,29 +113,20 @@ def _(
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    """Save what the backward pass reads."""
+    """Save the tensors that the backward pass reads."""
     x, weight, shift, scale, targets, inverse, eps = inputs
-    ctx.save_for_backward(
-        x,
-        weight,
-        scale,
-        inverse,
-        output[1],
-    )
+    ctx.save_for_backward(x, weight, scale, inverse, output[1])
     ctx.rows = shift.shape[0]
     ctx.shift_dtype = shift.dtype
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, grad: Tensor, _):
+    """Return the gradients of the inputs of `modulated_norm` for that of y, (B, T, D);
+    None for those that have none."""
     x, weight, scale, inverse, rrms = ctx.saved_tensors
     grad_x, sums, products = modulated_norm_backward(
-        grad,
-        x,
-        weight,
-        scale,
-        inverse,
-        rrms,
+        grad, x, weight, scale, inverse, rrms
     )
     T = x.shape[1]
     grad_weight = ((1 + scale[:T].float()) * products).sum(0)
@@ -188,7 +154,7 @@ def warps_of(width: int) -> int:
 
 @triton.jit
 def _load_row(pointer, start, d, D: tl.constexpr):
-    """Numbers start + d of a tensor, float32; 0 for d >= D."""
+    """Return the numbers start + d of a tensor in float32, 0 for d >= D."""
     numbers = tl.load(pointer + start + d, mask=d < D, other=0.0)
     return numbers.to(tl.float32)
 

@@ -15,11 +15,7 @@ from .config import Config
 from .muon import Muon, local
 
 
-def learning_rate(
-    step: int,
-    config: Config,
-    peak: float | None = None,
-) -> float:
+def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
     """Return the learning rate at a step (from 0): linear warm-up to `peak` (optim.lr),
     then cosine or linear decay to peak * min_lr_ratio at optim.decay_steps
     (0: the end of the run); wsd: constant until the last decay_share of the steps, then
@@ -74,26 +70,17 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
         {"params": decayed, "weight_decay": o.weight_decay, "peak_lr": o.lr},
         {"params": undecayed, "weight_decay": 0.0, "peak_lr": o.lr},
     ]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=o.lr,
-        betas=(o.beta1, o.beta2),
-        fused=True,
-    )
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
     if o.kind == "adamw":
         return [adamw]
     muon = Muon(
-        matrices,
-        lr=o.muon_lr,
-        weight_decay=o.weight_decay,
-        momentum=o.muon_momentum,
+        matrices, lr=o.muon_lr, weight_decay=o.weight_decay, momentum=o.muon_momentum
     )
     return [adamw, muon]
 
 
 def named_state(
-    model: Transformer,
-    optimizers: list[torch.optim.Optimizer],
+    model: Transformer, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Tensor]]:
     """Return {parameter name: optimizer state}; PyTorch's numbers depend on the
     groups."""
@@ -126,7 +113,7 @@ def allocate_state(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 class EMA:
-    """Averages of a model's weights, sharded like the weights (the paper, appendix
+    """The averages of a model's weights, sharded like the weights (the paper, appendix
     B.3.2). The decay after t updates is min(decay, (1 + t) / (10 + t)), so that the
     initial weights are soon forgotten."""
 
@@ -155,7 +142,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the model has the averaged weights."""
+        """Let the model have the averaged weights inside a `with` block."""
         averages = [local(average) for average in self.weights.values()]
         weights = [local(p.detach()) for p in self.parameters.values()]
         original = [weight.clone() for weight in weights]

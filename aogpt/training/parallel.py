@@ -24,8 +24,15 @@ from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which
 # has an operation of its own on every device.
-PRODUCTS = ("mm.default", "addmm.default")
-ATTENTION = "_scaled_dot_product_"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+)
 
 
 def build(
@@ -43,11 +50,7 @@ def build(
     if config.train.parallel == "fsdp":
         shard = sharding(config, procs)
 
-    def initial_value(
-        name: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def initial_value(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if weights is not None:
             return weights.pop(name).detach().to(dtype)
         value = torch.zeros(shape)
@@ -107,7 +110,7 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
 
 
 class RecomputedBlock(nn.Module):
-    """A block, parts of whose activations the backward pass computes again: those that
+    """A block whose backward pass computes activations again, all or those that
     train.activation_checkpointing names. It has the block's layers under their
     names."""
 
@@ -120,15 +123,13 @@ class RecomputedBlock(nn.Module):
         self.has_dropout = config.model.dropout > 0
 
     def forward(self, *inputs):
+        """Return the results of the block for these inputs."""
         (block,) = self.of_block
         # torch.compile takes functions that a module names as they are: neither methods
         # nor values of attributes.
         if not self.selective:
             return checkpoint.checkpoint(
-                block,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=self.has_dropout,
+                block, *inputs, use_reentrant=False, preserve_rng_state=self.has_dropout
             )
         if self.has_dropout:
             # Attention is recomputed: saved, it would not consume its random numbers.
@@ -156,14 +157,14 @@ def with_attention_saved() -> tuple:
 
 def save_products(context, operation, *arguments, **keywords):
     """Save the results of products of matrices alone."""
-    if operation.__name__.startswith(PRODUCTS):
+    if operation in PRODUCTS:
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_attention_too(context, operation, *arguments, **keywords):
     """Save the results of products of matrices and of attention."""
-    if operation.__name__.startswith(ATTENTION):
+    if operation in ATTENTION:
         return checkpoint.CheckpointPolicy.MUST_SAVE
     return save_products(context, operation)
 
@@ -191,8 +192,8 @@ def compiled(model: Transformer, procs: Processes, mode: str):
 
 
 def replicate(model: Transformer, procs: Processes) -> nn.Module:
-    """Return what a training step calls: the model, in DDP if processes hold replicas
-    of it."""
+    """Return the module that a training step calls: the model, in DDP if processes hold
+    replicas of it."""
     if procs.world_size == 1 or isinstance(model, FSDPModule):
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
@@ -203,8 +204,8 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
 
 
 def exchange_gradients(model: nn.Module, exchange: bool) -> None:
-    """Say whether processes exchange the gradients of the next micro-batch, with all
-    that they have accumulated, or go on accumulating."""
+    """Set whether processes exchange the gradients of the next micro-batch, with all
+    accumulated ones, or go on accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
     elif isinstance(model, DistributedDataParallel):
@@ -212,7 +213,7 @@ def exchange_gradients(model: nn.Module, exchange: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Under fsdp, free weights that a pass without a backward has gathered: they may
-    change."""
+    """Free, under fsdp, the weights that a pass without a backward has gathered: they
+    may change."""
     if isinstance(model, FSDPModule):
         model.reshard()

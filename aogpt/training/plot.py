@@ -29,11 +29,14 @@ COLUMNS = 3  # panels side by side
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions(OutputOptions):
+    """The options of the command line."""
+
     runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders, such as out/NAME
     out: Path = Path("out/compare.png")  # the PNG to write
 
 
 def main() -> None:
+    """Draw the runs of the command line and write the figure."""
     o = tyro.cli(
         with_help(PlotOptions),
         prog="python -m aogpt.training.plot",
@@ -59,10 +62,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         columns = 2
     lines = -(-len(panels) // columns)  # rounded up
     figure, grid = new_figure(
-        lines,
-        columns,
-        (5.2 * columns, 3.8 * lines + 0.6),
-        squeeze=False,
+        lines, columns, (5.2 * columns, 3.8 * lines + 0.6), squeeze=False
     )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
         draw_runs(axes, runs, keys)
@@ -74,12 +74,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         axes.remove()
     first_axes = figure.axes[0]
     for i, run in enumerate(runs):
-        first_axes.plot(
-            [],
-            [],
-            color=f"C{i}",
-            label=literal(run),
-        )
+        first_axes.plot([], [], color=f"C{i}", label=literal(run))
     figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
 
@@ -143,22 +138,9 @@ def draw(axes, rows: list[dict], keys: tuple[str, ...], color: str) -> None:
             points = np.array([(0, 0), *tokens], dtype=float)
             x = np.interp(x, points[:, 0], points[:, 1])
         if key.startswith("val_loss"):
-            axes.plot(
-                x,
-                y,
-                style,
-                color=color,
-                marker="o",
-                markersize=2.5,
-            )
+            axes.plot(x, y, style, color=color, marker="o", markersize=2.5)
         else:
-            axes.plot(
-                x,
-                y,
-                color=color,
-                linewidth=0.5,
-                alpha=0.25,
-            )
+            axes.plot(x, y, color=color, linewidth=0.5, alpha=0.25)
             axes.plot(x, smoothed(y), color=color)
         if key == "grad_norm":
             axes.set_yscale("log")

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from ..checkpoints import CheckpointError, store
+from ..data.loader import TokenDataset
 from ..runtime.errors import UserError, reason_of
 from ..runtime.processes import Processes
 from .config import Config
@@ -29,9 +30,9 @@ from .val_losses import best_by
 
 
 class StopRequest:
-    """Records SIGTERM or Ctrl-C to any process. `agree` after every step makes all
-    processes stop after the same step; otherwise the rest would wait for gradients of
-    one that has stopped."""
+    """The request to stop a run: a process got SIGTERM or Ctrl-C, or its data has
+    changed. `agree` after every step makes all processes stop after the same step;
+    otherwise the rest would wait for gradients of one that has stopped."""
 
     def __init__(self, procs: Processes):
         self.procs = procs
@@ -40,7 +41,6 @@ class StopRequest:
         self.error: Exception | None = None
         # True if true of any process at the last `agree`.
         self.requested = False
-        self.failed = False
         self.clock = False  # checkpoint.minutes have passed
         # torchrun, if it started this process
         self.launcher: int | None = None
@@ -55,17 +55,39 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signalled = True
 
-    def agree(self, failed: bool = False, clock: bool = False) -> None:
-        """Set `requested`, `failed` and `clock` if they are true of any process."""
+    def agree(
+        self,
+        config: Config,
+        progress: Progress,
+        datasets: Iterable[TokenDataset],
+        save_at: float,
+    ) -> None:
+        """Set `requested` and `clock` after a step, the same on all processes. Data
+        that has changed under the run stops it, too.
+
+        save_at: when the clock asks for a checkpoint, in the seconds of
+        time.monotonic. Raises UserError after train.max_skipped_steps steps in a row
+        that were not finite, and ChildProcessError without torchrun."""
         # Without its launcher, another job may take the place of this one.
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
-        flags = [self.signalled or self.error is not None, failed, clock]
+        try:
+            for dataset in datasets:
+                dataset.check_unchanged()
+        except (UserError, OSError) as error:
+            self.error = error
+        requested = self.signalled or self.error is not None
+        failed = progress.skipped_in_a_row >= config.train.max_skipped_steps
+        clock = time.monotonic() > save_at
         if self.procs.world_size > 1:
-            counts = torch.tensor(flags, dtype=torch.float32)
-            dist.all_reduce(counts)  # between the CPUs: waits for no GPU
-            flags = (counts > 0).tolist()
-        self.requested, self.failed, self.clock = flags
+            flags = torch.tensor([requested, failed, clock], dtype=torch.float32)
+            dist.all_reduce(flags)  # between the CPUs: waits for no GPU
+            requested, failed, clock = (flags > 0).tolist()
+        self.requested = requested
+        self.clock = clock
+        if failed:
+            skipped = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
+            raise UserError(not_finite_message(config, progress, skipped))
 
 
 @dataclass
@@ -81,9 +103,9 @@ class Writing:
 
 
 class Saver:
-    """Decides when a run saves, and writes its checkpoints, one at a time: under ddp
-    the main process writes while the others wait; under fsdp every process writes its
-    shards in the background."""
+    """The writer of checkpoints, one at a time, which decides when a run saves. Under
+    ddp the main process writes while the others wait; under fsdp every process writes
+    its shards in the background."""
 
     def __init__(
         self,
@@ -123,14 +145,11 @@ class Saver:
         return self.unsaved
 
     def should_save(
-        self,
-        progress: Progress,
-        stop: StopRequest,
-        best: dict | None,
+        self, progress: Progress, stop: StopRequest, best: dict | None
     ) -> bool:
         """Return whether to save now: a checkpoint is due, or `best` is better than the
         best checkpoint. Call after `wait`. The state before a skipped step may be its
-        cause: except at the end, only what comes after a step that counted is saved."""
+        cause: except at the end, only states after a step that counted are saved."""
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
             return False
@@ -153,26 +172,12 @@ class Saver:
             # `finish` reads only dtypes and shapes of `tensors`: training goes on
             # changing values.
             finish = functools.partial(
-                store.finish,
-                config.run_folder,
-                values,
-                tensors,
-                keep,
+                store.finish, config.run_folder, values, tensors, keep
             )
             temporary = store.temporary_of(path)
-            future = store.start_writing_shards(
-                temporary,
-                tensors,
-                finish,
-                self.group,
-            )
+            future = store.start_writing_shards(temporary, tensors, finish, self.group)
             self.writing = Writing(
-                future=future,
-                error=None,
-                state=state,
-                best=best,
-                path=path,
-                step=step,
+                future=future, error=None, state=state, best=best, path=path, step=step
             )
         else:
             error = None
@@ -183,12 +188,7 @@ class Saver:
                     error = reason_of(failure)
             error = self.procs.gather(error)[0]
             self.writing = Writing(
-                future=None,
-                error=error,
-                state=state,
-                best=best,
-                path=path,
-                step=step,
+                future=None, error=error, state=state, best=best, path=path, step=step
             )
             self.wait()
         self.unsaved = False
@@ -219,7 +219,10 @@ class Saver:
         if self.procs.main:
             # This frees its space.
             shutil.rmtree(store.temporary_of(path), ignore_errors=True)
-            last = last_good(self.config, writing.step - 1)
+            last = "there is no earlier checkpoint"
+            good_path = last_good(self.config, writing.step - 1)
+            if good_path is not None:
+                last = f"the last good checkpoint is {good_path}"
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
         return None
 
@@ -234,28 +237,31 @@ def better_of(best: dict | None, step: int, loss: float) -> dict | None:
     return best
 
 
-def last_good(config: Config, step: int) -> str:
-    """Return which checkpoint up to a step was saved without a skipped step pending, in
-    words."""
+def last_good(config: Config, step: int) -> Path | None:
+    """Return the path of the last checkpoint up to a step that was saved without a
+    skipped step pending; None without one."""
     for path in reversed(store.find(config.run_folder, up_to=step)):
         with contextlib.suppress(CheckpointError):
             values = store.read_values(path, share=slice(0))
             if not values["skipped_in_a_row"]:  # there may be some at a stop
-                return f"the last good checkpoint is {path}"
-    return "there is no earlier checkpoint"
+                return path
+    return None
 
 
 def not_finite_message(config: Config, progress: Progress, name: str) -> str:
-    """Return why a run with numbers that are not finite ends, and what to do."""
-    good = last_good(config, progress.step - progress.skipped_in_a_row)
-    remedy = f"move {config.run_folder} away"
-    if good.startswith("the last"):
-        remedy = (
-            "if no loss after that checkpoint is finite, remove it and all later ones"
+    """Return why a run ends whose `name`, a tensor or losses, is not finite, and what
+    to do."""
+    path = last_good(config, progress.step - progress.skipped_in_a_row)
+    if path is None:
+        return (
+            f"{name} is not finite at step {progress.step}; there is no earlier "
+            "checkpoint. Lower --optim.lr, or set --optim.grad-clip, and start again; "
+            f"move {config.run_folder} away"
         )
     return (
-        f"{name} is not finite at step {progress.step}; {good}. Lower --optim.lr, or "
-        f"set --optim.grad-clip, and start again; {remedy}"
+        f"{name} is not finite at step {progress.step}; the last good checkpoint is "
+        f"{path}. Lower --optim.lr, or set --optim.grad-clip, and start again; if no "
+        "loss after that checkpoint is finite, remove it and all later ones"
     )
 
 

@@ -23,13 +23,7 @@ from . import parallel
 from .adapters import alpha_of, trainable
 from .config import Config
 from .muon import local
-from .optimizers import (
-    EMA,
-    allocate_state,
-    learning_rate,
-    make_optimizers,
-    named_state,
-)
+from .optimizers import EMA, allocate_state, learning_rate, make_optimizers, named_state
 from .val_losses import validation_orders
 from .warm_start import check_start, warm_start
 
@@ -74,7 +68,7 @@ TOLD = {
 
 @dataclass
 class Progress:
-    """Where a run is. Its fields are keys of checkpoints.store.State."""
+    """The progress of a run. Its fields are keys of checkpoints.store.State."""
 
     step: int = 0
     sequences: int = 0  # trained on so far; the next batch starts there
@@ -86,8 +80,8 @@ class Progress:
 
 @dataclass
 class State:
-    """Everything that training changes; data, orders and learning rate depend on the
-    step."""
+    """The state that training changes; data, orders and learning rate depend on the
+    step alone."""
 
     model: Transformer
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
@@ -115,13 +109,7 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             raise UserError(problem)
     else:
         path, values = newest
-        check_same_run(
-            config,
-            data_meta,
-            path,
-            values,
-            procs.print0,
-        )
+        check_same_run(config, data_meta, path, values, procs.print0)
         check_same_data(values["data"], data_meta, procs)
 
     weights = None  # random
@@ -162,19 +150,19 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
 
 
 def check_same_tokenizer(
-    config: Config,
-    source: Loaded,
-    data_meta: Mapping[str, Any],
+    config: Config, source: Loaded, data_meta: Mapping[str, Any]
 ) -> None:
     """Raise UserError if the data has another tokenizer than the model to start
     from."""
     for key, (theirs, ours) in other_tokenizer(vars(source), data_meta).items():
+        tokenizer = "its tokenizer"
         file = Path(source.path).with_name(HUB)
-        option = f" (--tokenizer {file})" if file.is_file() else ""
+        if file.is_file():
+            tokenizer += f" (--tokenizer {file})"
         raise UserError(
             f"cannot start from {source.path}: its {key} is {theirs!r}, that of "
-            f"{config.data.folder} is {ours!r}; prepare the data with its "
-            f"tokenizer{option}, or leave out --train.init-from"
+            f"{config.data.folder} is {ours!r}; prepare the data with {tokenizer}, or "
+            "leave out --train.init-from"
         )
 
 
@@ -193,12 +181,8 @@ def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
     return dict(initial.named_parameters())
 
 
-def adapter_of(
-    config: Config,
-    base: Transformer,
-    weights: dict[str, Tensor],
-) -> dict:
-    """Return what a run of adapters records of them. Raises UserError for a model with
+def adapter_of(config: Config, base: Transformer, weights: dict[str, Tensor]) -> dict:
+    """Return the record of the adapters of a run. Raises UserError for a model with
     weights that the base does not have."""
     added = weights.keys() - dict(base.named_parameters()).keys()
     if added:
@@ -232,11 +216,7 @@ def history_in(folder: Path) -> str | None:
 
 
 def check_same_run(
-    config: Config,
-    meta: Mapping[str, Any],
-    path: Path,
-    values: dict,
-    print0: Callable,
+    config: Config, meta: Mapping[str, Any], path: Path, values: dict, print0: Callable
 ) -> None:
     """Print which keys have changed since a checkpoint, with consequences; reset its
     `values` that no longer hold. Raises UserError for keys that cannot change."""
@@ -282,10 +262,7 @@ def check_same_run(
 
 
 def changes_of(
-    old: Config,
-    config: Config,
-    old_meta: Mapping[str, Any],
-    meta: Mapping[str, Any],
+    old: Config, config: Config, old_meta: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> dict[str, tuple]:
     """Return {key: (before, after)} of keys of the config, the tokenizer and the splits
     of the data that have changed."""
@@ -301,17 +278,16 @@ def changes_of(
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:
-    """Return what a table says of a dotted key, or of the table that the key is in."""
+    """Return the entry of a dotted key in a table, or of the table that holds the
+    key."""
     group = key.partition(".")[0]
     return table.get(key, table.get(group))
 
 
 def check_same_data(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    procs: Processes,
+    before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
 ) -> None:
-    """Print what is not known to be unchanged in the files of the data since a
+    """Print which files of the data are not known to be unchanged since a
     checkpoint. The main process reads them, all must call. Raises UserError for a file
     that does not match its checksum."""
     error = None
@@ -344,10 +320,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def plain_values(
-    state: State,
-    best: dict | None,
-    config: Config,
-    data_meta: Mapping[str, Any],
+    state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
 ) -> dict:
     """Return everything else, as JSON values: keys of checkpoints.store.State."""
     ema = state.averages[0]

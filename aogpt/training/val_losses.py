@@ -19,7 +19,7 @@ from .parallel import reshard
 
 
 class Loss(NamedTuple):
-    """Nats per token of the validation split under some orders."""
+    """A validation loss: nats per token under some orders."""
 
     mean: float
     error: float | None  # standard error over Monte Carlo samples of orders or masks
@@ -29,7 +29,7 @@ Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDERS`
 
 
 class ValidationOrders(NamedTuple):
-    """Orders, of which `group` steps are predicted at once."""
+    """A distribution over orders, of which `group` steps are predicted at once."""
 
     orders: OrderConfig
     group: int = 1
@@ -59,12 +59,7 @@ def evaluate(
         with applied:
             for kind, (of_kind, group) in orders.items():
                 losses[kind] = validation_loss(
-                    model,
-                    val_data,
-                    of_kind,
-                    config,
-                    procs,
-                    group,
+                    model, val_data, of_kind, config, procs, group
                 )
         result[name] = losses
     model.train()
@@ -77,7 +72,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
     orders whose loss selects the best checkpoint."""
     m = config.model
     own, group = config.stage(config.train.steps)
-    if not config.objective.facts.in_groups:
+    if not config.objective.definition.in_groups:
         group = 1
     orders = {}
     if not m.is_encoder:

@@ -16,9 +16,7 @@ OPTIONAL = ("attn_bias", "mlp_bias", "head_bias")
 
 
 def with_shape_of(
-    source: ModelConfig,
-    config: ModelConfig,
-    given: Collection[str],
+    source: ModelConfig, config: ModelConfig, given: Collection[str]
 ) -> ModelConfig:
     """Return `config` with the source's value of every key that is not in `given` and
     that changes what the weights mean, or how many there are."""
@@ -68,15 +66,16 @@ def check_start(model: Transformer, source: Transformer) -> None:
     `model`."""
     theirs = source.config
     ours = model.config
-    refused = "cannot start from these weights"
     for name, before, now in differences(theirs, ours):
         raise CheckpointError(
-            f"{refused}: set model.{name} = {before!r} (it is {now!r})"
+            f"cannot start from these weights: set model.{name} = {before!r} (it is "
+            f"{now!r})"
         )
     if position_tables(source) and theirs.block_size < ours.block_size:
         raise CheckpointError(
-            f"{refused}: their tables have {theirs.block_size} positions; set "
-            f"model.block_size to at most that (it is {ours.block_size})"
+            "cannot start from these weights: their tables have "
+            f"{theirs.block_size} positions; set model.block_size to at most that (it "
+            f"is {ours.block_size})"
         )
 
 
