@@ -472,15 +472,15 @@ def floor_of(
     L = model.config.n_layer
     itemsize = model.wte.weight.dtype.itemsize
     active = sizes > 0
-    known = sizes.cumsum(dim=1) - sizes
+    known_before = sizes.cumsum(dim=1) - sizes
     # The first copy of the group before has stayed in the cache; the others are
     # computed again.
-    others = sizes[:, :-1] - 1
-    fresh = torch.nn.functional.pad(others, (1, 0)).where(active, 0)
-    cached = (known - fresh).where(active, 0)
+    uncached = sizes[:, :-1] - 1
+    fresh = torch.nn.functional.pad(uncached, (1, 0)).where(active, 0)
+    cached = (known_before - fresh).where(active, 0)
     pairs = fresh * cached
     pairs += fresh * (fresh + 1) // 2
-    pairs += sizes * (known + 1)
+    pairs += sizes * (known_before + 1)
     block_weights = 12 * L * D**2
     head_weights = D * vocab_size
     cache = 2 * L * D * cached.sum(dim=0).double()

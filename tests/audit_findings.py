@@ -22,19 +22,19 @@ def rows_of(lines: list[str]) -> dict:
     """{(recipe, run config, tuned values as in the folder's name): {seed: result}}; a
     run that was measured has a row without measures, too, and the row with them
     counts."""
-    found: dict = {}
+    results: dict = {}
     for line in lines:
         row = json.loads(line)
         recipe, folder = row["run"].split("/")[-2:]
         stem, seed = re.fullmatch(r"(.*)_s(\d+)", folder).groups()
         parts = re.fullmatch(r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem)
         name, _, tuned = parts.groups()
-        by_seed = found.setdefault((recipe, name, tuned or ""), {})
+        by_seed = results.setdefault((recipe, name, tuned or ""), {})
         result = row["result"]
         earlier = by_seed.get(int(seed))
         if not earlier or len(result["measured"]) >= len(earlier["measured"]):
             by_seed[int(seed)] = result
-    return found
+    return results
 
 
 def figure(result: dict, kind: str) -> float | None:
@@ -70,8 +70,8 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
         tuned_as = toml["run_configs"][config].get("tuned_as") or config
         tuned_on = toml.get("tune_on") or [tuned_as]
         losses: dict[str, list] = {}
-        for (of, one, tuned), seeds in rows.items():
-            if of == recipe and one in tuned_on:
+        for (row_recipe, one, tuned), seeds in rows.items():
+            if row_recipe == recipe and one in tuned_on:
                 results = [seeds[seed] for seed in tuning if seed in seeds]
                 losses.setdefault(tuned, [])
                 losses[tuned] += [figure(result, by) for result in results]
@@ -80,10 +80,12 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
             if len(values) == len(tuning) * len(tuned_on):
                 means[tuned] = statistics.mean(values)
         best = min(means, key=means.get)
-        found = rows[recipe, config, best]
-        return [found[seed] for seed in seeds_in(toml, recipe) if seed not in tuning]
+        seed_results = rows[recipe, config, best]
+        return [
+            seed_results[seed] for seed in seeds_in(toml, recipe) if seed not in tuning
+        ]
 
-    found = {}
+    verdicts = {}
     tests = 0  # also the claims whose runs are missing
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
@@ -102,7 +104,7 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
                 for config in (claim["higher"], claim["lower"]):
                     results = runs_of(recipe, config)
                     sides.append([figure(result, toml["kind"]) for result in results])
-                found[key] = counted(sides, claim["success"])
+                verdicts[key] = counted(sides, claim["success"])
                 continue
             # by run config, its terms: (factor, values, errors)
             samples: dict[str, list] = {}
@@ -135,13 +137,13 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
             mean, p = tested(of_configs, margin, censored)
             if claim.get("ranks") and not censored:
                 p = ranked([values for values, _ in of_configs], margin)
-            found[key] = (mean, p)
-    order = sorted(found, key=lambda key: found[key][1])
+            verdicts[key] = (mean, p)
+    order = sorted(verdicts, key=lambda key: verdicts[key][1])
     least = 0.0
     for rank, key in enumerate(order):
-        least = max(least, min(1.0, (tests - rank) * found[key][1]))
-        found[key] = found[key][0], least
-    return found
+        least = max(least, min(1.0, (tests - rank) * verdicts[key][1]))
+        verdicts[key] = verdicts[key][0], least
+    return verdicts
 
 
 def seeds_in(toml: dict, recipe: str) -> range:

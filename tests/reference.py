@@ -531,14 +531,14 @@ def plan_distribution(conditional, plans, n_given=0):
     total = 0
     for probability, order, counts in plans:
         product = torch.ones_like(next(iter(conditional.values())))
-        known = n_given
+        known_count = n_given
         for g, count in enumerate(counts):
             groups = (*[1] * n_given, *counts[:g])
-            context = order[:known]
-            for target in order[known : known + count]:
+            context = order[:known_count]
+            for target in order[known_count : known_count + count]:
                 product = product * given_groups(conditional, context, groups, target)
-            known += count
-        assert known == len(order)
+            known_count += count
+        assert known_count == len(order)
         total = total + float(probability) * product
     return total
 
@@ -667,17 +667,17 @@ def truncated(probs, choice):
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
-    kept = []
+    kept_ids = []
     reached = 0.0
     for i in ranked:
-        kept.append(i)
+        kept_ids.append(i)
         reached += probs[i] / mass
         if reached >= choice.top_p:
             break
-    if choice.crossing == "drop" and reached > choice.top_p and len(kept) > 1:
-        kept.pop()
-    mass = sum(probs[i] for i in kept)
-    return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))]
+    if choice.crossing == "drop" and reached > choice.top_p and len(kept_ids) > 1:
+        kept_ids.pop()
+    mass = sum(probs[i] for i in kept_ids)
+    return [probs[i] / mass if i in kept_ids else 0.0 for i in range(len(probs))]
 
 
 def tempered(logits, temperature):
@@ -691,17 +691,17 @@ def with_choice(conditional, choice, vocab_size, length):
     """The conditionals after temperature, top-k and nucleus, by the definitions
     above."""
     result = {}
-    known = {}
+    cache = {}
     for (context, target), p in conditional.items():
         by_position = p.view((vocab_size,) * length)
         rows = by_position.movedim(target, -1).reshape(-1, vocab_size)
         chosen = []
         for row in rows:
             key = tuple(row.tolist())
-            if key not in known:
+            if key not in cache:
                 probs = tempered(row.log().tolist(), choice.temperature)
-                known[key] = truncated(probs, choice)
-            chosen.append(known[key])
+                cache[key] = truncated(probs, choice)
+            chosen.append(cache[key])
         chosen = torch.tensor(chosen, dtype=torch.float64)
         by_position = chosen.view((vocab_size,) * length)
         result[context, target] = by_position.movedim(-1, target).flatten()

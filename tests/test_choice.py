@@ -186,9 +186,9 @@ def nucleus_by_sorting(probs, top_p):
     reached."""
     ranked, place = probs.double().sort(dim=1, descending=True, stable=True)
     before = ranked.cumsum(dim=1) - ranked
-    kept = (before < top_p * probs.double().cumsum(dim=1)[:, -1:]) & (ranked > 0)
-    kept[:, 0] = True
-    return torch.empty_like(kept).scatter_(1, place, kept)
+    in_nucleus = (before < top_p * probs.double().cumsum(dim=1)[:, -1:]) & (ranked > 0)
+    in_nucleus[:, 0] = True
+    return torch.empty_like(in_nucleus).scatter_(1, place, in_nucleus)
 
 
 def normal(vocab, seed):
@@ -232,8 +232,10 @@ def test_the_nucleus_found_by_bisection_is_the_sorted_one(name, vocab, dtype):
     probs = (logits - logits.amax(dim=-1, keepdim=True)).softmax(dim=-1)
     for top_p in TOP_P:
         expected = nucleus_by_sorting(probs, top_p)
-        kept = _nucleus(probs, top_p * probs.double().sum(dim=-1, keepdim=True))
-        assert torch.equal(kept, probs * expected)
+        nucleus_probs = _nucleus(
+            probs, top_p * probs.double().sum(dim=-1, keepdim=True)
+        )
+        assert torch.equal(nucleus_probs, probs * expected)
         got = probabilities(logits, TokenChoice(top_p=top_p))
         assert torch.equal(got > 0, expected)
         wanted = probs.double() * expected

@@ -30,16 +30,18 @@ def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "made.json"
     lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
     low = [[60, 55, 48, 41]]
-    made = {}
+    chorales_by_split = {}
     for split, sizes in lengths.items():
-        made[split] = [low + rng.integers(0, 13, (size, 4)) for size in sizes]
-    made["train"][1][:, 0] = 78  # goes up by 3 at most
-    for chorales in made.values():
+        chorales_by_split[split] = [
+            low + rng.integers(0, 13, (size, 4)) for size in sizes
+        ]
+    chorales_by_split["train"][1][:, 0] = 78  # goes up by 3 at most
+    for chorales in chorales_by_split.values():
         for chorale in chorales:
             chorale[rng.random(chorale.shape) < 0.02] = -1
-    path.write_text(json.dumps(made, default=np.ndarray.tolist))
+    path.write_text(json.dumps(chorales_by_split, default=np.ndarray.tolist))
     folder = helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
-    return path, made, folder
+    return path, chorales_by_split, folder
 
 
 def transposed(crop, shifts):
@@ -48,10 +50,10 @@ def transposed(crop, shifts):
 
 
 def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(source):
-    _, made, folder = source
-    long, high = made["train"]
-    (val,) = made["valid"]
-    test, last = made["test"]
+    _, chorales_by_split, folder = source
+    long, high = chorales_by_split["train"]
+    (val,) = chorales_by_split["valid"]
+    test, last = chorales_by_split["test"]
     expected = {
         "train": [],
         "val": [val[:32], val[32:64]],
@@ -62,8 +64,8 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
         expected["train"] += transposed(crop, range(-5, 7))
     expected["train"] += transposed(high[:CROP], range(-5, 4))
     for split, crops in expected.items():
-        found = pitches_of(read_tokens(folder, split, verify=True).tolist())
-        assert found == np.array(crops).flatten().tolist()
+        pitches = pitches_of(read_tokens(folder, split, verify=True).tolist())
+        assert pitches == np.array(crops).flatten().tolist()
     assert load_meta(folder)["source"][0]["transpositions"] == [*range(-5, 7)]
     assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
 

@@ -96,12 +96,12 @@ def test_the_difference_is_paired(
 
 def test_unequal_training_is_noted(compare, run, longer, raw):
     """The losses of a longer run and a shorter one do not compare two models."""
-    told = compare(run, longer, "--max-sequences 2")["terminal"]
-    assert "note: A has trained on" in told
-    told = compare(run, run, "--max-sequences 2")["terminal"]
-    assert "has trained on" not in told
-    told = compare(run, raw, "--max-sequences 2")["terminal"]  # not recorded
-    assert "has trained on" not in told
+    printed = compare(run, longer, "--max-sequences 2")["terminal"]
+    assert "note: A has trained on" in printed
+    printed = compare(run, run, "--max-sequences 2")["terminal"]
+    assert "has trained on" not in printed
+    printed = compare(run, raw, "--max-sequences 2")["terminal"]  # not recorded
+    assert "has trained on" not in printed
 
 
 def test_a_model_does_not_differ_from_itself(compare, run, encoder):

@@ -216,14 +216,14 @@ def test_chosen_blocks_are_spread_over_all_of_them(count, total):
     assert count < total or chosen.tolist() == list(range(total))
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten", "gone"])
-def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, how):
+@pytest.mark.parametrize("change", ["cut", "overwritten", "gone"])
+def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, change):
     dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
     assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
     path = tmp_path / "train.bin"
-    if how == "cut":
+    if change == "cut":
         os.truncate(path, 0)
-    elif how == "overwritten":
+    elif change == "overwritten":
         os.utime(path, ns=(0, 0))
     else:
         path.unlink()
@@ -416,27 +416,27 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
         tmp_path / "other.tiktoken",
         lambda lines: [f"{lines[i].split()[0]} {n}" for n, i in enumerate(swapped)],
     )
-    found = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
-    assert found[0] == found[1] != found[2]
-    assert found[0] == sha256_file(one)
+    checksums = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
+    assert checksums[0] == checksums[1] != checksums[2]
+    assert checksums[0] == sha256_file(one)
     with pytest.raises(
         UserError, match="tokenizer.tiktoken has changed .* put its file back"
     ):
-        get_tokenizer(str(other), found[0])
+        get_tokenizer(str(other), checksums[0])
     english = Path(tokenizers.__file__).with_name("english.tiktoken")
     assert get_tokenizer("english").sha256 == sha256_file(english)
-    known = {"tokenizer": "english", "tokenizer_sha256": found[0]}
+    recorded = {"tokenizer": "english", "tokenizer_sha256": checksums[0]}
     for record in (
-        known,
+        recorded,
         {"tokenizer": "english"},
-        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": found[0]},
+        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": checksums[0]},
     ):
-        assert not other_tokenizer(known, record)
+        assert not other_tokenizer(recorded, record)
     for record in (
-        {"tokenizer": "english", "tokenizer_sha256": found[2]},
+        {"tokenizer": "english", "tokenizer_sha256": checksums[2]},
         {"tokenizer": "b", "tokenizer_sha256": None},
     ):
-        assert other_tokenizer(known, record)
+        assert other_tokenizer(recorded, record)
     missing = tmp_path / "none.tiktoken"
     with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
         get_tokenizer(str(missing))

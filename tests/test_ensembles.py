@@ -29,8 +29,8 @@ def exact_loss(conditional, size, orders, given=0):
             for context in itertools.permutations(order[given:step]):
                 listed.append(conditional[(*prompt, *context), target])
             means = []
-            for others in itertools.product(listed, repeat=size - 1):
-                means.append(torch.stack([own, *others]).mean(dim=0))
+            for further_orders in itertools.product(listed, repeat=size - 1):
+                means.append(torch.stack([own, *further_orders]).mean(dim=0))
             total = total - torch.stack(means).log().mean(dim=0)
     return total / (len(orders) * (N - given))
 

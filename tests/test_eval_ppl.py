@@ -278,9 +278,9 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
         assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
         assert result["draws"] == 1
         assert result["monte_carlo_error"] == 0
-    one, *others = (report[name, 1]["nll"] for name in ("confidence", *paced))
-    assert others[0] == pytest.approx(one, rel=1e-6)
-    assert others[1] != one
+    one, *paced_nlls = (report[name, 1]["nll"] for name in ("confidence", *paced))
+    assert paced_nlls[0] == pytest.approx(one, rel=1e-6)
+    assert paced_nlls[1] != one
 
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])

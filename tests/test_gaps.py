@@ -288,11 +288,11 @@ def test_models_are_compared_on_the_same_blocks():
     text = "a cat sat on a mat. " * 9
     same = one.compare(one, text)
     assert (same.nll, same.p_value) == (0, 1)
-    found = one.compare(other, text, "random", seed=1)
+    comparison = one.compare(other, text, "random", seed=1)
     back = other.compare(one, text, "random", seed=1)
-    assert abs(found.nll + back.nll) < 1e-6
-    assert 0 < found.p_value <= 1
-    assert found.half_width > 0
+    assert abs(comparison.nll + back.nll) < 1e-6
+    assert 0 < comparison.p_value <= 1
+    assert comparison.half_width > 0
     two = small("two_stream").score(text).nats - one.score(text).nats
     assert abs(small("two_stream").compare(one, text).nll - two / len(text)) < 1e-5
 
@@ -323,17 +323,17 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
         with pytest.raises(ValueError, match=says):
             wrong()
     for order in ("l2r", "random"):
-        found = other.score(text, order)
-        unscored = [i for i, p in enumerate(found.log_probs) if p is None]
-        assert len(unscored) == 3 and found.bytes == 77  # of 80 bytes in blocks of 32
-        assert found.scored == 77
-        assert math.isclose(found.nats_per_token, found.nats / 77)
+        scores = other.score(text, order)
+        unscored = [i for i, p in enumerate(scores.log_probs) if p is None]
+        assert len(unscored) == 3 and scores.bytes == 77  # of 80 bytes in blocks of 32
+        assert scores.scored == 77
+        assert math.isclose(scores.nats_per_token, scores.nats / 77)
         if order == "l2r":
             assert unscored == [0, 32, 64]
             log_probs = one.score(text).log_probs
             nats = -sum(p for i, p in enumerate(log_probs) if i not in unscored)
             bits = nats / 77 / math.log(2)
-            assert math.isclose(found.bits_per_byte, bits, abs_tol=1e-9)
+            assert math.isclose(scores.bits_per_byte, bits, abs_tol=1e-9)
     assert one.compare(other, text) == other.compare(one, text)  # neither scores them
     assert one.compare(other, text).nll == 0
     tokens = aogpt.TextModel(one.loaded)
@@ -355,11 +355,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     words = [BOOKS, "--mode", "l2r", "--num-samples", 2]
     files = ["--prompts", prompts, "--jsonl", samples, "--html", page]
     run_main(sample, monkeypatch, capsys, *words, *files, "--candidates", 3)
-    found = read_lines(samples)
-    assert [row["prompt_index"] for row in found] == [0, 0, 0, 1, 1]
-    rights = [row["scores"]["right"] for row in found[:3]]
-    assert rights == sorted(rights, reverse=True) and "scores" not in found[3]
-    for row in found[:3]:
+    shown_rows = read_lines(samples)
+    assert [row["prompt_index"] for row in shown_rows] == [0, 0, 0, 1, 1]
+    rights = [row["scores"]["right"] for row in shown_rows[:3]]
+    assert rights == sorted(rights, reverse=True) and "scores" not in shown_rows[3]
+    for row in shown_rows[:3]:
         assert " and" in row["text"] and row["text"].endswith(" home.")
     assert "text to the right" in page.read_text()
     # of a known length: 8 samples of it alone
@@ -373,11 +373,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     more = read_lines(samples)
     assert len({row["text"] for row in more if row["prompt_index"] == 2}) > 2
     continued = [row["text"] for row in more if row["prompt_index"] == 1]
-    assert continued == [row["text"] for row in found[3:]]
+    assert continued == [row["text"] for row in shown_rows[3:]]
     words += ["--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1]
     infill = ["--infill", "She[MASK:2-4] home."]
-    told = run_main(sample, monkeypatch, capsys, *words, *infill)
-    assert told.count("=== sample") == 1 and "log p a token" in told
+    printed = run_main(sample, monkeypatch, capsys, *words, *infill)
+    assert printed.count("=== sample") == 1 and "log p a token" in printed
     for text, word in (
         ("a[MASK:1-2]", "needs text after"),
         ("a [MASK:3-1] b", "no length"),
@@ -418,8 +418,8 @@ def test_equal_fillings_are_one_and_candidates_need_masks(monkeypatch, capsys, b
     assert len(books.fill("She[MASK:2] home.", 3, mode="l2r", temperature=0)) == 1
     words = [BOOKS, "--candidates", 3, "--temperature", 0, "--mode", "l2r"]
     infill = ["--infill", "She[MASK:2] home."]
-    told = run_main(sample, monkeypatch, capsys, *words, *infill)
-    assert told.count("=== sample") == 1
+    printed = run_main(sample, monkeypatch, capsys, *words, *infill)
+    assert printed.count("=== sample") == 1
     with pytest.raises(ValueError, match="--candidates chooses among fillings"):
         run_main(sample, monkeypatch, capsys, *words, "--prompt", "She")
 
@@ -450,10 +450,10 @@ def test_a_space_before_a_mask_is_noted_where_words_begin_with_theirs(books):
 def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeypatch):
     path = tmp_path / "scores.json"
     text = "The old horse."
-    told = command("score", text, "--json", path)
+    printed = command("score", text, "--json", path)
     (plain,) = json.loads(path.read_text())["results"]
     assert abs(plain["log_prob"] + books.score(text).nats) < 1e-4
-    assert "bits a byte" in told
+    assert "bits a byte" in printed
     assert "no probability of the text" in command("score", text, "--each")
     assert math.isclose(sum(plain["log_probs"]), plain["log_prob"], abs_tol=1e-6)
     assert "bits a byte" in command("score", "[MASKED] men")
@@ -470,35 +470,39 @@ def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeyp
     no_start = dataclasses.replace(plain_model.loaded, scored_from=1)
     for model in (plain_model, aogpt.TextModel(no_start)):
         monkeypatch.setattr("aogpt.text_model.load", lambda *a, m=model, **k: m)
-        told = command("rank", "The [cat|tax] barked.")
-        assert "share" in told and "both sides" not in told
-    told = command("score", "abc")
-    assert "'a'" in told and "|       - |     - |" in told and "100.00%" not in told
-    assert "of 2 tokens" in told
+        printed = command("rank", "The [cat|tax] barked.")
+        assert "share" in printed and "both sides" not in printed
+    printed = command("score", "abc")
+    assert (
+        "'a'" in printed
+        and "|       - |     - |" in printed
+        and "100.00%" not in printed
+    )
+    assert "of 2 tokens" in printed
 
 
 def test_every_command_answers(tmp_path, command, books):
     path = tmp_path / "a.json"
     text = "She[MASK:2-3] home."
-    told = command("fill", text, "--candidates", 2, "--seed", 3, "--json", path)
-    found = json.loads(path.read_text())["results"][0]["fillings"]
-    assert len(found) == 2 and "ranked by right; seed 3" in told
-    assert all(row["text"] in told for row in found)
-    assert found[0]["text"] == books.fill(text, 2, seed=3, temperature=0.7)[0].text
-    told = command("rank", "She went home[.|]", "--end")
-    assert told.index("home. ") < told.index("home  ")
+    printed = command("fill", text, "--candidates", 2, "--seed", 3, "--json", path)
+    fillings = json.loads(path.read_text())["results"][0]["fillings"]
+    assert len(fillings) == 2 and "ranked by right; seed 3" in printed
+    assert all(row["text"] in printed for row in fillings)
+    assert fillings[0]["text"] == books.fill(text, 2, seed=3, temperature=0.7)[0].text
+    printed = command("rank", "She went home[.|]", "--end")
+    assert printed.index("home. ") < printed.index("home  ")
     text = "The [cat|tax] barked."
-    told = command("rank", text, "--json", path, "--overwrite")
+    printed = command("rank", text, "--json", path, "--overwrite")
     (ranked,) = json.loads(path.read_text())["results"]
     expected = [row.text for row in books.rank(text)]
     assert [row["text"] for row in ranked["alternatives"]] == expected
-    assert "log p given both sides" in told
+    assert "log p given both sides" in printed
     text = "The dog[MASK:2] home."
-    told = command("blanks", text, "--top", 3, "--json", path, "--overwrite")
+    printed = command("blanks", text, "--top", 3, "--json", path, "--overwrite")
     (blanks,) = json.loads(path.read_text())["results"]
-    assert "1." in told and [len(row) for row in blanks["blanks"]] == [3, 3]
-    told = command("generate", "Once upon", "--new-tokens", 5, "--num-samples", 2)
-    assert told.count("Once upon") == 2 and "seed " in told
+    assert "1." in printed and [len(row) for row in blanks["blanks"]] == [3, 3]
+    printed = command("generate", "Once upon", "--new-tokens", 5, "--num-samples", 2)
+    assert printed.count("Once upon") == 2 and "seed " in printed
     again = command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
     assert again == command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
     for words, said in (
@@ -526,9 +530,9 @@ def test_a_forgotten_model_or_quotes_are_told(monkeypatch, capsys):
 def test_a_command_without_a_text_names_one_that_it_takes(
     name, command, monkeypatch, capsys
 ):
-    with pytest.raises(ValueError, match=f"give a text, as in: aogpt {name}") as told:
+    with pytest.raises(ValueError, match=f"give a text, as in: aogpt {name}") as error:
         command(name)
-    example = str(told.value).split('"')[1]
+    example = str(error.value).split('"')[1]
     assert command(name, example)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.argv", [f"aogpt {name}", BOOKS, example])
@@ -538,13 +542,13 @@ def test_a_command_without_a_text_names_one_that_it_takes(
 
 def test_candidates_of_one_length_are_ranked_given_both_sides(books):
     """By the filling, not by the text after it alone."""
-    found = books.fill("The old[MASK] barked.", 8, seed=0, num_samples=32)
+    fillings = books.fill("The old[MASK] barked.", 8, seed=0, num_samples=32)
     (blank,) = books.blanks("The old[MASK] barked.", 2048)
     probability = {token: p for _, p, token in blank}
-    place = found[0].context.index(None)
-    probabilities = [probability[filling.tokens[place]] for filling in found]
-    assert probabilities == sorted(probabilities, reverse=True) and len(found) == 8
-    assert {filling.ranked_by for filling in found} == {"filling"}
+    place = fillings[0].context.index(None)
+    probabilities = [probability[filling.tokens[place]] for filling in fillings]
+    assert probabilities == sorted(probabilities, reverse=True) and len(fillings) == 8
+    assert {filling.ranked_by for filling in fillings} == {"filling"}
     for by in ("right", "joint"):
         again = books.fill(
             "The old[MASK] barked.", 8, seed=0, num_samples=32, rank_by=by
@@ -641,9 +645,9 @@ def test_mistakes_are_told_in_the_words_of_python(books):
         ({"candidates": 10**9}, "candidates is 1000000000; give a number at least 1"),
         ({"num_samples": 10**9}, "num_samples is 1000000000"),
     ):
-        with pytest.raises(ValueError, match=words) as told:
+        with pytest.raises(ValueError, match=words) as error:
             books.fill("She[MASK:2] home.", **options)
-        assert "--" not in str(told.value), told.value
+        assert "--" not in str(error.value), error.value
     for call, words in (
         (lambda: aogpt.load(BOOKS, device="gpu"), "device 'gpu' is not known; give"),
         (lambda: aogpt.load(None), "path is None"),
@@ -653,9 +657,9 @@ def test_mistakes_are_told_in_the_words_of_python(books):
     ):
         with pytest.raises(aogpt.UserError, match=words):
             call()
-    with pytest.raises(ValueError, match="checkpoint") as told:
+    with pytest.raises(ValueError, match="checkpoint") as error:
         aogpt.load(BOOKS, checkpoint="7")
-    assert "--" not in str(told.value)
+    assert "--" not in str(error.value)
 
 
 def test_models_are_compared_on_independent_texts():
@@ -700,17 +704,17 @@ def exact_fillings(model, gapped, tokens):
             rest = iter(filling)
             row = [next(rest) if token is None else token for token in context]
             order = torch.arange(len(row))[None]
-            found = token_log_probs(model, torch.tensor([row]), order).double()
-            after = found[0, len(gapped.known[0]) :]
+            along = token_log_probs(model, torch.tensor([row]), order).double()
+            after = along[0, len(gapped.known[0]) :]
             log_probs[tuple(row), sizes] = float(after.sum())
     total = torch.tensor(list(log_probs.values())).logsumexp(dim=0)
     return log_probs, {k: math.exp(v - float(total)) for k, v in log_probs.items()}
 
 
-def keys_of_fillings(found):
+def keys_of_fillings(fillings):
     """The tokens and the lengths of the gaps of each filling, as in
     `exact_fillings`."""
-    pairs = zip(found.tokens, found.contexts, strict=True)
+    pairs = zip(fillings.tokens, fillings.contexts, strict=True)
     return [(tuple(tokens), sizes_of_gaps(context)) for tokens, context in pairs]
 
 
@@ -739,22 +743,22 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
     log_probs, exact = exact_fillings(model, gapped, 3)
     errors = []
     for draws in (4, 128, 2**14):
-        found = fill_by_resampling(model, gapped, seed=1, draws=draws, vocab_size=3)
-        keys = keys_of_fillings(found)
-        weights = dict(zip(keys, found.weights, strict=True))
+        fillings = fill_by_resampling(model, gapped, seed=1, draws=draws, vocab_size=3)
+        keys = keys_of_fillings(fillings)
+        weights = dict(zip(keys, fillings.weights, strict=True))
         assert math.isclose(sum(weights.values()), 1, abs_tol=1e-9)
-        assert 1 - 1e-9 <= found.effective_sample_size <= draws + 1e-9
-        for key, scores in zip(keys, found.scores, strict=True):
+        assert 1 - 1e-9 <= fillings.effective_sample_size <= draws + 1e-9
+        for key, scores in zip(keys, fillings.scores, strict=True):
             count = len(key[0]) - len(gapped.known[0])
             assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
         errors.append(sum(abs(weights.get(k, 0) - p) for k, p in exact.items()) / 2)
         if draws == 4:
-            assert resampled_p_value(found, keys, exact) < 1e-3
+            assert resampled_p_value(fillings, keys, exact) < 1e-3
         if draws == 2**14:  # many more than are drawn: theirs is the only noise
-            assert resampled_p_value(found, keys, exact) > 1e-3
+            assert resampled_p_value(fillings, keys, exact) > 1e-3
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
     evidence = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
-    assert math.isclose(found.log_evidence, evidence, abs_tol=0.02)
+    assert math.isclose(fillings.log_evidence, evidence, abs_tol=0.02)
 
 
 def test_copies_and_lengths_of_one_continuation_count_once_in_the_sample_size():
@@ -782,9 +786,9 @@ def test_any_decoder_fills_gaps_by_resampling(system):
             if name.startswith(("norm_f", "adaln_f", "head", "wte")):
                 parameter.mul_(0.1)
     _, exact = exact_fillings(model, gapped, 3)
-    found = fill_by_resampling(model, gapped, seed=1, draws=2**13, vocab_size=3)
-    keys = keys_of_fillings(found)
-    assert resampled_p_value(found, keys, exact) > 1e-3
+    fillings = fill_by_resampling(model, gapped, seed=1, draws=2**13, vocab_size=3)
+    keys = keys_of_fillings(fillings)
+    assert resampled_p_value(fillings, keys, exact) > 1e-3
 
 
 def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
@@ -820,24 +824,26 @@ def test_the_estimated_probability_of_the_text_after_gaps_is_unbiased(gapped):
     model.eval()
     log_probs, _ = exact_fillings(model, gapped, 3)
     exact = sum(math.exp(log_prob) for log_prob in log_probs.values())
-    found = [
+    estimates = [
         fill_by_resampling(model, gapped, seed=seed, draws=3, vocab_size=3)
         for seed in range(100)
     ]
-    ratios = torch.tensor([one.log_evidence for one in found]).double().exp() / exact
+    ratios = (
+        torch.tensor([one.log_evidence for one in estimates]).double().exp() / exact
+    )
     error = float(ratios.std()) / math.sqrt(len(ratios))
     assert abs(float(ratios.mean()) - 1) < 4 * error + 1e-9
 
 
 def test_a_plain_gpt_fills_gaps_in_text():
     plain = small("GPT, rotary")
-    found = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
-    assert len(found) == 5 and {f.seed for f in found} == {1}
+    fillings = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
+    assert len(fillings) == 5 and {f.seed for f in fillings} == {1}
     again = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
-    assert [(f.text, f.weight) for f in found] == [(f.text, f.weight) for f in again]
-    for filling in found:
-        kept = [t for t in filling.context if t is not None]
-        assert bytes(kept) == b"ac df." and 0 < filling.weight <= 1
+    assert [(f.text, f.weight) for f in fillings] == [(f.text, f.weight) for f in again]
+    for filling in fillings:
+        context_ids = [t for t in filling.context if t is not None]
+        assert bytes(context_ids) == b"ac df." and 0 < filling.weight <= 1
         assert filling.effective_sample_size >= 1
         context = [filling.context]
         (scores,) = gaps.score_fillings(plain.model, context, [filling.tokens])

@@ -136,10 +136,10 @@ def test_every_part_lists_jobs_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(gpu_day.ROOT)
     folder = tmp_path / "model"
     for part in gpu_day.MINUTES:
-        made = getattr(gpu_day, part)
+        jobs_of_part = getattr(gpu_day, part)
         for small in (False, True):
             options = Options(part=part, small=small, folder=None if small else folder)
-            jobs = made(options, tmp_path)
+            jobs = jobs_of_part(options, tmp_path)
             names = [job.name for job in jobs]
             assert len(set(names)) == len(names)
             for job in jobs:

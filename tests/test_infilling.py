@@ -31,17 +31,17 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     text = 'It was. "No!" he said. The cat sat on it. Then they all went home. End'
     block = torch.tensor([list(text.encode())])
     tokenizer = get_tokenizer("bytes")
-    found = find_passages(block, tokenizer, 10, 30)
-    (middle,) = found.middle(found.tokens.tolist())
+    passages = find_passages(block, tokenizer, 10, 30)
+    (middle,) = passages.middle(passages.tokens.tolist())
     assert tokenizer.decode(middle) == " The cat sat on it."
     # of another length it is another
     (middle,) = find_passages(block, tokenizer, 20, 30).middle(block.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
     assert len(find_passages(block, tokenizer, 40, 50)) == 0
     before, _, after = text.partition(" The cat sat on it.")
-    known = found.known(both_sides=True)[0]
-    assert tokenizer.decode(block[0, known]) == before + after
-    left = found.known(both_sides=False)[0]
+    both_sides = passages.known(both_sides=True)[0]
+    assert tokenizer.decode(block[0, both_sides]) == before + after
+    left = passages.known(both_sides=False)[0]
     assert tokenizer.decode(block[0, left]) == before
 
 
@@ -59,11 +59,11 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     for text in documents:
         row += [*tokenizer.encode(text), tokenizer.eot]
     row += tokenizer.encode("never ended")
-    found = find_last_words(row, tokenizer, 10, 20)
-    words = [tokenizer.decode(ids) for ids in found.middle(found.tokens.tolist())]
-    assert words == [" cat", " mat ", " late"] and found.tokens.shape == (3, 20)
+    passages = find_last_words(row, tokenizer, 10, 20)
+    words = [tokenizer.decode(ids) for ids in passages.middle(passages.tokens.tolist())]
+    assert words == [" cat", " mat ", " late"] and passages.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
-    for ids, start, text in zip(found.tokens, found.start, contexts, strict=True):
+    for ids, start, text in zip(passages.tokens, passages.start, contexts, strict=True):
         # of a character that was cut
         given = tokenizer.decode(ids[:start]).strip("\ufffd")
         assert given and text.endswith(given)
@@ -117,7 +117,7 @@ def test_resampled_middles_have_their_probability_given_both_sides():
         end=torch.tensor([3, 5]),
         document=torch.tensor([0, 1]),
     )
-    found = resample_middles(model, passages, draws=4000, seed=0, vocab_size=3)
+    middles = resample_middles(model, passages, draws=4000, seed=0, vocab_size=3)
     for row, (start, end) in enumerate([(1, 3), (3, 5)]):
         texts = tokens[row].repeat(9, 1)
         texts[:, start:end] = torch.cartesian_prod(torch.arange(3), torch.arange(3))
@@ -125,9 +125,9 @@ def test_resampled_middles_have_their_probability_given_both_sides():
         joint = log_probs[:, start:].sum(dim=1)
         true = (texts == tokens[row]).all(dim=1)
         expected = float(joint.logsumexp(dim=0) - joint[true]) / 2
-        assert found.nll[row] == pytest.approx(expected, abs=0.02)
-        assert found.tokens[row] == texts[joint.argmax()].tolist()
-        assert found.effective_sample_size[row] > 100
+        assert middles.nll[row] == pytest.approx(expected, abs=0.02)
+        assert middles.tokens[row] == texts[joint.argmax()].tolist()
+        assert middles.effective_sample_size[row] > 100
 
 
 def test_intervals_are_by_document_where_these_differ():
@@ -204,8 +204,8 @@ def test_rouge_counts_shared_words_pairs_and_the_longest_common_subsequence():
         ("na\u00efve _x", "naive _x", 1 / 2, 0, 1 / 2),  # letters are not only a to z
     ):
         scores = rouge([(one, other)])
-        found = [scores[key][0] for key in ("rouge_1", "rouge_2", "rouge_l")]
-        assert found == pytest.approx(expected)
+        measured = [scores[key][0] for key in ("rouge_1", "rouge_2", "rouge_l")]
+        assert measured == pytest.approx(expected)
 
 
 def test_the_script_reports_what_the_functions_say(

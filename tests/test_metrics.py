@@ -210,13 +210,13 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
     with torch.no_grad():
         model.head.bias[ord("a")] = 5.0
     dataset = TokenDataset(folder, "val", LENGTH)
-    found = {}
+    losses = {}
     for count in (100, dataset.num_blocks):
         config = change(config, eval__sequences=count)
-        found[count] = val_losses.validation_loss(
+        losses[count] = val_losses.validation_loss(
             model, dataset, RANDOM, config, ALONE
         ).mean
-    part, whole = found.values()
+    part, whole = losses.values()
     assert part == pytest.approx(whole, abs=0.2) and whole > 3
 
 

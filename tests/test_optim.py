@@ -132,20 +132,20 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
     assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_step_of_muon_reads_no_value_of_the_device(found):
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_step_of_muon_reads_no_value_of_the_device(found_inf):
     """Nor whether it is to be left out."""
     model = with_gradients(muon_config())
     _, optimizer = make_optimizers(model, muon_config())
     before = copy.deepcopy(model)
     matrices = muon_weights(model)
-    optimizer.found_inf = torch.tensor(found)
+    optimizer.found_inf = torch.tensor(found_inf)
     with NoHostReads():
         optimizer.step()
     for (name, p), old in zip(
         model.named_parameters(), before.parameters(), strict=True
     ):
-        assert torch.equal(p, old) == (bool(found) or name not in matrices)
+        assert torch.equal(p, old) == (bool(found_inf) or name not in matrices)
 
 
 def newton_schulz(gradient):
@@ -194,11 +194,11 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(
             update = torch.cat([newton_schulz(part) for part in update.chunk(parts)])
             factor = math.sqrt(max(1, len(weight) / parts / weight.shape[1]))
             expected[name] = weight * (1 - 2e-2 * 0.5) - 2e-2 * factor * update
-    others = dict(plain.named_parameters())
+    plain_parameters = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         if name in expected:  # float32, through five products of matrices
             step = expected[name] - starts[name]
             error = (p.detach().double() - expected[name]).norm() / step.norm()
             assert error < 1e-4, (name, error)
         else:
-            assert torch.equal(p, others[name]), name
+            assert torch.equal(p, plain_parameters[name]), name

@@ -83,11 +83,11 @@ def test_seed_step_and_row_all_matter(kind):
 )
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
-    found = orders_at(config, 1, 2, range(4000), 12)
+    orders = orders_at(config, 1, 2, range(4000), 12)
     other = orders_at(OrderConfig(mixed, block=4, seed=7), 1, 2, range(4000), 12)
     random = orders_at(OrderConfig("random"), 1, 2, range(4000), 12)
-    taken = (found == other).all(1)
-    assert torch.equal(found, other.where(taken[:, None], random))
+    taken = (orders == other).all(1)
+    assert torch.equal(orders, other.where(taken[:, None], random))
     assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
     text = f"mixture:l2r_prob=0.3,mixed={mixed},block=4,seed=7"
     assert parse_order(text, "--order") == config

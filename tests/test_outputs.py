@@ -152,14 +152,14 @@ def test_a_device_and_a_fifo_are_written_to_and_stay(tmp_path):
     write(Path("/dev/null"))
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     os.mkfifo(tmp_path / "fifo")
-    found = []
+    received = []
     reader = threading.Thread(
-        target=lambda: found.append((tmp_path / "fifo").read_text())
+        target=lambda: received.append((tmp_path / "fifo").read_text())
     )
     reader.start()
     write(tmp_path / "fifo")
     reader.join()
-    assert found == [ANSWER] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert received == [ANSWER] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
 def test_what_cannot_be_written_is_told_before_the_work(there, tmp_path, monkeypatch):

@@ -336,7 +336,7 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
     config = system(short, name, model__dropout=0.3)
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
-    found = []
+    gradients = []
     torch.set_default_dtype(torch.float64)
     try:
         for kind in ("none", "selective", "block"):
@@ -344,13 +344,13 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
             model = parallel.build(changed, ALONE).double()
             torch.manual_seed(3)
             train.training_loss(model, batch, changed, 0).backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
-    expected, *others = found
+    expected, *recomputed = gradients
     assert any(g.abs().sum() > 0 for g in expected.values())
     # the same operations on the same numbers, summed in the same order
-    for ours in others:
+    for ours in recomputed:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
 
 

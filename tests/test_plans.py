@@ -174,7 +174,7 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
 def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
     """The joint distribution of order and steps for 3 positions, all 6 * compositions
     outcomes."""
-    made = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
+    plan = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
     cell = {}
     expected = []
     for probability, order, counts in exact_plans(range(3), (), steps, schedule):
@@ -184,7 +184,7 @@ def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, se
         cell[order, tuple(step)] = len(cell)
         expected.append(float(probability))
     observed = torch.zeros(len(cell))
-    for order, step in rows_of(made):
+    for order, step in rows_of(plan):
         observed[cell[tuple(order), tuple(step)]] += 1
     assert accept(observed, torch.tensor(expected, dtype=torch.float64))
 

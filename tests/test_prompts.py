@@ -297,8 +297,10 @@ def test_groups_begin_after_what_is_given(system, group):
                 starts = group_starts(its_order, group, torch.tensor([first]))
                 expected = model(own, its_order, starts)[0, step]
             else:
-                known = torch.tensor([start])
-                expected = -parallel_log_probs(model, own, its_order, known)[0, step]
+                prompt_length = torch.tensor([start])
+                expected = -parallel_log_probs(model, own, its_order, prompt_length)[
+                    0, step
+                ]
             got = nll[row, its_order[0, step]].item()
             assert got == pytest.approx(expected.item(), abs=1e-12)
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
@@ -323,10 +325,10 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
             *itertools.combinations((0, 2, 3), 2),
             (0, 2, 3),
         ]
-        found = collections.Counter(
+        counts = collections.Counter(
             tuple(row.nonzero().flatten().tolist()) for row in masks.masked
         )
-        observed = torch.tensor([found[s] for s in sets]).double()
+        observed = torch.tensor([counts[s] for s in sets]).double()
         expected = torch.tensor(
             [6000 / 3 / (3 if len(s) < 3 else 1) for s in sets]
         ).double()

@@ -15,7 +15,7 @@ from studies import puzzles
 from studies.puzzles import TASKS
 
 
-def made(name, count, seed=0):
+def examples_of(name, count, seed=0):
     """(key, example, text without marks) of some examples."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -27,7 +27,7 @@ def made(name, count, seed=0):
 @pytest.mark.parametrize("name", TASKS)
 def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_other(name):
     task = TASKS[name]
-    for _, example, text in made(name, 20):
+    for _, example, text in examples_of(name, 20):
         assert len(text) == task.length and text.isascii()
         assert task.is_right(text, text)
         at = 0
@@ -70,7 +70,9 @@ KEY_OF = {
 def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
     task = TASKS[name]
     keys = {}
-    shares = collections.Counter(task.split_of(key) for key, *_ in made(name, 400))
+    shares = collections.Counter(
+        task.split_of(key) for key, *_ in examples_of(name, 400)
+    )
     assert shares.keys() == {"train", "val", "test"}
     assert shares["train"] > 5 * shares["test"]
     folder = prepared(name, tmp_path / name, limit=300)
@@ -94,7 +96,7 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
         assert len(rows) == data.num_blocks == 100
     trained = set()
     asked = set()
-    for key, example, _ in made("reversal", 12_000):
+    for key, example, _ in examples_of("reversal", 12_000):
         (trained if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
         name = example[:4]
@@ -108,7 +110,7 @@ def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
     trained = set()
     asked = set()
     task = TASKS["exchanged"]
-    for key, example, _ in made("exchanged", 12_000):
+    for key, example, _ in examples_of("exchanged", 12_000):
         (trained if task.split_of(key) == "train" else asked).add(example)
     for example in asked:
         question = re.fullmatch(r"\[GIVEN\](\w{4}):\[/GIVEN\](\w{4})", example)
@@ -129,7 +131,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_a_puzzle_are_in_one_split(name):
     split_of = TASKS[name].split_of
-    keys = [key for key, *_ in made(name, 60)]
+    keys = [key for key, *_ in examples_of(name, 60)]
     variants = [VARIANTS[name](key) for key in keys]
     assert variants != keys
     for key, variant in zip(keys, variants, strict=True):
@@ -156,7 +158,7 @@ def number_of_solutions(cells):
 
 
 def test_a_sudoku_has_one_solution_and_keeps_the_rules():
-    for _, example, _ in made("sudoku6", 30):
+    for _, example, _ in examples_of("sudoku6", 30):
         (shown, _), (board, _) = spans(example)
         cells = np.array(list(board)).reshape(6, 6)
         boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
@@ -173,7 +175,7 @@ def test_a_sudoku_has_one_solution_and_keeps_the_rules():
 
 
 def test_a_star_has_one_path_and_arms_of_one_length():
-    for _, example, _ in made("star", 30):
+    for _, example, _ in examples_of("star", 30):
         (graph, _), (path, _) = spans(example)
         edges = [graph[i : i + 2] for i in range(0, 18, 2)]
         centre, end = graph[19:21]
@@ -187,7 +189,7 @@ def test_a_star_has_one_path_and_arms_of_one_length():
 
 
 def test_other_colourings_are_right_if_they_fit():
-    for _, example, text in made("colouring", 20):
+    for _, example, text in examples_of("colouring", 20):
         (borders, _), (colours, _) = spans(example)
         renamed = borders + colours.translate(str.maketrans("RGB", "GBR"))
         assert TASKS["colouring"].is_right(renamed, text)
@@ -209,18 +211,18 @@ def exact_limit(name, groups):
     conditionals given all before them; summed over everything that is drawn."""
     answers = answers_of(name, sum(groups))
 
-    def right(known, rest):
-        fitting = [a for a in answers if a[: len(known)] == known]
+    def right(prefix, rest):
+        fitting = [a for a in answers if a[: len(prefix)] == prefix]
         if not fitting or not rest:
             return float(bool(fitting))
-        positions = range(len(known), len(known) + rest[0])
+        positions = range(len(prefix), len(prefix) + rest[0])
         counts = [collections.Counter(a[at] for a in fitting) for at in positions]
         total = 0.0
         for letters in itertools.product(*counts):
             chances = [
                 c[v] / len(fitting) for c, v in zip(counts, letters, strict=True)
             ]
-            total += math.prod(chances) * right(known + letters, rest[1:])
+            total += math.prod(chances) * right(prefix + letters, rest[1:])
         return total
 
     return right((), list(groups))

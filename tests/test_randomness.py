@@ -129,13 +129,13 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
 def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order
     and id."""
-    made = {}
+    recorded = {}
     real = modes.generate_distributed
 
     def keep(model, planned, *arguments, **keywords):
-        made["plan"] = planned.plan
-        made["got"] = real(model, planned, *arguments, **keywords)
-        return made["got"]
+        recorded["plan"] = planned.plan
+        recorded["got"] = real(model, planned, *arguments, **keywords)
+        return recorded["got"]
 
     monkeypatch.setattr(modes, "generate_distributed", keep)
     model = make_system("AO-GPT", 0, torch.float32, vocab_size=257, block_size=8)
@@ -153,7 +153,7 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
     eval_infill.fill_in(loaded, passages, True, options, 0)
     place = torch.empty(N, 8).long()
-    place.scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
-    cells = place // 2 * 4 + made["got"].tokens // 64
+    place.scatter_(1, recorded["plan"].order, torch.arange(8).expand(N, 8))
+    cells = place // 2 * 4 + recorded["got"].tokens // 64
     counts = cells.flatten().bincount(minlength=16)
     assert accept(counts, torch.full((16,), 1 / 16, dtype=torch.float64))

@@ -83,11 +83,11 @@ def gibbs_chain(conditional):
     matrix = torch.zeros(len(index), len(index), dtype=torch.float64)
     for (order, x), i in index.items():
         for position in range(N):
-            kept = tuple(p for p in order if p != position)
+            remaining = tuple(p for p in order if p != position)
             for token in range(V):
                 y = (*x[:position], token, *x[position + 1 :])
-                p = conditional[kept, position][sequences.index(y)]
-                matrix[i, index[(*kept, position), y]] += p / N
+                p = conditional[remaining, position][sequences.index(y)]
+                matrix[i, index[(*remaining, position), y]] += p / N
     return index, matrix
 
 
@@ -139,19 +139,19 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     B = 6
     T = 8
     length = torch.tensor([8, 8, 5, 8, 3, 7])
-    known = some_given(B, T, 1)
+    is_prompt = some_given(B, T, 1)
     tokens = random_tokens(11, B, T, 3)
     uniforms = uniforms_for(B, T, seed=4)
-    plan = random_plan(B, length, uniforms_for(B, T, seed=6), known)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=6), is_prompt)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
     generated = samples.step >= 0
     decoder = Decoder(model, vocab_size=11, batch_size=3)
     again, scores = given_others(decoder, samples)
     assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
     for b, p in generated.nonzero().tolist():
-        others = [q for q in samples.order[b, : length[b]].tolist() if q != p]
+        other_positions = [q for q in samples.order[b, : length[b]].tolist() if q != p]
         row = samples.tokens[b, : length[b]]
-        logits = logits_given(model, row, others, p)[:11]
+        logits = logits_given(model, row, other_positions, p)[:11]
         expected = logits.log_softmax(dim=-1)[row[p]]
         assert abs(float(scores[b, p]) - float(expected)) < 1e-5
     count = redrawn(generated, 0.4)
@@ -161,8 +161,8 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         after = refine(decoder, samples, uniforms, 1, 0.4, by)
         moved = after.step > samples.step.amax(dim=1, keepdim=True)
         assert torch.equal(moved.sum(dim=1), count)
-        kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
-        assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
+        lowest_kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
+        assert (score.where(moved, -torch.inf).amax(dim=1) <= lowest_kept).all()
         assert torch.equal(after.tokens[~moved], samples.tokens[~moved])
         assert torch.equal(after.step[~moved], samples.step[~moved])
         calls = 0 if by == "drawn" else generated.sum(dim=1)
@@ -210,7 +210,7 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
     model = make_system("AO-GPT", 4)
     contexts = [[1, None, 2, None, None, None], [None] * 9]
 
-    def made(batch_size=None, **more):
+    def generated(batch_size=None, **more):
         options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
         options = modes.with_mode_defaults(options)
         planned = modes.plan_samples(options, contexts, 5, 4)
@@ -218,19 +218,19 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
             model, planned, options, 11, ALONE, end_token=3
         )
 
-    plain = made()
-    refined = made(refine=3, refine_share=0.3, refine_by=by)
-    full = made(refine=0)
+    plain = generated()
+    refined = generated(refine=3, refine_share=0.3, refine_by=by)
+    full = generated(refine=0)
     assert torch.equal(plain.tokens, full.tokens)
     assert torch.equal(plain.log_probs, full.log_probs)
     assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
     assert (refined.step[:4, [0, 2]] == -1).all()
     assert refined.model_calls > plain.model_calls
     for size in (1, 3):
-        alone = made(size, refine=3, refine_share=0.3, refine_by=by)
+        alone = generated(size, refine=3, refine_share=0.3, refine_by=by)
         for same in ("tokens", "nfe", "order", "step"):
             assert torch.equal(getattr(alone, same), getattr(refined, same))
-    assert torch.equal(made(3).order, plain.order)
+    assert torch.equal(generated(3).order, plain.order)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +346,11 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
     B = 7
     T = 9
     vocab = 5
-    known = some_given(B, T, 2)
+    is_prompt = some_given(B, T, 2)
     tokens = random_tokens(vocab, B, T, 3)
     uniforms = uniforms_for(B, T, seed=8)
     length = torch.tensor([9, 9, 4, 8, 9, 6, 9])
-    plan = random_plan(B, length, uniforms_for(B, T, seed=9), known, group)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=9), is_prompt, group)
     choice = TokenChoice(0.9, 0.95, repetition_penalty=1.7, no_repeat_ngram=2)
     got = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=3)
     for b in range(B):

@@ -468,12 +468,12 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
         path.write_bytes(original)
         flip_byte(path, rng.randrange(len(original)), rng.randrange(1, 256))
         try:
-            found = load_model(path)
+            model = load_model(path)
         except CheckpointError as error:
             assert str(path) in str(error)
             noticed += 1
         else:
-            same_weights(found, expected)
+            same_weights(model, expected)
     assert noticed == 40 if kind == "export" else noticed > 20
 
 
@@ -561,13 +561,15 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_contents_are_named(released, what):
-    contents = container("sigma-GPT" if what == "a head of its own" else "AO-GPT")[0]
-    change, words = WRONG[what]
+@pytest.mark.parametrize("mistake_name", WRONG)
+def test_wrong_contents_are_named(released, mistake_name):
+    contents = container(
+        "sigma-GPT" if mistake_name == "a head of its own" else "AO-GPT"
+    )[0]
+    change, words = WRONG[mistake_name]
     change(contents)
     torch.save(contents, released)
-    weights = "ema" if "average" in what else "raw"
+    weights = "ema" if "average" in mistake_name else "raw"
     refused(released, *words, "supported are", weights=weights)
 
 

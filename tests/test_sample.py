@@ -613,8 +613,8 @@ def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
             assert place >= 0 or log_prob == 0
         places = [place for place, step in enumerate(line["step"]) if step >= 0]
         assert [line["step"][place] for place in places] == [0, 1, 2]
-        found = [line["log_probs"][place] for place in places]
-        assert found == pytest.approx(along[places].tolist(), abs=1e-4)
+        log_probs = [line["log_probs"][place] for place in places]
+        assert log_probs == pytest.approx(along[places].tolist(), abs=1e-4)
     # the most probable filling is drawn most often of all, in proportion to its weight
     best = max(weights, key=weights.get)
     count = sum(tuple(line["tokens"]) == best for line in samples)
@@ -667,10 +667,10 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
         for i, (position, step) in enumerate(zip(order, steps, strict=True)):
             if step < 0:
                 continue
-            known = torch.tensor([steps.index(step)])
+            known_count = torch.tensor([steps.index(step)])
             with torch.no_grad():
                 hidden = scoring.parallel_hidden(
-                    model, tokens, torch.tensor([order]), known
+                    model, tokens, torch.tensor([order]), known_count
                 )
                 log_probs = model.head_logits(hidden)[0, i, :257].log_softmax(-1)
             log_prob = float(log_probs[line["tokens"][position]])
@@ -749,10 +749,10 @@ def test_all_arrangements_of_required_words_are_equally_likely():
     options = dataclasses.replace(options, required=((1,), (2, 3)))
     context = [7, *[None] * 6]
     planned = modes.plan_samples(options, [context], 5, 10_000)
-    found = Counter(map(tuple, planned.tokens.tolist()))
-    assert len(found) == 20 and all(row[0] == 7 for row in found)
+    counts = Counter(map(tuple, planned.tokens.tolist()))
+    assert len(counts) == 20 and all(row[0] == 7 for row in counts)
     deviation = (10_000 * 1 / 20 * 19 / 20) ** 0.5
-    assert all(abs(count - 500) < 4.5 * deviation for count in found.values())
+    assert all(abs(count - 500) < 4.5 * deviation for count in counts.values())
     # nothing else is given, and mdm takes a step for each of the other tokens
     assert planned.plan.generated.sum(dim=1).tolist() == [3] * 10_000
     assert modes.with_default_steps(options, [context]).steps == 3

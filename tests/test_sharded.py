@@ -114,9 +114,11 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
     assert not path.exists(), "it must not pass for a checkpoint yet"
     gate.set()
     assert saver.wait() == path and names(path.parent) == [path.name] and not warnings
-    found = read_checkpoint(path)
-    assert_same(found["tensors"], {name: before[name] for name in found["tensors"]})
-    assert found["step"] == 3 and found["tensors"].keys() == before.keys()
+    contents = read_checkpoint(path)
+    assert_same(
+        contents["tensors"], {name: before[name] for name in contents["tensors"]}
+    )
+    assert contents["step"] == 3 and contents["tensors"].keys() == before.keys()
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
@@ -223,14 +225,14 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
 
 DAMAGES = {  # of a checkpoint, given its parts and those of the one before
-    "lose the first": lambda parts, others: parts[0].unlink(),
-    "cut the second": lambda parts, others: os.truncate(
+    "lose the first": lambda parts, older_parts: parts[0].unlink(),
+    "cut the second": lambda parts, older_parts: os.truncate(
         parts[1], parts[1].stat().st_size - 1
     ),
-    "mix in another": lambda parts, others: shutil.copy(
-        others[0], parts[0].with_name("shard-x.safetensors")
+    "mix in another": lambda parts, older_parts: shutil.copy(
+        older_parts[0], parts[0].with_name("shard-x.safetensors")
     ),
-    "swap in another": lambda parts, others: shutil.copy(others[1], parts[1]),
+    "swap in another": lambda parts, older_parts: shutil.copy(older_parts[1], parts[1]),
 }
 
 

@@ -32,10 +32,10 @@ def test_the_table_of_speed_is_of_its_rows():
     for row, line in zip(rows, table_of(rows)[2:], strict=True):
         assert len(row["ratios"]) == 7 and min(row["ratios"]) == row["interval"][0]
         cells = [cell.strip() for cell in line.split("|")]
-        what = cells[1]
+        benchmark = cells[1]
         ratio = cells[4]
         interval = cells[5]
-        assert f"| {what}" in page and f"| {ratio} | {interval} |" in page
+        assert f"| {benchmark}" in page and f"| {ratio} | {interval} |" in page
 
 
 def test_another_folder_is_refused(tmp_path, monkeypatch):
@@ -47,10 +47,10 @@ def test_another_folder_is_refused(tmp_path, monkeypatch):
 @pytest.mark.slow(reason="four processes decode and train")
 def test_a_checkout_is_as_fast_as_itself(tmp_path, monkeypatch, capsys):
     turns = {}
-    for what, (turn, _) in side_by_side.TURNS.items():
-        if what in ("decoding, 256 steps", "decoding, 1,024 steps"):
+    for benchmark, (turn, _) in side_by_side.TURNS.items():
+        if benchmark in ("decoding, 256 steps", "decoding, 1,024 steps"):
             turn, _ = side_by_side.TURNS["decoding, 64 steps"]
-        turns[what] = (turn, 1)
+        turns[benchmark] = (turn, 1)
     monkeypatch.setattr(side_by_side, "TURNS", turns)
     file = tmp_path / "rows.json"
     words = ["side_by_side", str(ROOT), "--repeats", "2", "--json", str(file)]

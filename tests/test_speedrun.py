@@ -98,18 +98,18 @@ def made_up(losses, tokens=100, tuned=2):
 
 
 def test_what_one_change_gives_is_told_seed_by_seed():
-    known = {
+    rows = {
         "fast": made_up([2.0, 2.1, 2.2]),
         "fast-x4": made_up([1.0, 1.1, 1.2], tokens=400),
         "fast-a": made_up([1.9, 2.1, 2.05]),
         "fast-b": made_up([2.1]),
     }
-    lines = [line.split("|")[1:-2] for line in speedrun.ingredients(known)[3:]]
+    lines = [line.split("|")[1:-2] for line in speedrun.ingredients(rows)[3:]]
     assert [[cell.strip() for cell in line] for line in lines] == [
         ["fast-a", "-0.100, +0.000, -0.150"],
         ["fast-b", "+0.100"],
     ]
-    assert speedrun.ingredients({"paper": known["fast"]}) == []
+    assert speedrun.ingredients({"paper": rows["fast"]}) == []
 
 
 @pytest.fixture
@@ -216,8 +216,11 @@ def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, cap
         patched.setattr(speedrun, "speed_of_short_run", pretended)
         run(monkeypatch, capsys, "tiny", "still", "moving", "--repetitions", 3)
     assert asked == [("still", 1e-4), ("moving", 1e-4)] * 3
-    kept = json.loads((tmp_path / "results" / "tiny.speeds.json").read_text())
-    assert kept["tokens_per_second"] == {"still": [10, 20, 25], "moving": [60, 60, 25]}
+    saved_speeds = json.loads((tmp_path / "results" / "tiny.speeds.json").read_text())
+    assert saved_speeds["tokens_per_second"] == {
+        "still": [10, 20, 25],
+        "moving": [60, 60, 25],
+    }
     rows = [line.split("|") for line in speedrun.time_table(benchmark)[2:]]
     still, moving = ([cell.strip() for cell in row] for row in rows)
     assert still[3:7] == ["0.02 (0.01 - 0.025)", "5", "1 (1 - 1)", "-"]

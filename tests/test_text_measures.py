@@ -83,8 +83,8 @@ def test_self_bleu_is_that_of_nltk():
         samples.append(draw.integers(0, 4, length).tolist())
     expected = []
     for i, own in enumerate(samples):
-        others = samples[:i] + samples[i + 1 :]
-        score = bleu.sentence_bleu(others, own, smoothing_function=smoothing)
+        references = samples[:i] + samples[i + 1 :]
+        score = bleu.sentence_bleu(references, own, smoothing_function=smoothing)
         expected.append(score)
     assert self_bleu(samples) == pytest.approx(expected, rel=1e-12)
     assert len({round(value, 3) for value in expected}) > 4

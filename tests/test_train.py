@@ -183,8 +183,10 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     exact = [next(e for e in eighths if e >= n) for n in range(1, size + 1)]
     shares = {e: 0.25 * exact.count(e) / size for e in exact}
     shares[size] += 0.75
-    found = batch_lengths(3, range(1000, 2600), size, 0.25)  # of seed and step alone
-    np.testing.assert_array_equal(found, lengths[1000:2600])
+    drawn_lengths = batch_lengths(
+        3, range(1000, 2600), size, 0.25
+    )  # of seed and step alone
+    np.testing.assert_array_equal(drawn_lengths, lengths[1000:2600])
     values, counts = np.unique(lengths, return_counts=True)
     assert set(values.tolist()) == shares.keys() and len(values) <= 8
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -401,13 +403,13 @@ class Driver:
         ended it."""
         return self.ask()
 
-    def run(self, path, **how):
-        self.start(path, **how)
+    def run(self, path, **options):
+        self.start(path, **options)
         return self.status()
 
-    def done(self, path, **how):
+    def done(self, path, **options):
         """The finished run, with what it wrote to stderr."""
-        status = self.run(path, **how)
+        status = self.run(path, **options)
         return subprocess.CompletedProcess(
             path, status, stderr=self.errors_of(path).read_text()
         )
@@ -525,7 +527,7 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     assert metrics(resumed) == metrics(undisturbed)
 
 
-def spoil(monkeypatch, bad_steps, what):
+def spoil(monkeypatch, bad_steps, target):
     """Make the loss, or only its gradient, non-finite at some steps (of two
     micro-batches), as a bad batch would."""
     calls = [0]
@@ -535,7 +537,7 @@ def spoil(monkeypatch, bad_steps, what):
         calls[0] += 1
         if calls[0] / 2 not in bad_steps:
             return plain(model, tokens, order)
-        if what == "loss":
+        if target == "loss":
             return plain(model, tokens, order) * math.nan
 
         def spoil_once(gradient):
@@ -548,15 +550,15 @@ def spoil(monkeypatch, bad_steps, what):
     monkeypatch.setattr(train, "ao_ar_loss", loss)
 
 
-@pytest.mark.parametrize("what, empty", [("loss", "loss"), ("gradient", "grad_norm")])
+@pytest.mark.parametrize("target, empty", [("loss", "loss"), ("gradient", "grad_norm")])
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
-    data, tmp_path, monkeypatch, what, empty
+    data, tmp_path, monkeypatch, target, empty
 ):
     config = tiny_config(
         data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3
     )
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
-    spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
+    spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
     seen = {}
     update = train.update
 
@@ -720,12 +722,12 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
 }
 
 
-@pytest.mark.parametrize("how", WRONG_STATES)
+@pytest.mark.parametrize("mistake", WRONG_STATES)
 def test_a_state_that_is_not_the_runs_is_named_and_nothing_goes_on_from_it(
-    reference, tmp_path, how
+    reference, tmp_path, mistake
 ):
     config = copy_of(reference, tmp_path, train__steps=50)
-    change_tensors, words = WRONG_STATES[how]
+    change_tensors, words = WRONG_STATES[mistake]
     rewrite(store.find(config.run_folder)[-1], change_tensors)
     before = files(config.run_folder)
     with pytest.raises(CheckpointError, match=re.escape(words)):
@@ -787,10 +789,10 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
         train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpoint(
-    data, tmp_path, monkeypatch, split, how
+    data, tmp_path, monkeypatch, split, damage
 ):
     data = shutil.copytree(data, tmp_path / "data")
     config = tiny_config(
@@ -802,7 +804,9 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
     def change_the_file(state, *arguments):
         update(state, *arguments)
         if state.progress.step == 9:
-            path.write_bytes(bytes(path.stat().st_size if how == "overwritten" else 0))
+            path.write_bytes(
+                bytes(path.stat().st_size if damage == "overwritten" else 0)
+            )
 
     monkeypatch.setattr(train, "update", change_the_file)
     with pytest.raises(UserError, match=f"{split}.bin has changed since it was opened"):
