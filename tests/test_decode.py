@@ -109,6 +109,11 @@ AOGPT_MODES = modes("""
     speculative --order l2r --draft 3, speculative --order l2r --draft 4,
     speculative --draft 2, speculative --draft 3, margin, margin --group-size 3
 """)
+OTHER_SEED_MODES = modes("""
+    l2r, random --group-size 2, mdm --steps 1, even --steps 2,
+    mdm --steps 4 --schedule cosine, confidence, entropy --group-size 2,
+    speculative --order l2r --draft 3, speculative --draft 3
+""")
 DECODER_MODES = modes("""
     random, mdm --steps 3 --schedule cosine, even --steps 3 --schedule cosine,
     confidence --group-size 2, entropy, speculative --draft 4,
@@ -116,7 +121,8 @@ DECODER_MODES = modes("""
 """)
 ENUMERATED = [  # systems, seed, modes
     (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
-    (["AO-GPT"], 0, AOGPT_MODES[::3]),
+    # another random model, in a mode of each kind
+    (["AO-GPT"], 0, OTHER_SEED_MODES),
     (
         ["two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary"],
         3,
@@ -604,24 +610,57 @@ def fits(system, mode):
     return system in ENCODERS or mode not in ADAPTIVE
 
 
-def every_mode_of(*systems):
-    """All modes of all systems. A mode of each kind is quick with the first one; the
-    others share the modes, each with a twelfth of them, and the rest is slow."""
-
-    def is_quick(system, mode):
-        number = systems.index(system)
-        if number == 0:
-            return mode in OF_EACH_KIND
-        return (number + EVERY_MODE.index(mode)) % 12 == 0
-
+def every_mode_of(quick_modes):
+    """Return the parameters of a test of all modes of the systems of
+    {system: its quick modes}; all other pairs are slow."""
     pairs = [
         (system, mode)
-        for system in systems
+        for system in quick_modes
         for mode in EVERY_MODE
         if fits(system, mode)
     ]
+
+    def is_quick(system, mode):
+        return mode in quick_modes[system]
+
     marked = some_slow(pairs, is_quick, "more than two hundred cases")
     return pytest.mark.parametrize("system, mode", marked)
+
+
+# One system has all kinds of modes, the others those in which they have code of their
+# own.
+QUICK_LOG_PROBS = {
+    "mask_query": OF_EACH_KIND,
+    # Candidates at all free positions are predicted for their targets.
+    "sigma-GPT": ["confidence --group-size 2"],
+    "AO-GPT": ["confidence --group-size 2"],
+    "AO-GPT, rotary": ["confidence --group-size 2"],
+    "shared": ["confidence --group-size 2"],
+    "per_block": ["confidence --group-size 2"],
+    "per_block, both": ["confidence --group-size 2"],
+    # Tokens of a group see each other, or are predicted one by one.
+    "two_stream": ["even --steps 2"],
+    ONE_BY_ONE: ["even --steps 2"],
+    # Relative positions: drafts are verified at targets that rotate the queries.
+    "target rotary": SPECULATIVE,
+    "Llama": SPECULATIVE,
+    "mask_query, rotary": ["speculative --draft 2"],
+    # One prediction for all targets.
+    "GPT-2": ["random --group-size 2"],
+    ROTARY_GPT: ["mdm --steps 3"],
+    # No cache; that of SEDD is conditioned on the share of masks.
+    "RADD": ["random", "confidence --threshold 0.45 --block 3"],
+    "SEDD": ["mdm --steps 3 --schedule cosine", "margin --group-size 2"],
+    "encoder AO-GPT": ["l2r", "entropy --group-size 3"],
+}
+QUICK_ALONE = {
+    "AO-GPT": OF_EACH_KIND,
+    "two_stream": ["random --group-size 2"],  # tokens of a group see each other
+    "mask_query": ["confidence --group-size 2"],  # candidates are inputs of their own
+    "GPT-2": ["mdm --steps 3"],  # one prediction for all targets
+    "SEDD": ["even --steps 3 --schedule cosine"],  # the share of masks is an input
+    "encoder AO-GPT": ["entropy"],  # every step reads the whole row
+}
 
 
 @torch.no_grad()
@@ -655,15 +694,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(
-    "mask_query",
-    *(name for name in DECODERS if name != "mask_query"),
-    *ENCODERS,
-    ONE_BY_ONE,
-    ROTARY_GPT,
-    "per_block, both",
-    "mask_query, rotary",
-)
+@every_mode_of(QUICK_LOG_PROBS)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step
     are those that the uncached model prefers."""
@@ -755,7 +786,7 @@ def assert_same_samples(got, expected, cut=...):
     assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5
 
 
-@every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
+@every_mode_of(QUICK_ALONE)
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
     cut. What stands at free positions is ignored; tokens that may not be drawn may be
@@ -1229,11 +1260,11 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 
 
 def steps_of(plan):
-    made = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
-    found = []
-    made.take_step = found.append
-    made.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
-    return found
+    engine = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
+    steps = []
+    engine.take_step = steps.append
+    engine.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -1281,8 +1312,8 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
 )
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
-    made = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step = made.take_step
+    engine = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
+    step = engine.take_step
     plan = make_plan(mode, 7, LENGTHS)
     uniforms = uniforms_for(7)
 
@@ -1290,8 +1321,8 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
         with NoHostReads():
             return step(*arguments)
 
-    made.take_step = guarded
-    assert (made.generate(plan, uniforms=uniforms).tokens < 11).all()
+    engine.take_step = guarded
+    assert (engine.generate(plan, uniforms=uniforms).tokens < 11).all()
     with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
         torch.ones(1).item()
 
@@ -1431,8 +1462,8 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         passes = [max(step[: p + 1]) for p in ends if p < LENGTH]
         last = min(passes, default=max(step, default=-1))
         assert short.nfe[b] == len({s for s in step if 0 <= s <= last})
-        known = [p for p, s in enumerate(step) if s <= last]
-        assert torch.equal(short.tokens[b, known], whole.tokens[b, known])
+        positions = [p for p, s in enumerate(step) if s <= last]
+        assert torch.equal(short.tokens[b, positions], whole.tokens[b, positions])
     if "l2r" in mode:
         assert short.nfe.sum() < whole.nfe.sum()
         assert short.token_forwards < whole.token_forwards
