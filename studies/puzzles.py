@@ -26,7 +26,7 @@ class Task:
     length: int  # characters (bytes) of an example
     start = 0  # of the answer, where only the answer is compared
     documents = 100_000  # of the training split
-    # Of val and of test, where they are few and each is drawn once.
+    # number of keys in val and in test, where they are few and each is drawn once
     keys: int | None = None
     board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1

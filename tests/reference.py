@@ -794,7 +794,7 @@ DECODERS = {
     "two_stream": {"target": "two_stream"},
     "AO-GPT, rotary": {"position": "rotary"},
     "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
-    "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
+    "Llama": {**LLAMA, "target": "rotary", "query_at": "before_target"},
     "mask_query": {"target": "mask_query"},
 }
 RADD = {
@@ -809,18 +809,19 @@ RADD = {
 }
 ENCODERS = {
     "RADD": RADD,
-    "SEDD": RADD | {"norm_bias": False, "noise": True},
+    "SEDD": {**RADD, "norm_bias": False, "noise": True},
     "encoder AO-GPT": {"attention": "full", "target": "none", "mask_token": TOKENS},
 }
-SYSTEMS = DECODERS | ENCODERS
+SYSTEMS = {**DECODERS, **ENCODERS}
 # Systems that the tests of all systems do without.
 ONE_BY_ONE = "two_stream, one by one"  # never trained in groups
 ROTARY_GPT = "GPT, rotary"  # plain, with the fast recipe
 ROTATED = {
-    f"{system}, rotary": DECODERS[system] | {"position": "rotary"}
+    f"{system}, rotary": {**DECODERS[system], "position": "rotary"}
     for system in ("sigma-GPT", "shared", "per_block")
 }
-OTHERS = ROTATED | {
+OTHERS = {
+    **ROTATED,
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "mask_query, rotary": {
         "target": "mask_query",
@@ -833,9 +834,13 @@ OTHERS = ROTATED | {
         "value_residual": True,
     },
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
-    "Llama, plain": LLAMA | {"target": "none", "start": "hidden"},
-    "Llama, A3": LLAMA
-    | {"target": "two_stream", "query_at": "before_target", "tied_head": False},
+    "Llama, plain": {**LLAMA, "target": "none", "start": "hidden"},
+    "Llama, A3": {
+        **LLAMA,
+        "target": "two_stream",
+        "query_at": "before_target",
+        "tied_head": False,
+    },
     "per_block, both": {"target": "per_block", "position": "both"},
 }
 

@@ -445,7 +445,8 @@ def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
         sizes.append(len(planned.plan))
         if len(sizes) == 3:
             raise UserError("that is enough")
-        two = eval_gen.modes.PlannedSamples(*(value[:2] for value in planned))
+        first_two = [value[:2] for value in planned]
+        two = eval_gen.modes.PlannedSamples(*first_two)
         return generate(model, two, *arguments, **options)
 
     monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)

@@ -155,9 +155,9 @@ def inputs_of(system):
         "labelled": labelled,
         "generate": {
             "filled": filled,
-            "greedy": filled | {"temperature": 0},
-            "not sampled": filled | {"do_sample": False},
-            "nucleus": filled | {"top_p": 0.5},
+            "greedy": {**filled, "temperature": 0},
+            "not sampled": {**filled, "do_sample": False},
+            "nucleus": {**filled, "top_p": 0.5},
             "default": {"input_ids": gap, "attention_mask": torch.ones(2, 12)},
         },
         "refused": refused,

@@ -38,8 +38,8 @@ from aogpt.systems import (
 )
 
 LENGTH = TINY["block_size"]
-VARIANTS = {name: (name, {}) for name in [*DECODERS, *ROTATED]}
-VARIANTS |= {
+VARIANTS = {
+    **{name: (name, {}) for name in [*DECODERS, *ROTATED]},
     "no target": ("AO-GPT", {"target": "none"}),
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
@@ -286,18 +286,18 @@ REFUSED += [
         {"norm": "batch"},
         "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'",
     ),
-    (ENCODER | {"mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
+    ({**ENCODER, "mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
     (
-        ENCODER | {"mask_token": 320},
+        {**ENCODER, "mask_token": 320},
         r"mask_token is 320.*below model\.vocab_size \(320\)",
     ),
-    (ENCODER | {"mask_token": 0}, "mask_token is 0"),
+    ({**ENCODER, "mask_token": 0}, "mask_token is 0"),
     ({"mask_token": 257}, "mask_token = 257 is for encoders"),
     ({"noise": True}, "noise = True is for encoders"),
     ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
-    (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
+    ({**ENCODER, "target": "adaln"}, "target is 'adaln', but an encoder"),
     (
-        ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12},
+        {**ENCODER, "position": "rotary", "n_head": 4, "n_embd": 12},
         "even head width, but it is 3",
     ),
 ]

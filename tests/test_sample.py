@@ -129,7 +129,8 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     assert "3 samples of 16 tokens" in err and "model calls" in err
 
 
-EVERY_MODE = MODES | {
+EVERY_MODE = {
+    **MODES,
     "mdm by length": ["--mode", "mdm"],
     "even cosine by length": ["--mode", "even", "--schedule", "cosine"],
     "order": ["--mode", "order", "--order", "slots:block=3", "--group-size", 2],
