@@ -228,6 +228,7 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
         again = models[0].compare(models[1], lines, row["orders"], seed=2, draws=3)
         assert row["nll"]["difference"] == pytest.approx(again.nll, abs=1e-6)
         assert row["p"] == pytest.approx(again.p_value, rel=1e-2)
+        assert (again.documents, again.sequences) == (4, 5)
     # Without it the file is one document.
     joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
     assert (joined["documents"], joined["p_by"]) == (1, "sequence")

@@ -662,25 +662,6 @@ def test_mistakes_are_told_in_the_words_of_python(books):
     assert "--" not in str(error.value)
 
 
-def test_models_are_compared_on_independent_texts():
-    """Each text is scored by itself, and the error is that over texts."""
-    one = small("AO-GPT")
-    other = small("two_stream")
-    texts = [f"sentence {word} of many" for word in "one two three four five".split()]
-    found = one.compare(other, texts)
-    ours = one.score(texts)
-    nats = sum(scored.nats for scored in ours)
-    difference = nats - sum(scored.nats for scored in other.score(texts))
-    total = sum(scored.scored for scored in ours)
-    assert math.isclose(found.nll, difference / total, abs_tol=1e-5)
-    assert found.documents == 5 and found.sequences == 5
-    joined = one.compare(other, " ".join(texts))
-    assert joined.documents == 1
-    back = other.compare(one, texts, "random", seed=1)
-    there = one.compare(other, texts, "random", seed=1)
-    assert math.isclose(back.nll, -there.nll, abs_tol=1e-6)
-
-
 def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
     text = small("GPT-2")
     other = aogpt.TextModel(dataclasses.replace(text.loaded, scored_from=1))

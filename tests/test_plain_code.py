@@ -136,7 +136,6 @@ REMAINING_NAMES = {
     "sample.py": {"kept"},
     "studies/pages.py": {"others"},
     "tests/test_findings.py": {"found", "how", "kept", "made", "others"},
-    "tests/test_gaps.py": {"found"},
     "tests/test_task_pages.py": {"kept", "others"},
 }
 
