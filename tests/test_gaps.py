@@ -168,7 +168,8 @@ def test_alternatives_are_scored_given_the_tokens_that_all_share(
 def test_equal_alternatives_count_once_and_an_empty_one_has_no_tokens(books):
     once = {row.text: row.share for row in books.rank("The [cat|dog] sat.")}
     again = {row.text: row.share for row in books.rank("The [cat|cat|cat|dog] sat.")}
-    assert once == pytest.approx(again) and len(again) == 2
+    assert once == pytest.approx(again)
+    assert len(again) == 2
     rows = books.rank("a hou[|t]se sat")
     assert [r.given_both_sides for r in rows if r.text == "a house sat"] == [None]
 
@@ -185,7 +186,8 @@ def test_the_end_of_a_text_counts_where_alternatives_end_it(books):
         assert math.isclose(row.log_prob, books.log_prob(tokens), abs_tol=1e-3)
         scored = books.score(row.text, end=True)
         assert math.isclose(-scored.nats, row.log_prob, abs_tol=1e-3)
-        assert scored.bytes == len(row.text) and scored.ids == tokens
+        assert scored.bytes == len(row.text)
+        assert scored.ids == tokens
     best = [books.rank("She went home[.|]", end=end)[0].text for end in (False, True)]
     assert best == ["She went home", "She went home."]
 
@@ -272,12 +274,14 @@ def test_a_text_is_continued_and_scored(books):
 def test_blanks_lists_every_token_with_its_probability(books):
     (likely,) = books.blanks("Once upon a[MASK] there was", 2048)
     shares = [share for _, share, _ in likely]
-    assert abs(sum(shares) - 1) < 1e-6 and shares == sorted(shares, reverse=True)
+    assert abs(sum(shares) - 1) < 1e-6
+    assert shares == sorted(shares, reverse=True)
     by_text = {text: share for text, share, _ in likely}
     log_p = books.score_each("Once upon a time there was").log_probs[5]
     assert abs(math.log(by_text[" time"]) - log_p) < 1e-4
     assert len(by_text) == 2048  # each token has a text of its own
-    assert "<0xC3>" in by_text and not any("\ufffd" in text for text in by_text)
+    assert "<0xC3>" in by_text
+    assert not any("\ufffd" in text for text in by_text)
     for text, _, token in likely[:99]:
         assert books.tokenizer.to_bytes([token]) == text.encode() or "<0x" in text
 
@@ -325,7 +329,8 @@ def test_what_a_plain_gpt_or_one_without_a_start_token_cannot_do_is_refused():
     for order in ("l2r", "random"):
         scores = other.score(text, order)
         unscored = [i for i, p in enumerate(scores.log_probs) if p is None]
-        assert len(unscored) == 3 and scores.bytes == 77  # of 80 bytes in blocks of 32
+        assert len(unscored) == 3
+        assert scores.bytes == 77  # of 80 bytes in blocks of 32
         assert scores.scored == 77
         assert math.isclose(scores.nats_per_token, scores.nats / 77)
         if order == "l2r":
@@ -358,9 +363,11 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     shown_rows = read_lines(samples)
     assert [row["prompt_index"] for row in shown_rows] == [0, 0, 0, 1, 1]
     rights = [row["scores"]["right"] for row in shown_rows[:3]]
-    assert rights == sorted(rights, reverse=True) and "scores" not in shown_rows[3]
+    assert rights == sorted(rights, reverse=True)
+    assert "scores" not in shown_rows[3]
     for row in shown_rows[:3]:
-        assert " and" in row["text"] and row["text"].endswith(" home.")
+        assert " and" in row["text"]
+        assert row["text"].endswith(" home.")
     assert "text to the right" in page.read_text()
     # of a known length: 8 samples of it alone
     rows.append({"infill": "She[MASK:1] home."})
@@ -377,7 +384,8 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
     words += ["--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1]
     infill = ["--infill", "She[MASK:2-4] home."]
     printed = run_main(sample, monkeypatch, capsys, *words, *infill)
-    assert printed.count("=== sample") == 1 and "log p a token" in printed
+    assert printed.count("=== sample") == 1
+    assert "log p a token" in printed
     for text, word in (
         ("a[MASK:1-2]", "needs text after"),
         ("a [MASK:3-1] b", "no length"),
@@ -410,7 +418,8 @@ def test_fillings_are_ranked_whole_and_distinct_whatever_is_cut(
         if until_end:
             assert (row["length"] < full["length"]) == (eot in full["tokens"])
         else:
-            assert row["text"] in full["text"] and row["length"] < full["length"]
+            assert row["text"] in full["text"]
+            assert row["length"] < full["length"]
     assert len({tuple(row["tokens"]) for row in whole}) == len(whole) > 4
 
 
@@ -471,13 +480,12 @@ def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeyp
     for model in (plain_model, aogpt.TextModel(no_start)):
         monkeypatch.setattr("aogpt.text_model.load", lambda *a, m=model, **k: m)
         printed = command("rank", "The [cat|tax] barked.")
-        assert "share" in printed and "both sides" not in printed
+        assert "share" in printed
+        assert "both sides" not in printed
     printed = command("score", "abc")
-    assert (
-        "'a'" in printed
-        and "|       - |     - |" in printed
-        and "100.00%" not in printed
-    )
+    assert "'a'" in printed
+    assert "|       - |     - |" in printed
+    assert "100.00%" not in printed
     assert "of 2 tokens" in printed
 
 
@@ -486,7 +494,8 @@ def test_every_command_answers(tmp_path, command, books):
     text = "She[MASK:2-3] home."
     printed = command("fill", text, "--candidates", 2, "--seed", 3, "--json", path)
     fillings = json.loads(path.read_text())["results"][0]["fillings"]
-    assert len(fillings) == 2 and "ranked by right; seed 3" in printed
+    assert len(fillings) == 2
+    assert "ranked by right; seed 3" in printed
     assert all(row["text"] in printed for row in fillings)
     assert fillings[0]["text"] == books.fill(text, 2, seed=3, temperature=0.7)[0].text
     printed = command("rank", "She went home[.|]", "--end")
@@ -500,9 +509,11 @@ def test_every_command_answers(tmp_path, command, books):
     text = "The dog[MASK:2] home."
     printed = command("blanks", text, "--top", 3, "--json", path, "--overwrite")
     (blanks,) = json.loads(path.read_text())["results"]
-    assert "1." in printed and [len(row) for row in blanks["blanks"]] == [3, 3]
+    assert "1." in printed
+    assert [len(row) for row in blanks["blanks"]] == [3, 3]
     printed = command("generate", "Once upon", "--new-tokens", 5, "--num-samples", 2)
-    assert printed.count("Once upon") == 2 and "seed " in printed
+    assert printed.count("Once upon") == 2
+    assert "seed " in printed
     again = command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
     assert again == command("generate", "Once upon", "--new-tokens", 5, "--seed", 4)
     for words, said in (
@@ -547,7 +558,8 @@ def test_candidates_of_one_length_are_ranked_given_both_sides(books):
     probability = {token: p for _, p, token in blank}
     place = fillings[0].context.index(None)
     probabilities = [probability[filling.tokens[place]] for filling in fillings]
-    assert probabilities == sorted(probabilities, reverse=True) and len(fillings) == 8
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert len(fillings) == 8
     assert {filling.ranked_by for filling in fillings} == {"filling"}
     for by in ("right", "joint"):
         again = books.fill(
@@ -584,7 +596,8 @@ def test_lists_in_lists_out(books):
     together = books.score(texts)
     for text, scored in zip(texts, together, strict=True):
         alone = books.score(text)
-        assert scored.pieces == alone.pieces and scored.bytes == alone.bytes
+        assert scored.pieces == alone.pieces
+        assert scored.bytes == alone.bytes
         assert scored.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
     encoder = small("RADD")
     for order in ("l2r", "random"):
@@ -670,7 +683,9 @@ def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
     assert len(other.rank("He [ran|sat].")) == 2
     # The end alone is scored: no bytes to divide by.
     scored = other.score("H", end=True)
-    assert scored.scored == 1 and scored.bytes == 0 and math.isnan(scored.bits_per_byte)
+    assert scored.scored == 1
+    assert scored.bytes == 0
+    assert math.isnan(scored.bits_per_byte)
 
 
 # ---- plain GPTs: sampling-importance-resampling --------------------------------------
@@ -737,7 +752,8 @@ def test_resampled_fillings_follow_the_exact_distribution(gapped):
             assert resampled_p_value(fillings, keys, exact) < 1e-3
         if draws == 2**14:  # many more than are drawn: theirs is the only noise
             assert resampled_p_value(fillings, keys, exact) > 1e-3
-    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.05
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.05
     evidence = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
     assert math.isclose(fillings.log_evidence, evidence, abs_tol=0.02)
 
@@ -775,7 +791,8 @@ def test_any_decoder_fills_gaps_by_resampling(system):
 def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
     text = "The old[MASK:1-3] was tired."
     best = books.fill(text, 2, seed=1, mode="resampling")
-    assert len(best) == 2 and best[0].ranked_by == "joint and right"
+    assert len(best) == 2
+    assert best[0].ranked_by == "joint and right"
     for filling in best:
         assert 0 < filling.weight <= 1
         assert filling.effective_sample_size >= 1
@@ -819,19 +836,22 @@ def test_the_estimated_probability_of_the_text_after_gaps_is_unbiased(gapped):
 def test_a_plain_gpt_fills_gaps_in_text():
     plain = small("GPT, rotary")
     fillings = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
-    assert len(fillings) == 5 and {f.seed for f in fillings} == {1}
+    assert len(fillings) == 5
+    assert {f.seed for f in fillings} == {1}
     again = plain.fill("a[MASK:2-4]c d[MASK]f.", 5, seed=1)
     assert [(f.text, f.weight) for f in fillings] == [(f.text, f.weight) for f in again]
     for filling in fillings:
         context_ids = [t for t in filling.context if t is not None]
-        assert bytes(context_ids) == b"ac df." and 0 < filling.weight <= 1
+        assert bytes(context_ids) == b"ac df."
+        assert 0 < filling.weight <= 1
         assert filling.effective_sample_size >= 1
         context = [filling.context]
         (scores,) = gaps.score_fillings(plain.model, context, [filling.tokens])
         assert math.isclose(scores.joint, filling.scores.joint, abs_tol=1e-4)
         assert math.isclose(scores.right, filling.scores.right, abs_tol=1e-4)
     joint = [f.scores.joint for f in plain.fill("a[MASK:2]c", 9, seed=1)]
-    assert joint == sorted(joint, reverse=True) and len(joint) == 9
+    assert joint == sorted(joint, reverse=True)
+    assert len(joint) == 9
     assert plain.fill("a[MASK:3]", seed=1)[0].weight is None  # it only continues
     by_right = plain.fill("a[MASK:1-3]c", 9, seed=1, rank_by="right")
     right = [filling.scores.right for filling in by_right]
@@ -862,8 +882,11 @@ def test_the_example_fills_a_text_file_and_ranks_the_rows_of_a_table(tmp_path):
         PYTHONPATH=".",
     )
     greeting, filled, head, row = done.stdout.splitlines()
-    assert greeting == "Dear friend," and head == "id,sentence,best,share"
-    assert filled.startswith("She") and filled.endswith(" home.") and "[" not in filled
+    assert greeting == "Dear friend,"
+    assert head == "id,sentence,best,share"
+    assert filled.startswith("She")
+    assert filled.endswith(" home.")
+    assert "[" not in filled
     assert row.startswith("1,The [cat|xqz] sat.,The cat sat.,")
 
 
@@ -899,5 +922,6 @@ def test_editors_see_every_argument_and_the_type_of_the_answer(name):
         signature = inspect.signature(overload)
         assert list(signature.parameters) == list(whole.parameters)
         answers.add(str(signature.return_annotation))
-    assert len(overloads) >= 2 and len(answers) >= 2
+    assert len(overloads) >= 2
+    assert len(answers) >= 2
     assert all(parameter in method.__doc__ for parameter in list(whole.parameters)[1:])

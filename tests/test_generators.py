@@ -59,7 +59,8 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
 def test_latin_squares_are_uniform_over_all_of_them():
     """161,280 of size 5 and 56 reduced ones; counted by one row and column: 12,000
     squares fall evenly on the 120 first rows, and on the 56 reduced squares."""
-    assert len(reduced_squares(3)) == 1 and len(reduced_squares(4)) == 4
+    assert len(reduced_squares(3)) == 1
+    assert len(reduced_squares(4)) == 4
     assert len(reduced_squares()) == 56
     entropy = generators.NATS_OF_TEXT["latin5"]("abcde" * 5)
     assert entropy == pytest.approx(math.log(161_280))
@@ -100,7 +101,8 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
         for data in (train, val):
             blocks = data.blocks(range(data.num_blocks))
             assert len(blocks) >= 20
-            assert (blocks[:, -1] == 256).all() and (blocks[:, :-1] < 128).all()
+            assert (blocks[:, -1] == 256).all()
+            assert (blocks[:, :-1] < 128).all()
         # splits have random numbers of their own
         assert not torch.equal(train.blocks(range(20)), val.blocks(range(20)))
     ascii_text = text.read_text().replace("ï", "")

@@ -147,7 +147,8 @@ def test_a_token_across_context_and_continuation_is_scored(adapter, context, end
     expected = left_to_right(
         model, tokens[:context_length] or [english.eot], tokens[context_length:]
     )
-    assert got == pytest.approx(expected, abs=EXACT) and got < 0
+    assert got == pytest.approx(expected, abs=EXACT)
+    assert got < 0
     spanning = english.decode(tokens[:context_length]) != context.rstrip()
     counts = lm.request_counts()
     assert counts == {
@@ -174,7 +175,8 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
         for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])
     ]
     first, second = adapter(model)._loglikelihood_tokens(l2r)
-    assert first[1] and not second[1]
+    assert first[1]
+    assert not second[1]
     seen = set()
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
@@ -195,7 +197,8 @@ def test_greedy_looks_at_the_tokenizer_s_ids_only(adapter):
     lm = adapter(model)
     ranked = [lm._loglikelihood_tokens([(None, [5], [t])])[0] for t in range(257)]
     assert [best for _, best in ranked].count(True) == 1
-    assert max(ranked)[1] and max(ranked)[0] < -10
+    assert max(ranked)[1]
+    assert max(ranked)[0] < -10
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,8 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
     alone = adapter(system, order=order, num_orders=3, batch_size=1)
     backwards = alone.loglikelihood(asked[::-1])[::-1]
     for (value, best), (single, hit) in zip(whole, backwards, strict=True):
-        assert value == pytest.approx(single, abs=EXACT) and best == hit
+        assert value == pytest.approx(single, abs=EXACT)
+        assert best == hit
 
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
@@ -312,7 +316,8 @@ def test_samples_are_a_function_of_seed_and_request_in_every_mode(
     assert adapter(model, mode=mode, seed=1).generate_until(asked) != got
     # the same request several times over is several samples, the first as if alone
     repeated = lm.generate_until([asked[2]] * 3)
-    assert repeated[0] == got[2] and len(set(repeated)) == 3
+    assert repeated[0] == got[2]
+    assert len(set(repeated)) == 3
 
 
 def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
@@ -538,7 +543,8 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
     ):
         arguments = arguments.replace("RUN", str(run)).replace("TASKS", str(tasks))
         status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")
-        assert status == 2 and "Traceback" not in err
+        assert status == 2
+        assert "Traceback" not in err
         assert message in " ".join(err.split()), err
 
 

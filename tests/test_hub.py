@@ -313,12 +313,11 @@ def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
         gap = keywords["input_ids"]
         filled = client_outputs[system][name]
         assert filled.shape[1] == 12 + keywords.get("max_new_tokens", 0)
-        assert filled.min() >= 0 and filled.max() < VOCABULARY
+        assert filled.min() >= 0
+        assert filled.max() < VOCABULARY
         is_prompt = gap != MASK
-        assert (
-            torch.equal(filled[:, :12][is_prompt], gap[is_prompt])
-            and not is_prompt.all()
-        )
+        assert torch.equal(filled[:, :12][is_prompt], gap[is_prompt])
+        assert not is_prompt.all()
 
 
 @every_system
@@ -703,11 +702,15 @@ def test_names_and_odd_metrics_are_text_of_the_card_and_no_more(trained, tmp_pat
         {"step": 4, "val_loss_l2r": [], "val_loss_random": 10**400},
     ]
     card = model_card(replace(loaded, path=str(copy)), rows)
-    assert "<script" not in card and "<b>" not in card and "![" not in card
-    assert "\n# zz" not in card and "| x&#124;&#60;b&#62; |  |  |" in card
+    assert "<script" not in card
+    assert "<b>" not in card
+    assert "![" not in card
+    assert "\n# zz" not in card
+    assert "| x&#124;&#60;b&#62; |  |  |" in card
     shown = html.unescape(re.search("<code>(.*)</code>[.]", card)[1])
     assert shown == r"a` <script>x()</script> ![](//b)\n# zz"
-    assert "Of step 2." in card and "| left to right | 1.2500 | unknown |" in card
+    assert "Of step 2." in card
+    assert "| left to right | 1.2500 | unknown |" in card
     assert "| any order |" not in card
 
 
@@ -715,7 +718,8 @@ def test_a_card_without_a_run_has_no_figures_of_one(tmp_path):
     source = write_export(tmp_path / "x", tiny("AO-GPT"))
     convert(str(source), tmp_path / "hub", hub=True)
     card = (tmp_path / "hub" / "README.md").read_text()
-    assert "## Use" in card and "## Limits" in card
+    assert "## Use" in card
+    assert "## Limits" in card
     assert not any(f"## {part}" in card for part in ("Data", "Training", "Validation"))
 
 

@@ -61,12 +61,14 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     row += tokenizer.encode("never ended")
     passages = find_last_words(row, tokenizer, 10, 20)
     words = [tokenizer.decode(ids) for ids in passages.middle(passages.tokens.tolist())]
-    assert words == [" cat", " mat ", " late"] and passages.tokens.shape == (3, 20)
+    assert words == [" cat", " mat ", " late"]
+    assert passages.tokens.shape == (3, 20)
     contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
     for ids, start, text in zip(passages.tokens, passages.start, contexts, strict=True):
         # of a character that was cut
         given = tokenizer.decode(ids[:start]).strip("\ufffd")
-        assert given and text.endswith(given)
+        assert given
+        assert text.endswith(given)
     assert len(find_last_words(row, tokenizer, 2, 20)) == 2
     # no room for what stands before
     assert len(find_last_words(row, tokenizer, 10, 1)) == 0
@@ -134,7 +136,8 @@ def test_intervals_are_by_document_where_these_differ():
     values = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     mean, one_document = eval_infill.mean_and_half_width(values, [0] * 6)
     _, three_documents = eval_infill.mean_and_half_width(values, [0, 0, 1, 1, 2, 2])
-    assert mean == 2 and three_documents > 2 * one_document > 0
+    assert mean == 2
+    assert three_documents > 2 * one_document > 0
 
 
 @pytest.fixture
@@ -154,7 +157,8 @@ def test_a_plain_gpt_fills_in_by_resampling(plain, said, printed, tmp_path):
     assert (row["given"], row["mode"], row["draws"]) == ("both", "resampling", 8)
     assert all(1 <= size <= 8 for size in row["effective_sample_size"])
     assert len(row["nll"]) == len(row["rouge_l"]) == len(row["documents"])
-    assert f"{plain}: 8 continuations, of which" in out and "lower bound" in out
+    assert f"{plain}: 8 continuations, of which" in out
+    assert "lower bound" in out
 
 
 def test_a_decoder_of_any_order_fills_in_by_resampling_too(
@@ -228,7 +232,8 @@ def test_the_script_reports_what_the_functions_say(
     assert settings["temperature"] == 0
     assert settings["mode"] is None
     assert settings["shortest"] == 2
-    assert f"{run}: the right side is worth" in out and f"{plain}: the right" not in out
+    assert f"{run}: the right side is worth" in out
+    assert f"{plain}: the right" not in out
     assert report.with_suffix(".md").read_text() == out
     words = ["--data", said, "--shortest", 15, "--longest", 15]
     assert "no sentence of 15 to 15 tokens" in mistake(eval_infill, run, *words)

@@ -133,7 +133,8 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
     tokens, log_probs = kernels.choose(
         logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
     )
-    assert ((tokens >= 0) & (tokens < 5)).all() and not log_probs.isfinite().any()
+    assert ((tokens >= 0) & (tokens < 5)).all()
+    assert not log_probs.isfinite().any()
 
 
 def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
@@ -364,7 +365,8 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
         )
 
     reference = samples(kernels=False)
-    assert not kernels_run.choice and not kernels_run.attention
+    assert not kernels_run.choice
+    assert not kernels_run.attention
     assert kernel_check.load_kernels(model, 11) is not None
     kernels_run.choice = kernels_run.attention = 0
     got = samples(kernels=True)
@@ -386,7 +388,8 @@ def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
     expected = refine(plain, samples, uniforms, 2, 0.3, by)
     fast = engine.Decoder(model, choice=choice, vocab_size=11, kernels=True)
     got = refine(fast, samples, uniforms, 2, 0.3, by)
-    assert kernels_run.attention and torch.equal(got.tokens, expected.tokens)
+    assert kernels_run.attention
+    assert torch.equal(got.tokens, expected.tokens)
 
 
 @pytest.mark.slow(reason=INTERPRETED)
@@ -404,7 +407,8 @@ def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
     generated = partial(generate, model, plan, choice=choice, vocab_size=11)
     expected = generated(generator=seeded(1))
     got = generated(generator=seeded(1), kernels=True)
-    assert kernels_run.choice and torch.equal(got.tokens, expected.tokens)
+    assert kernels_run.choice
+    assert torch.equal(got.tokens, expected.tokens)
     assert (expected.log_probs - got.log_probs).abs().max() < 1e-5
 
 
@@ -421,10 +425,8 @@ def test_compiling_takes_kernels_and_graphs_without_being_asked(
     assert Engine(model, 2, 12).kernels is None
     assert Engine(model, 2, 12, kernels=True).graphs is None
     fast_engine = Engine(model, 2, 12, compile=True)
-    assert (
-        fast_engine.kernels.choice is kernels
-        and fast_engine.kernels.attention is attention_kernel
-    )
+    assert fast_engine.kernels.choice is kernels
+    assert fast_engine.kernels.attention is attention_kernel
     assert fast_engine.graphs is not None
     kernels_run.choice = 0
     Engine(model, 4, 12, compile=True)
@@ -464,11 +466,14 @@ def test_what_does_not_agree_is_said_and_left_out(
     assert "going on without" in said
     assert ("token choice" if wrong == "choice" else wrong) in said
     if wrong == "choice":
-        assert fast_engine.kernels is None and fast_engine.graphs is None
+        assert fast_engine.kernels is None
+        assert fast_engine.graphs is None
     if wrong == "attention":
-        assert fast_engine.kernels.attention is None and "of their norm" in said
+        assert fast_engine.kernels.attention is None
+        assert "of their norm" in said
     if wrong == "graphs":
-        assert fast_engine.graphs is None and "ZeroDivisionError" in said
+        assert fast_engine.graphs is None
+        assert "ZeroDivisionError" in said
     assert torch.equal(
         fast_engine.generate(plan, generator=seeded(1)).tokens, expected.tokens
     )
@@ -504,9 +509,11 @@ def graphs(monkeypatch, kernels_run):
 
 def test_sizes_of_graphs_grow_by_a_quarter_at_most():
     sizes = compiled.ladder(10**9)
-    assert sizes[:6] == [8, 16, 24, 32, 40, 48] and sizes[-1] >= compiled.LARGEST_GRAPH
+    assert sizes[:6] == [8, 16, 24, 32, 40, 48]
+    assert sizes[-1] >= compiled.LARGEST_GRAPH
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
-        assert smaller < larger <= max(smaller + 8, 1.25 * smaller) and larger % 8 == 0
+        assert smaller < larger <= max(smaller + 8, 1.25 * smaller)
+        assert larger % 8 == 0
     assert len(sizes) == 28
     for n in (1, 8, 9, 100, 4095):
         *smaller, last = compiled.ladder(n)
@@ -632,7 +639,8 @@ def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
     seconds = fast_engine.graphs.seconds
     assert seconds > 0
     fast_engine.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
-    assert fast_engine.graphs.seconds == seconds and not capsys.readouterr().err
+    assert fast_engine.graphs.seconds == seconds
+    assert not capsys.readouterr().err
 
 
 # ---- assembled -----------------------------------------------------------------------
@@ -641,7 +649,8 @@ def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
 def test_the_table_of_registers_is_of_its_rows_and_none_spills():
     file = ROOT / "results" / "gpu" / "kernels.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"} and len(rows) == 2 * 19
+    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"}
+    assert len(rows) == 2 * 19
     assert all(row["spilled_bytes"] == 0 for row in rows)
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "assemble.py", "table", file],
@@ -672,5 +681,6 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
         print(row)
     assert len(rows) == 19
     for row in rows:
-        assert row["bytes"] > 1000 and row["registers"] <= 255
+        assert row["bytes"] > 1000
+        assert row["registers"] <= 255
         assert row["spilled_bytes"] == 0, row

@@ -97,7 +97,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
     order[0] = torch.arange(length)
     expected = log_probs(model.config, parameters(model), tokens, order)
     got = token_log_probs(model, tokens, order)
-    assert got.shape == (3, length) and not got.requires_grad
+    assert got.shape == (3, length)
+    assert not got.requires_grad
     assert (got - expected).abs().max() < 1e-9
     assert (-model(tokens, order) - expected).abs().max() < 1e-9
     # the weights matter: these are not nearly equal
@@ -160,7 +161,8 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
         order = torch.tensor([order_through(context, target, length)])
         alone = token_log_probs(model, tokens[b : b + 1], order)[0, len(context)]
         assert abs(got[b, target] - alone) < 1e-12
-    assert (got[~masked] == 0).all() and (got[masked] < 0).all()
+    assert (got[~masked] == 0).all()
+    assert (got[masked] < 0).all()
 
 
 # chunks of 256 rows, the least, and one for all
@@ -409,4 +411,5 @@ def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
     got = masked_log_probs(model, tokens, masked, lengths)
     for b, n in enumerate(lengths.tolist()):
         alone = masked_log_probs(model, tokens[b : b + 1, :n], masked[b : b + 1, :n])[0]
-        assert (got[b, :n] - alone).abs().max() < 1e-5 and not got[b, n:].any()
+        assert (got[b, :n] - alone).abs().max() < 1e-5
+        assert not got[b, n:].any()

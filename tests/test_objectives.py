@@ -95,11 +95,13 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     tokens = random_tokens(V, 5, N, seed=0)
     order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
     nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
-    assert nll.dtype == torch.float64 and nll.shape == (5, N)
+    assert nll.dtype == torch.float64
+    assert nll.shape == (5, N)
     log_probs = token_log_probs(model, tokens, order).double()
     assert torch.equal(nll.gather(1, order), -log_probs)
     late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
-    assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
+    assert late[:, 0].isnan().all()
+    assert not late[:, 1:].isnan().any()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -55,7 +55,8 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
     np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * left)
     assert learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
     both = learning_rates(17, change(config, optim__kind="muon", optim__muon_lr=1.5))
-    assert both["lr"] == rates[17] and both["muon_lr"] == pytest.approx(3 * rates[17])
+    assert both["lr"] == rates[17]
+    assert both["muon_lr"] == pytest.approx(3 * rates[17])
     for steps in (30, 130):  # the schedule may end beyond the run, or before it
         longer = change(config, train__steps=steps, optim__decay_steps=100)
         expected = [*rates, *[rates[100]] * 30][:steps]

@@ -37,7 +37,8 @@ def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_posit
 ):
     order = orders_at(OrderConfig(kind, block=5, l2r_prob=0.3), 3, 9, range(50), length)
     identity = torch.arange(length).expand(50, length)
-    assert order.shape == (50, length) and order.dtype == torch.int64
+    assert order.shape == (50, length)
+    assert order.dtype == torch.int64
     assert torch.equal(order.sort(dim=1).values, identity)
     assert torch.equal(inverse_permutation(order).gather(1, order), identity)
     assert kind != "l2r" or torch.equal(order, identity)

@@ -63,13 +63,15 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     plan = make_plan(mode, 10, lengths, given)
     length = torch.as_tensor(lengths).expand(10)
     existing = torch.arange(9) < length[:, None]
-    assert torch.equal(plan.length, length) and torch.equal(plan.valid, existing)
+    assert torch.equal(plan.length, length)
+    assert torch.equal(plan.valid, existing)
     assert torch.equal(plan.given, given & existing)
     assert torch.equal(plan.generated.sum(dim=1), (~given & existing).sum(dim=1))
     for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
         context = [p for p in range(len(order)) if row[p]]
         k = len(context)
-        assert order[:k] == context and step[:k] == [-1] * k
+        assert order[:k] == context
+        assert step[:k] == [-1] * k
         assert min(step[k:], default=0) >= 0
         assert sorted(order) == list(range(len(order)))
     for sizes, (_, step) in zip(group_sizes(plan).tolist(), rows_of(plan), strict=True):
@@ -77,7 +79,8 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
         assert sizes == expected + [0] * (len(sizes) - len(expected))
     assert group_sizes(plan)[:, -1].any(), "no column is empty"
     part = plan[1:3]
-    assert len(plan) == 10 and len(part) == 2
+    assert len(plan) == 10
+    assert len(part) == 2
     for name in ("order", "step", "length"):
         assert torch.equal(getattr(part, name), getattr(plan, name)[1:3])
     options = options_of(mode)
@@ -87,7 +90,8 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     one = make_plan(mode, 4, 16, seed=0)
     again = make_plan(mode, 4, 16, seed=0)
     other = make_plan(mode, 4, 16, seed=1)
-    assert torch.equal(one.order, again.order) and torch.equal(one.step, again.step)
+    assert torch.equal(one.order, again.order)
+    assert torch.equal(one.step, again.step)
     assert torch.equal(one.order, other.order) == (mode not in RANDOM)
 
 
@@ -109,11 +113,13 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     for seed, length in enumerate(lengths):
         apart.append(make_plan("entropy --group-size 2", 1, length, seed=seed))
     plan = stack_plans(apart)
-    assert plan.length.tolist() == lengths and plan.unmask_by == "entropy"
+    assert plan.length.tolist() == lengths
+    assert plan.unmask_by == "entropy"
     assert plan.order.shape == (4, 6)
     assert rows_of(plan) == [rows_of(one)[0] for one in apart]
     drafted = stack_plans([speculative_plan(2, 5, 3), speculative_plan(1, 3, 3)])
-    assert len(drafted) == 3 and drafted.draft == 3
+    assert len(drafted) == 3
+    assert drafted.draft == 3
 
 
 @pytest.mark.parametrize("seed", [0, 1])

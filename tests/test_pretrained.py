@@ -211,7 +211,8 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     expected = theirs(inputs).logits[:, :-1]
     got = ours.logits(tokens, torch.arange(40).expand(2, 40))[:, loaded.scored_from :]
     # theirs are float32
-    assert expected.std() > 0.3 and (got - expected).abs().max() < 1e-4
+    assert expected.std() > 0.3
+    assert (got - expected).abs().max() < 1e-4
     expected = in_float64(theirs, ours.config)(inputs).logits[:, :-1]
     assert (got - expected).abs().max() < 1e-9
     if has_bos:
@@ -236,7 +237,8 @@ def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
             pad_token_id=0,
         )
     got = greedy(loaded, prompt, 64)  # through the cache
-    assert got == expected[0, -64:].tolist() and len(set(got)) > 5
+    assert got == expected[0, -64:].tolist()
+    assert len(set(got)) > 5
 
 
 def greedy(loaded, prompt: list[int], count: int) -> list[int]:
@@ -609,7 +611,8 @@ def test_the_harness_divides_a_pair_before_the_next_word():
         )
         for context, continuation in (("the quick", " fox"), ("a", " zebra")):
             before, after = HarnessModel._encode_pair(asked, context, continuation)
-            assert tokenizer.decode(before) == context and asked.counts["spanning"] == 0
+            assert tokenizer.decode(before) == context
+            assert asked.counts["spanning"] == 0
             assert tokenizer.to_bytes(after).decode() == continuation
 
 
@@ -655,7 +658,8 @@ def test_rolling_windows_after_begin_of_text_fill_a_block(llama):
     tokens = lm.tokenizer.encode(TEXT[0] * 9)
     assert len(tokens) > 3 * lm.block_size
     ((context, whole),) = lm._windows(tokens[: lm.block_size])
-    assert context == [] and whole == tokens[: lm.block_size]
+    assert context == []
+    assert whole == tokens[: lm.block_size]
     windows = list(lm._windows(tokens))
     assert sum((new for _, new in windows), []) == tokens
     assert all(len(old) + len(new) <= lm.block_size for old, new in windows)
@@ -723,7 +727,8 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     printed = run_main(
         sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox"
     )
-    assert "the quick" in printed and "[MASK" not in printed
+    assert "the quick" in printed
+    assert "[MASK" not in printed
 
     def loss(model, order):
         path = tmp_path / "loss.json"

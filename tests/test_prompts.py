@@ -128,7 +128,9 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
         )
     assert capsys.readouterr().out.count("nothing to do") == 1
     data = TokenDataset(folder, "test", 8, verify=True)
-    assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
+    assert data.of_records
+    assert data.num_blocks == 32
+    assert data.meta["format"] == 2
     blocks = data.blocks([12, 30, 31])
     roles = data.roles([12, 30, 31])
     eot = 256
@@ -170,7 +172,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     folder = short(tmp_path / "data", source)
     assert "note: 6 records longer than a block are skipped" in capsys.readouterr().out
     data = TokenDataset(folder, "test", 8, verify=True)
-    assert data.num_blocks == 6 and data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
+    assert data.num_blocks == 6
+    assert data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
     assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -412,7 +415,8 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     losses = metrics(config, "val_loss_l2r" if kind == "gpt" else "val_loss_random")
     # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that
     # counts, and 0 for the others would show.
-    assert losses.keys() == {5, 6} and all(4 < loss < 7 for loss in losses.values())
+    assert losses.keys() == {5, 6}
+    assert all(4 < loss < 7 for loss in losses.values())
 
 
 def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(

@@ -28,7 +28,8 @@ def examples_of(name, count, seed=0):
 def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_other(name):
     task = TASKS[name]
     for _, example, text in examples_of(name, 20):
-        assert len(text) == task.length and text.isascii()
+        assert len(text) == task.length
+        assert text.isascii()
         assert task.is_right(text, text)
         at = 0
         for part, role in spans(example):
@@ -82,7 +83,8 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
         rows = [bytes(row.tolist()).decode() for row in data.blocks(range(300))]
         keys[split] = {row[: KEY_OF[name]] or row[36:] for row in rows}
         assert {task.split_of(key) for key in keys[split]} == {split}
-    assert not keys["train"] & keys["test"] and not keys["train"] & keys["val"]
+    assert not keys["train"] & keys["test"]
+    assert not keys["train"] & keys["val"]
     if name == "mirror":
         assert all(row[:12] == row[:12:-1] and row[12] == "=" for row in rows)
 
@@ -102,7 +104,8 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
         name = example[:4]
         other = example[-12:-8]
         assert example.endswith("[/GIVEN]")
-        assert f"{name}:{other}" in trained and f":{other}{name}" not in trained
+        assert f"{name}:{other}" in trained
+        assert f":{other}{name}" not in trained
     assert any(example[0] == ":" for example in trained)
 
 
@@ -115,9 +118,11 @@ def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
     for example in asked:
         question = re.fullmatch(r"\[GIVEN\](\w{4}):\[/GIVEN\](\w{4})", example)
         other, name = question.groups()
-        assert f"{name}:{other}" in trained and f"{other}:{name}" not in trained
+        assert f"{name}:{other}" in trained
+        assert f"{other}:{name}" not in trained
     pairs = {tuple(example.split(":")) for example in trained}
-    assert any((b, a) in pairs for a, b in pairs) and len(asked) == 200
+    assert any((b, a) in pairs for a, b in pairs)
+    assert len(asked) == 200
 
 
 VARIANTS = {
@@ -169,7 +174,8 @@ def test_a_sudoku_has_one_solution_and_keeps_the_rules():
         assert list(puzzles.solutions(shown)) == [board]
         open_board = board.translate(str.maketrans("123", "000"))
         several = set(puzzles.solutions(open_board))
-        assert board in several and len(several) == number_of_solutions(open_board) > 1
+        assert board in several
+        assert len(several) == number_of_solutions(open_board) > 1
     # of 28,200,960 boards, over 6!
     assert len(set(puzzles.first_row_in_order())) == 39_168
 
@@ -179,10 +185,13 @@ def test_a_star_has_one_path_and_arms_of_one_length():
         (graph, _), (path, _) = spans(example)
         edges = [graph[i : i + 2] for i in range(0, 18, 2)]
         centre, end = graph[19:21]
-        assert path[0] == centre and path[-1] == end and len(path) == 4
+        assert path[0] == centre
+        assert path[-1] == end
+        assert len(path) == 4
         assert all(a + b in edges for a, b in itertools.pairwise(path))
         out = collections.Counter(edge[0] for edge in edges)
-        assert out.pop(centre) == 3 and set(out.values()) == {1}
+        assert out.pop(centre) == 3
+        assert set(out.values()) == {1}
         assert len({letter for edge in edges for letter in edge}) == 10
         again = "".join(edges[::-1]) + graph[18:20] + edges[0][1] + "="
         assert TASKS["star"].split_of(again) == TASKS["star"].split_of(graph)

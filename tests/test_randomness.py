@@ -76,7 +76,8 @@ def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
         monkeypatch.setattr(np.random, "Philox", Recorder)
         use()
     counts = Counter(number for numbers in taken.values() for number in set(numbers))
-    assert set(counts.values()) == {1} and all(taken.values())
+    assert set(counts.values()) == {1}
+    assert all(taken.values())
     assert len(set(taken["samples"])) == len(taken["samples"])
     # encoders have no orders
     masks = masks_at(ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH)

@@ -124,7 +124,8 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
         scoring = N if system in ENCODERS else -(-SAMPLES // ROWS)
         assert (after.nfe == N + rounds + (N if system in ENCODERS else 1)).all()
         assert after.model_calls == N + rounds + scoring
-    assert accept(counts, stationary) and (expected - stationary).abs().sum() < 1e-3
+    assert accept(counts, stationary)
+    assert (expected - stationary).abs().sum() < 1e-3
     # It is another distribution than that of the samples: the conditionals have no
     # joint.
     of_sequences = SAMPLES * stationary.view(-1, V**N).sum(dim=0)
@@ -156,7 +157,8 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
         assert abs(float(scores[b, p]) - float(expected)) < 1e-5
     count = redrawn(generated, 0.4)
     wanted = [round(0.4 * n) or min(n, 1) for n in generated.sum(dim=1).tolist()]
-    assert count.tolist() == wanted and count[1] == 0
+    assert count.tolist() == wanted
+    assert count[1] == 0
     for by, score in (("others", scores), ("drawn", samples.log_probs)):
         after = refine(decoder, samples, uniforms, 1, 0.4, by)
         moved = after.step > samples.step.amax(dim=1, keepdim=True)
@@ -251,7 +253,9 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, message):
     status, _, err = script(sample, run, *words)
-    assert status == 2 and message in err and err.count("\n") == 1
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
@@ -259,7 +263,8 @@ def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
     assert "--refine needs a model that is conditioned on the target" in said
     words = ["--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2]
     out = printed(eval_gen, run, "--judge", run, *words)
-    assert "l2r 1, refined 2" in out and " 12.0 |" in out
+    assert "l2r 1, refined 2" in out
+    assert " 12.0 |" in out
 
 
 # ---- against repetition --------------------------------------------------------------

@@ -208,7 +208,8 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
     total = 5 * sum(sizes)
     train_data = TokenDataset(data, "train", 16)
     expected = train_data.indices(7, 0, range(total), total).tolist()
-    assert read == expected and len(set(read)) == total < train_data.num_blocks
+    assert read == expected
+    assert len(set(read)) == total < train_data.num_blocks
     assert newest(config)["sequences"] == total
     assert newest(config)["tokens"] == total * 16
     tokens = np.cumsum(np.repeat(sizes, 5)) * 16

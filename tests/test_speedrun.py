@@ -43,7 +43,8 @@ def test_run_configs_of_a_shipped_benchmark_keep_to_it_and_to_their_tokens(name)
         assert configuration.differences(first, other).keys() == {"name", "seed"}
         assert first.data.folder == benchmark.base["data"]["folder"]
         assert first.model.block_size == benchmark.base["model"]["block_size"]
-        assert one.description and all(len(values) >= 3 for values in one.tune.values())
+        assert one.description
+        assert all(len(values) >= 3 for values in one.tune.values())
         assert first.train.steps % first.eval.interval == 0
         of_step = first.train.batch_size * first.model.block_size
         tokens[one.name] = first.train.steps * of_step
@@ -168,7 +169,8 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
         {"optim.lr": 1e-4},
         {"optim.lr": 1e-2},
     ]
-    assert faster["tuned"] == {"optim.lr": 1e-2} and still["tuning"] == []
+    assert faster["tuned"] == {"optim.lr": 1e-2}
+    assert still["tuning"] == []
     losses = [max(speedrun.losses_of(entry).values()) for entry in (faster, still)]
     assert losses[0] < losses[1] - 0.1
     assert mean_tokens_to(benchmark.goal, still["runs"], "random") is None
@@ -247,11 +249,13 @@ def test_a_run_that_ends_or_diverges_is_a_result_and_no_other(
                 runs.finished_run(config)
     monkeypatch.setattr(runs, "commit", lambda: "two")
     monkeypatch.setattr(runs, "run_alone", run_here)
-    assert runs.finished_run(config) and runs.trained_by(config) == "two"
+    assert runs.finished_run(config)
+    assert runs.trained_by(config) == "two"
     monkeypatch.setattr(speedrun, "TIMED_TOKENS", 1)
     monkeypatch.setattr(speedrun, "TIMED_STEPS", 10)
     config = change(config, name="timed")
-    assert speedrun.speed_of_short_run(config, 1) > 0 and not config.run_folder.exists()
+    assert speedrun.speed_of_short_run(config, 1) > 0
+    assert not config.run_folder.exists()
 
 
 def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
@@ -262,12 +266,14 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
     )
     smaller = load_benchmark("smaller")
     names = [*smaller.recipes[""]]
-    assert smaller.goal == 4.0 and names == ["still", "moving", "faster", "last"]
+    assert smaller.goal == 4.0
+    assert names == ["still", "moving", "faster", "last"]
     configs = {
         name: smaller.config("", one, 0, {})
         for name, one in smaller.recipes[""].items()
     }
-    assert configs["last"].optim.kind == "muon" and configs["moving"].optim.lr == 1e-3
+    assert configs["last"].optim.kind == "muon"
+    assert configs["moving"].optim.lr == 1e-3
     before = benchmark.config("", benchmark.recipes[""]["still"], 0, {})
     changed = configuration.differences(before, configs["still"])
     assert changed.keys() == {

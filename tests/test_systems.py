@@ -458,8 +458,10 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
         ]
     means = torch.stack([terms.mean() for terms in draws])
     error = means.std() / 20
-    assert abs(means.mean() - exact) < 4.5 * error and error < 0.05 * exact
-    assert draws[0].shape == (16, N) and draws[0].dtype == torch.float64
+    assert abs(means.mean() - exact) < 4.5 * error
+    assert error < 0.05 * exact
+    assert draws[0].shape == (16, N)
+    assert draws[0].dtype == torch.float64
     # Whatever rows a process has, they are drawn alike.
     with torch.no_grad():
         part = token_score_entropy(model, tokens[:3], seed, 0, range(5, 8), 16)
@@ -718,4 +720,5 @@ def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line
     path = tmp_path / "run.toml"
     path.write_text(configuration.to_toml(curriculum_config()))
     config = configuration.from_command_line([str(path), "--objective.group", "2"], "")
-    assert config.schedule == CURRICULUM and config.objective.group == 2
+    assert config.schedule == CURRICULUM
+    assert config.objective.group == 2

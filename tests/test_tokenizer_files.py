@@ -206,7 +206,8 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
         prepare(out, source, end_token="<|im_end|>")
     out = prepare(tmp_path / "p", source, end_token="<|im_end|>")
     assert "<|im_end|> (id 257) ends a document" in capsys.readouterr().out
-    assert load_meta(out)["eot"] == 257 and read_tokens(out, "train")[-1] == 257
+    assert load_meta(out)["eot"] == 257
+    assert read_tokens(out, "train")[-1] == 257
     assert get_tokenizer("tokenizer.json", folder=out).eot == 257
     prepare(out, source, end_token="<|im_end|>")
     assert "nothing to do" in capsys.readouterr().out
@@ -399,7 +400,8 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     expected = counts[scored].sum() * lost
 
     scores = of_text.score(text)
-    assert scores.scored == scored.sum() and scores.bytes == round(expected)
+    assert scores.scored == scored.sum()
+    assert scores.bytes == round(expected)
     nats = scores.bits_per_byte * scores.bytes * math.log(2)
     assert nats == pytest.approx(scores.nats)
 

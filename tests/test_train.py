@@ -172,7 +172,8 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
     if system == "decoder":  # no row of a position past the end was touched
         touched = model.wpe.weight.grad
-        assert touched[1:length].any() and not touched[length + 1 :].any()
+        assert touched[1:length].any()
+        assert not touched[length + 1 :].any()
 
 
 @pytest.mark.parametrize("size", [1, 20])
@@ -188,7 +189,8 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     )  # of seed and step alone
     np.testing.assert_array_equal(drawn_lengths, lengths[1000:2600])
     values, counts = np.unique(lengths, return_counts=True)
-    assert set(values.tolist()) == shares.keys() and len(values) <= 8
+    assert set(values.tolist()) == shares.keys()
+    assert len(values) <= 8
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
         share = shares[length]
         deviation = math.sqrt(40_000 * share * (1 - share))  # of a binomial
@@ -244,8 +246,10 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     for line in training:
         assert line["lr"] == learning_rate(line["step"] - 1, reference)
         assert line["tokens"] == line["step"] * 8 * 16
-        assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0
-        assert line["skipped_steps"] == 0 and line["mfu"] is None
+        assert line["tokens_per_second"] > 0
+        assert line["grad_norm"] > 0
+        assert line["skipped_steps"] == 0
+        assert line["mfu"] is None
         assert 2**20 < line["memory_bytes"] < 2**40  # Python with PyTorch in it
     nothing_learned = math.log(320)
     assert training[0]["loss"] == pytest.approx(nothing_learned, abs=0.1)
@@ -610,7 +614,8 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
     monkeypatch.setattr(train, "update", ruin)
     status, _, err = script(train, path)
     monkeypatch.setattr(train, "update", update)
-    assert status == 2 and "gradient of 4 steps in a row is not finite at step 9" in err
+    assert status == 2
+    assert "gradient of 4 steps in a row is not finite at step 9" in err
     named = re.search(r"the last good checkpoint is (\S+)\. Lower --optim.lr", err)
     assert (named and store.step_of(Path(named[1]))) == good
     if good is None:
@@ -671,8 +676,11 @@ def test_a_full_disk_keeps_the_earlier_checkpoint_and_costs_nothing_later(
     last = store.find(config.run_folder)[-1]
     with limited_file_size(size):
         status, _, err = script(train, path)
-    assert status == 2 and "could not write" in err and "free some disk space" in err
-    assert f"the last good checkpoint is {last}" in err and "disk full" in err
+    assert status == 2
+    assert "could not write" in err
+    assert "free some disk space" in err
+    assert f"the last good checkpoint is {last}" in err
+    assert "disk full" in err
     # nothing unfinished is left, and only at its last step may the run end in an error
     assert files(config.run_folder / "checkpoints") == before
     assert max(metrics(config, "loss")) == 47
@@ -689,7 +697,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
     flip_byte(weights, weights.stat().st_size // 2)
     train.train(config, ALONE)
     said = capsys.readouterr()
-    assert f"warning: {broken}" in said.err and f"resumed from {older}" in said.out
+    assert f"warning: {broken}" in said.err
+    assert f"resumed from {older}" in said.out
     assert_same_run(config, reference)
     for path in store.find(config.run_folder):
         os.truncate(path / "model.safetensors", 1000)
@@ -896,7 +905,8 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
     lines = [json.dumps(row) for row in rows if row["step"] <= steps]
     lines.append('{"step": 5, "lo')  # half written
     (config.run_folder / "metrics.jsonl").write_text("\n".join(lines))
-    assert train.train(config, ALONE) == 0 and metrics(config) == before
+    assert train.train(config, ALONE) == 0
+    assert metrics(config) == before
 
 
 @pytest.mark.parametrize(
@@ -970,7 +980,8 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
         assert "step 10 (validation loss 3.2500), which scripts use" in out
         assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
     status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
-    assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err
+    assert status == 0
+    assert "step_00000005 (step 5, ema weights)" in out + err
     status, out, _ = script(train, write_config(config), "--train.steps", "15")
     assert "the newest checkpoint, step 15 (validation loss 1.0000), is the best" in out
 
