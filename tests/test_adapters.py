@@ -123,7 +123,7 @@ def test_merged_adapters_compute_what_peft_does_unmerged(tuned, weights):
     prefix = "ema." if weights == "ema" else "model."
     parts = store.read_all(path, store.read_values(path), prefix)
     assert not unmerged.load_state_dict(parts, strict=False).unexpected_keys
-    tokens = random_tokens(257, 2, 16, seed=1)
+    tokens = random_tokens(vocab_size=257, batch_size=2, length=16, seed=1)
     order = torch.stack([torch.randperm(16) for _ in range(2)])
     with torch.no_grad():
         expected = unmerged.logits(tokens, order)

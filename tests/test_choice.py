@@ -131,7 +131,7 @@ def test_drawn_tokens_pass_chi_square(choice, seed, path):
     [
         TokenChoice(0),
         TokenChoice(top_p=0),
-        TokenChoice(0.5, 0, 3),
+        TokenChoice(temperature=0.5, top_p=0, top_k=3),
         TokenChoice(top_k=1),
     ],
 )

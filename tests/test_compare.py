@@ -161,7 +161,7 @@ def test_neither_scores_a_first_token_that_one_cannot(
     place.write_text(json.dumps(settings))
     report = compare(run, tmp_path / "export", "--max-sequences 5")
     for result, path in zip(report["results"], (run, plain), strict=True):
-        expected = direct(path, data, "l2r", 1, 0, 5)[:, 0, 1:].mean()
+        expected = direct(path, data, "l2r", draws=1, seed=0, count=5)[:, 0, 1:].mean()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
         assert result["tokens"] == 5 * (LENGTH - 1)
 

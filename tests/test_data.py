@@ -531,7 +531,9 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     mix = tuple(
         f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1))
     )
-    data = open_training_data(tmp_path / "a", 4, False, 0, mix)
+    data = open_training_data(
+        tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+    )
     assert data.num_blocks == round(150 / 0.7)
     first = data.batch(3, 0, range(2000), 2000)[:, 0]
     parts = [first[first // 10_000 == n] % 10_000 // 4 for n in range(3)]
@@ -556,14 +558,26 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     data.shift = 160
     assert torch.equal(data.batch(3, 2, range(8), 8)[:, 0], first[176:184])
     with pytest.raises(UserError, match="give FOLDER=SHARE, as data/own=0.1"):
-        open_training_data(tmp_path / "a", 4, False, 0, ("b",))
+        open_training_data(
+            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=("b",)
+        )
     with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
         open_training_data(
-            tmp_path / "a", 4, False, 0, (mix[0], f"{tmp_path / 'c'}=0.8")
+            tmp_path / "a",
+            block_size=4,
+            verify=False,
+            max_tokens=0,
+            mix=(mix[0], f"{tmp_path / 'c'}=0.8"),
         )
     write_dataset(tmp_path / "d", np.arange(40))
     with pytest.raises(UserError, match="d has another tokenizer than"):
-        open_training_data(tmp_path / "a", 4, False, 0, (f"{tmp_path / 'd'}=0.5",))
+        open_training_data(
+            tmp_path / "a",
+            block_size=4,
+            verify=False,
+            max_tokens=0,
+            mix=(f"{tmp_path / 'd'}=0.5",),
+        )
 
 
 def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
@@ -572,7 +586,9 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
 
     def mixed(share):
         mix = (f"{tmp_path / 'b'}={share}",)
-        return open_training_data(tmp_path / "a", 4, False, 0, mix)
+        return open_training_data(
+            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+        )
 
     for share in ("0.0004", "0.0015", "0.12345"):
         with pytest.raises(UserError, match="the share must be a multiple of 0.001"):
@@ -584,7 +600,9 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
     for twice in (("a=0.1",), ("b=0.1", "b=0.2"), ("b=0.1", "link=0.2")):
         mix = tuple(f"{tmp_path}/{part}" for part in twice)
         with pytest.raises(UserError, match="this data set is in the mixture twice"):
-            open_training_data(tmp_path / "a", 4, False, 0, mix)
+            open_training_data(
+                tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+            )
     data = mixed("0.002")
     first = data.indices(0, 0, range(5000), 5000)
     assert (first >= 150).sum() == 10

@@ -343,7 +343,7 @@ def test_infilling_matches_enumeration(system, seed, prompt, mode):
     [
         TokenChoice(0.6),
         TokenChoice(top_p=0.75),
-        TokenChoice(1.3, 0.9, 2),
+        TokenChoice(temperature=1.3, top_p=0.9, top_k=2),
         TokenChoice(0),
     ],
     ids=str,
@@ -707,7 +707,11 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=9)
     got = generate(
-        model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12)
+        model,
+        plan,
+        tokens,
+        generator=seeded(10),
+        choice=TokenChoice(temperature=0.8, top_p=0.9, top_k=12),
     )
     assert torch.equal(got.tokens[plan.given], tokens[plan.given])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
@@ -945,7 +949,7 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
     plan = make_plan(mode, 3, 6, given, seed=2)
-    tokens = random_tokens(TOKENS, 3, 6, 1)
+    tokens = random_tokens(TOKENS, batch_size=3, length=6, seed=1)
     uniforms = uniforms_for(3, 6)
     choice = TokenChoice(top_p=0.9)
 
@@ -1187,9 +1191,15 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     model = make_system(
         "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
     )
-    plan = mdm_plan(5, 29, 1, seeded(0), given=torch.arange(29).expand(5, -1) > 1)
+    plan = mdm_plan(
+        batch_size=5,
+        length=29,
+        steps=1,
+        generator=seeded(0),
+        given=torch.arange(29).expand(5, -1) > 1,
+    )
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    tokens = random_tokens(5, 5, 29, seed=2)
+    tokens = random_tokens(vocab_size=5, batch_size=5, length=29, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(1))
     got, (code,) = torch._inductor.utils.run_and_get_code(
         lambda: generate(model, plan, tokens, generator=seeded(1), compile=True)
@@ -1363,17 +1373,17 @@ def double(value, *shape):
             "outside the model's vocabulary",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"forced": torch.zeros(1, 4).long()},
             "force no tokens",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"choice": TokenChoice(noise="float32")},
             "another noise",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"choice": TokenChoice(no_repeat_ngram=2)},
             "ban of repeats",
         ),
@@ -1388,7 +1398,11 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
         with pytest.raises(
             ValueError, match="speculative decoding needs a decoder that is cond"
         ):
-            generate(text_model(system), speculative_plan(2, 4, 2), generator=seeded(0))
+            generate(
+                text_model(system),
+                speculative_plan(batch_size=2, length=4, draft=2),
+                generator=seeded(0),
+            )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -1427,7 +1441,7 @@ def test_the_lowest_temperatures_are_greedy(temperature):
 
 def test_generation_under_autocast_runs_with_packed_layers():
     model = make_system("AO-GPT", 0, torch.float32)
-    plan = mdm_plan(3, 8, 4, seeded(0))
+    plan = mdm_plan(batch_size=3, length=8, steps=4, generator=seeded(0))
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
     assert got.tokens.shape == (3, 8)
@@ -1450,7 +1464,7 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     model = text_model(system)
     given = some_given(7, LENGTH, seed=7)
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
-    tokens = random_tokens(8, 7, LENGTH, 9)
+    tokens = random_tokens(vocab_size=8, batch_size=7, length=LENGTH, seed=9)
     whole = generate(model, plan, tokens, uniforms=uniforms_for(7))
     # one that at least a row generates
     end = int(whole.tokens[0, whole.step[0] >= 0][2])

@@ -74,7 +74,16 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
 
     def gains_of(tokens, roles):
         roles = Roles.of(torch.tensor(roles).expand(draws, N))
-        gains = cheap_gains(model, tokens, (3,), 0, 0, range(draws), 4_000, roles)
+        gains = cheap_gains(
+            model,
+            tokens,
+            (3,),
+            seed=0,
+            draw=0,
+            rows=range(draws),
+            batch_size=4_000,
+            roles=roles,
+        )
         return gains[:, 0]
 
     orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]

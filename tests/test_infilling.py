@@ -112,7 +112,7 @@ def test_resampled_middles_have_their_probability_given_both_sides():
     """Against the sum over all middles of 3 tokens, with a spare share of nats."""
     model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
     model.eval()
-    tokens = random_tokens(3, 2, 6, seed=1)
+    tokens = random_tokens(vocab_size=3, batch_size=2, length=6, seed=1)
     passages = Passages(
         tokens,
         start=torch.tensor([1, 3]),

@@ -351,7 +351,7 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
-    tokens = random_tokens(11, 5, 12, seed=2)
+    tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
 
     def samples(kernels):
         return generate(
@@ -540,11 +540,18 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
     begun."""
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
-    fast_engine = Engine(model, 3, 12, TokenChoice(0.9, 0.9), 11, compile=True)
+    fast_engine = Engine(
+        model,
+        batch_size=3,
+        length=12,
+        choice=TokenChoice(0.9, 0.9),
+        vocab_size=11,
+        compile=True,
+    )
     lengths = torch.tensor([12, 5, 0, 12, 9])
     for seed in (0, 1):
         plan = make_plan(mode, 5, lengths, given, seed=seed)
-        tokens = random_tokens(11, 5, 12, seed=2)
+        tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
         eager = generate(
             model,
             plan,
@@ -617,7 +624,7 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     model = small_system("AO-GPT")
     given = torch.arange(12).expand(3, -1) < 8
     plan = make_plan("even --steps 3", 3, torch.tensor([12, 12, 9]), given)
-    tokens = random_tokens(11, 3, 12, seed=2)
+    tokens = random_tokens(vocab_size=11, batch_size=3, length=12, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(2))
     fast_engine = Engine(model, 3, 12, compile=True)
     sizes = {size for _, size, _ in fast_engine.graphs.graphs}

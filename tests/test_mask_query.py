@@ -176,10 +176,18 @@ def test_a_run_trains_resumes_and_is_evaluated(printed, data, tmp_path, kind):
 @pytest.mark.parametrize("settings", [{}, {"n_kv_head": 2, "mlp": "swiglu"}])
 def test_flops_of_its_matrices_are_what_pytorch_counts(settings):
     """Times three for forward and backward."""
-    config = ModelConfig(96, 64, 3, 4, 32, target="mask_query", **settings)
+    config = ModelConfig(
+        vocab_size=96,
+        block_size=64,
+        n_layer=3,
+        n_head=4,
+        n_embd=32,
+        target="mask_query",
+        **settings,
+    )
     model = build_model(config).eval()
-    tokens = random_tokens(96, 2, 16, 0)
-    order = random_orders(2, 16, 0)
+    tokens = random_tokens(vocab_size=96, batch_size=2, length=16, seed=0)
+    order = random_orders(batch_size=2, length=16, seed=0)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens, order)
     counts = counter.get_flop_counts()["Global"]

@@ -139,7 +139,7 @@ def test_dropout_acts_in_training_only():
 def test_permutation_gather_sums_bfloat16_gradients_in_float32():
     """bfloat16 alone could not count past 256."""
     table = torch.randn(2, 1, generator=seeded(0)).bfloat16().requires_grad_()
-    order = random_orders(4096, 2, 0)
+    order = random_orders(batch_size=4096, length=2, seed=0)
     PermutationGather.apply(table, order, order.argsort(dim=1)).sum().backward()
     assert table.grad.dtype == torch.bfloat16
     assert table.grad.flatten().tolist() == [4096.0, 4096.0]
@@ -261,9 +261,11 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig(96, 64, 3, 4, 32, target=target)
+    config = ModelConfig(
+        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
+    )
     model = build_model(config).eval()
-    tokens = random_tokens(96, 2, length, 0)
+    tokens = random_tokens(vocab_size=96, batch_size=2, length=length, seed=0)
     order = random_orders(2, length, 0)
     with (
         torch.no_grad(),
@@ -378,7 +380,7 @@ def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])
 def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
-    tokens = random_tokens(11, 2, 4, 0)
+    tokens = random_tokens(vocab_size=11, batch_size=2, length=4, seed=0)
     mask = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
     order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
@@ -404,7 +406,7 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
 )
 def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
     model = make_system(system)
-    tokens = random_tokens(11, 3, 6, 0)
+    tokens = random_tokens(vocab_size=11, batch_size=3, length=6, seed=0)
     masked = torch.rand(3, 6) < 0.5
     lengths = torch.tensor([6, 2, 4])
     masked[:, 0] = True

@@ -94,12 +94,23 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     rows = range(2, 7)
     tokens = random_tokens(V, 5, N, seed=0)
     order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
-    nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
+    nll = token_nll(
+        model, tokens, OrderConfig(kind), seed=3, draw=1, rows=rows, total=9
+    )
     assert nll.dtype == torch.float64
     assert nll.shape == (5, N)
     log_probs = token_log_probs(model, tokens, order).double()
     assert torch.equal(nll.gather(1, order), -log_probs)
-    late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
+    late = token_nll(
+        model,
+        tokens,
+        OrderConfig("l2r"),
+        seed=3,
+        draw=1,
+        rows=rows,
+        total=9,
+        scored_from=1,
+    )
     assert late[:, 0].isnan().all()
     assert not late[:, 1:].isnan().any()
 
@@ -108,12 +119,12 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in
     any share of the rows."""
-    whole = evaluation_masks(seed, 3, range(24), 24, 6)
-    other = evaluation_masks(seed, 4, range(24), 24, 6)
+    whole = evaluation_masks(seed, step=3, rows=range(24), total=24, length=6)
+    other = evaluation_masks(seed, step=4, rows=range(24), total=24, length=6)
     counts = whole.masked.sum(dim=1)
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]
     assert torch.equal(whole.weight, 6 / counts)
-    part = evaluation_masks(seed, 3, range(7, 20), 24, 6)
+    part = evaluation_masks(seed, step=3, rows=range(7, 20), total=24, length=6)
     assert torch.equal(part.masked, whole.masked[7:20])
     assert torch.equal(part.weight, whole.weight[7:20])
     assert not torch.equal(other.masked, whole.masked)

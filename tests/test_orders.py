@@ -84,9 +84,13 @@ def test_seed_step_and_row_all_matter(kind):
 )
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
-    orders = orders_at(config, 1, 2, range(4000), 12)
-    other = orders_at(OrderConfig(mixed, block=4, seed=7), 1, 2, range(4000), 12)
-    random = orders_at(OrderConfig("random"), 1, 2, range(4000), 12)
+    orders = orders_at(config, seed=1, step=2, rows=range(4000), length=12)
+    other = orders_at(
+        OrderConfig(mixed, block=4, seed=7), seed=1, step=2, rows=range(4000), length=12
+    )
+    random = orders_at(
+        OrderConfig("random"), seed=1, step=2, rows=range(4000), length=12
+    )
     taken = (orders == other).all(1)
     assert torch.equal(orders, other.where(taken[:, None], random))
     assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
@@ -101,7 +105,7 @@ def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(
     different = {tuple(range(48))}
     for order_seed in range(3):
         config = OrderConfig(kind, block=block, seed=order_seed)
-        first = orders_at(config, 0, 0, range(1), 48)
+        first = orders_at(config, seed=0, step=0, rows=range(1), length=48)
         for seed, step in ((0, 0), (0, 5), (9, 1)):
             orders = orders_at(config, seed, step, range(4), 48)
             assert torch.equal(orders, first.expand(4, 48))
@@ -280,11 +284,15 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     path = tmp_path / "orders.npy"
     np.save(path, [[2, 0, 1], [0, 1, 2], [1, 2, 0]])
     config = OrderConfig("file", file=str(path))
-    orders = orders_at(config, 0, 0, range(3000), 3).tolist()
+    orders = orders_at(config, seed=0, step=0, rows=range(3000), length=3).tolist()
     counts = collections.Counter(map(tuple, orders))
     assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
     assert chisquare(list(counts.values())).pvalue > LEVEL
-    shorter = set(map(tuple, orders_at(config, 0, 0, range(100), 2).tolist()))
+    shorter = set(
+        map(
+            tuple, orders_at(config, seed=0, step=0, rows=range(100), length=2).tolist()
+        )
+    )
     assert shorter == {(0, 1), (1, 0)}  # the orders of their positions
 
 
@@ -306,15 +314,17 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
     elif content is not None:
         np.save(path, content, allow_pickle=True)
     with pytest.raises(ValueError, match=says):
-        orders_at(OrderConfig("file", file=str(path)), 0, 0, range(1), 3)
+        orders_at(
+            OrderConfig("file", file=str(path)), seed=0, step=0, rows=range(1), length=3
+        )
     with pytest.raises(ValueError, match="name a .npy file"):
         OrderConfig("file")
 
 
 def test_random_bits_are_fixed_numbers():
     """Orders and shuffles of a run must survive a change of numpy's version."""
-    orders = philox_bits(1, 2, range(1), 2, ORDERS)
-    shuffle = philox_bits(1, 2, range(1), 2, SHUFFLE)
+    orders = philox_bits(seed=1, index=2, rows=range(1), width=2, stream=ORDERS)
+    shuffle = philox_bits(seed=1, index=2, rows=range(1), width=2, stream=SHUFFLE)
     assert orders.tolist() == [[5705853004827290377, 6584680345644299050]]
     assert shuffle.tolist() == [[10612419859462301991, 7774404274552179346]]
 
@@ -325,7 +335,7 @@ def test_philox_rows_are_windows_of_one_table(width):
     assert table.shape == (20, width)
     for start, stop in ((0, 1), (7, 8), (3, 20), (19, 20)):
         assert (philox_bits(2, 3, range(start, stop), width) == table[start:stop]).all()
-    other_stream = philox_bits(2, 3, range(20), width, 1)
+    other_stream = philox_bits(seed=2, index=3, rows=range(20), width=width, stream=1)
     numbers = np.concatenate([table.flatten(), other_stream.flatten()])
     assert len(np.unique(numbers)) == 2 * table.size  # no number is used twice
 
@@ -336,7 +346,10 @@ def test_philox_rows_are_windows_of_one_table(width):
         (lambda: OrderConfig("rnd"), "order.kind is 'rnd'"),
         (lambda: OrderConfig(l2r_prob=-0.1), "order.l2r_prob is -0.1"),
         (lambda: OrderConfig(block=0), "order.block is 0"),
-        (lambda: orders_at(OrderConfig(), 0, 0, range(1), 0), "length"),
+        (
+            lambda: orders_at(OrderConfig(), seed=0, step=0, rows=range(1), length=0),
+            "length",
+        ),
         (
             lambda: parse_order("slots:size=2", "--order"),
             "'size' is not a setting of slots; it has",

@@ -117,7 +117,12 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     assert plan.unmask_by == "entropy"
     assert plan.order.shape == (4, 6)
     assert rows_of(plan) == [rows_of(one)[0] for one in apart]
-    drafted = stack_plans([speculative_plan(2, 5, 3), speculative_plan(1, 3, 3)])
+    drafted = stack_plans(
+        [
+            speculative_plan(batch_size=2, length=5, draft=3),
+            speculative_plan(batch_size=1, length=3, draft=3),
+        ]
+    )
     assert len(drafted) == 3
     assert drafted.draft == 3
 

@@ -491,7 +491,7 @@ def test_the_documented_warm_start_adds_no_weights_and_goes_back(
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", attn_implementation="sdpa"
     )
-    tokens = random_tokens(250, 2, 40, seed=3)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=40, seed=3)
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, theirs(tokens).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
@@ -519,7 +519,7 @@ def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_pat
     )
     model.load_state_dict(tensors, strict=not settings["tie_word_embeddings"])
     # In a text there is no begin-of-text.
-    tokens = random_tokens(250, 2, 20, seed=3).clamp(min=3)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=20, seed=3).clamp(min=3)
     start = torch.full((2, 1), tokenizer.starts[0])
     with torch.no_grad():
         expected = model(torch.cat([start, tokens], dim=1)).logits[:, :-1]
@@ -555,7 +555,7 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
     )
     model = build_model(config).double()
     warm_start(model, source)
-    tokens = random_tokens(250, 2, 50, seed=6)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=50, seed=6)
     order = torch.arange(50).expand(2, 50)
     contents = []
     model.blocks[-1].register_forward_hook(

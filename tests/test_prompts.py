@@ -252,11 +252,15 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
     are float32."""
     model = make_system(system)
     config = config_of(system)
-    tokens = random_tokens(TOKENS, 4, 6, 0)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=0)
     roles = Roles.of(ROLES)
 
     def direct(stream):
-        order = roles.first_given(orders_at(config.order, 3, 5, range(4), 6, stream))
+        order = roles.first_given(
+            orders_at(
+                config.order, seed=3, step=5, rows=range(4), length=6, stream=stream
+            )
+        )
         total = 0.0
         for row, own, its_order in rows_of(tokens, order):
             scored = roles.predicted[row].gather(0, its_order[0])
@@ -273,7 +277,9 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
     assert torch.stack(losses).mean().item() == pytest.approx(
         direct(ORDERS) / 15, abs=1e-6
     )
-    nll = token_nll(model, tokens, config.order, 3, 5, range(4), 4, roles=roles)
+    nll = token_nll(
+        model, tokens, config.order, seed=3, draw=5, rows=range(4), total=4, roles=roles
+    )
     assert torch.equal(nll.isnan(), ~roles.predicted)
     assert nll.nansum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
 
@@ -284,10 +290,22 @@ def test_groups_begin_after_what_is_given(system, group):
     """Against each record alone, cut by hand: 1e-12, float64."""
     model = make_system(system)
     roles = Roles.of(ROLES)
-    tokens = random_tokens(TOKENS, 4, 6, 1)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=1)
     orders = OrderConfig("random")
-    nll = token_nll(model, tokens, orders, 3, 0, range(4), 4, group=group, roles=roles)
-    order = roles.first_given(orders_at(orders, 3, 0, range(4), 6, SCORED_ORDERS))
+    nll = token_nll(
+        model,
+        tokens,
+        orders,
+        seed=3,
+        draw=0,
+        rows=range(4),
+        total=4,
+        group=group,
+        roles=roles,
+    )
+    order = roles.first_given(
+        orders_at(orders, seed=3, step=0, rows=range(4), length=6, stream=SCORED_ORDERS)
+    )
     for row, own, its_order in rows_of(tokens, order):
         first = int(roles.given[row].sum())
         for step in range(first, LENGTHS[row]):
@@ -316,8 +334,18 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
     frequent."""
     roles = Roles.of(torch.tensor([[0, 1, 0, 0, 2]]).expand(6000, 5))
     for masks in (
-        masks_at(ObjectiveConfig("k_dce"), seed, 0, range(6000), 6000, 5, roles),
-        evaluation_masks(seed, 1, range(6000), 6000, 5, roles),
+        masks_at(
+            ObjectiveConfig("k_dce"),
+            seed,
+            step=0,
+            rows=range(6000),
+            total=6000,
+            length=5,
+            roles=roles,
+        ),
+        evaluation_masks(
+            seed, step=1, rows=range(6000), total=6000, length=5, roles=roles
+        ),
     ):
         assert not (masks.masked & ~roles.predicted).any()
         assert torch.equal(masks.lengths, torch.full((6000,), 4))
@@ -344,9 +372,11 @@ def test_masks_where_all_is_predicted_are_those_of_text(kind):
     float64."""
     config = ObjectiveConfig(kind)
     rows = range(8)
-    plain = masks_at(config, 0, 3, rows, 8, 6)
+    plain = masks_at(config, seed=0, step=3, rows=rows, total=8, length=6)
     roles = Roles.of(torch.zeros(8, 6))
-    records = masks_at(config, 0, 3, rows, 8, 6, roles)
+    records = masks_at(
+        config, seed=0, step=3, rows=rows, total=8, length=6, roles=roles
+    )
     assert torch.equal(plain.masked, records.masked)
     torch.testing.assert_close(
         plain.weight.double(), records.weight.double(), rtol=1e-9, atol=0
@@ -359,7 +389,7 @@ def test_an_encoder_does_not_see_what_is_absent(system):
     model = make_system(system)
     config = config_of(system)
     roles = Roles.of(ROLES)
-    tokens = random_tokens(TOKENS, 4, 6, 2)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=2)
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
     batch = make_batch(tokens, config, 0, range(4), roles, 3.75)
     of_other = make_batch(other, config, 0, range(4), roles, 3.75)

@@ -38,9 +38,13 @@ def bits(stream, rows, width):
 # 3.
 USES = {
     "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
-    "likelihoods": lambda: token_nll(MODEL, TOKENS, RANDOM, 7, 3, ROWS, 9),
-    "ELBO": lambda: evaluation_masks(7, 3, ROWS, 9, LENGTH),
-    "ensembles": lambda: cheap_gains(MODEL, TOKENS, (2,), 7, 3, ROWS, 9),
+    "likelihoods": lambda: token_nll(
+        MODEL, TOKENS, RANDOM, seed=7, draw=3, rows=ROWS, total=9
+    ),
+    "ELBO": lambda: evaluation_masks(seed=7, step=3, rows=ROWS, total=9, length=LENGTH),
+    "ensembles": lambda: cheap_gains(
+        MODEL, TOKENS, (2,), seed=7, draw=3, rows=ROWS, batch_size=9
+    ),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
@@ -80,7 +84,9 @@ def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
     assert all(taken.values())
     assert len(set(taken["samples"])) == len(taken["samples"])
     # encoders have no orders
-    masks = masks_at(ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH)
+    masks = masks_at(
+        ObjectiveConfig("k_dce"), seed=7, step=3, rows=ROWS, total=9, length=LENGTH
+    )
     assert masks.masked.any()
 
 

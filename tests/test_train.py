@@ -214,7 +214,7 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
         checkpoint__interval=100,
     )
     train.train(whole, ALONE)
-    lengths = batch_lengths(7, range(20), 16, 0.5)
+    lengths = batch_lengths(seed=7, steps=range(20), block_size=16, random_prob=0.5)
     assert len(set(lengths.tolist())) > 3
     expected = dict(zip(range(1, 21), (8 * lengths.cumsum()).tolist(), strict=True))
     assert metrics(whole, "tokens") == expected
