@@ -105,9 +105,10 @@ def test_intervals_are_students_t():
         assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
     assert math.isnan(t_quantile(0))
     expected = math.exp(1 - 0.257058), math.exp(1 + 0.257058)
-    assert Estimate(
+    estimate = Estimate(
         nll=1.0, standard_error=0.1, sequences=6, monte_carlo_error=0.02
-    ).interval() == pytest.approx(expected, rel=1e-5)
+    )
+    assert estimate.interval() == pytest.approx(expected, rel=1e-5)
 
 
 REPEATS = 200

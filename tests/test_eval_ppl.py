@@ -114,9 +114,8 @@ def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_p
     source = write_jsonl(tmp_path / "letters.jsonl", texts)
     prepared("text", tmp_path / "data", source, split="val")
     [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
-    nll = direct(run, tmp_path / "data", "l2r", draws=1, seed=0, count=75).mean(
-        axis=(1, 2)
-    )
+    losses = direct(run, tmp_path / "data", "l2r", draws=1, seed=0, count=75)
+    nll = losses.mean(axis=(1, 2))
     sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
     error = math.sqrt((sums**2).sum() * 5 / 4) / 75
     assert result["documents"] == 5
@@ -212,9 +211,8 @@ def test_without_a_start_token_the_first_is_not_scored(evaluate, plain, data, tm
 
 def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
     report = evaluate("--orders l2r random --num-orders 4 --max-sequences 9 --bound iw")
-    losses = direct(run, data, "random", draws=4, seed=0, count=9).mean(
-        axis=2
-    )  # (9, 4)
+    of_tokens = direct(run, data, "random", draws=4, seed=0, count=9)
+    losses = of_tokens.mean(axis=2)  # (9, 4)
     bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
     result = by_name(report)["random", 1]
     assert result["nll"] == pytest.approx(bound.mean(), rel=1e-5)

@@ -25,7 +25,7 @@ V = 3
 
 
 def ao_ar_by_enumeration(model, sequences):
-    """ao_ar_loss of each sequence over all N! orders, as a sum over positions:
+    """Return ao_ar_loss of each sequence over all N! orders, in nats a sequence:
     (rows,)."""
     orders = torch.tensor(list(itertools.permutations(range(N))))
     losses = []
@@ -46,12 +46,16 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
+        weight = float(mdm_weight(masked, N))
         visible = [p for p in range(N) if p not in masked]
         contexts = list(itertools.permutations(visible))
         for position in masked:
-            nll = sum(-conditional[context, position].log() for context in contexts)
-            integral += float(mdm_weight(masked, N)) * nll / len(contexts)
-    assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
+            nll = torch.zeros(len(sequences), dtype=torch.float64)
+            for context in contexts:
+                nll -= conditional[context, position].log()
+            integral += weight * nll / len(contexts)
+    difference = ao_ar_by_enumeration(model, sequences) - integral
+    assert difference.abs().max() < 1e-12
     assert integral.std() > 0.1
 
 
@@ -72,18 +76,20 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
         totals = log_probs.sum(dim=1).view(len(sequences), len(orders))
         # n * (1/n) * the sum over l
         middle -= totals.mean(dim=1) / (N - prefix_length)
-    assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
+    difference = middle - ao_ar_by_enumeration(model, sequences)
+    assert difference.abs().max() < 1e-12
 
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
     """A distributed or compiled wrapper forwards, and has no other method of the
     model."""
     model = enumerable_system("AO-GPT", 0)[0]
-    tokens = random_tokens(V, 5, N, 0)
-    order = random_orders(5, N, 1)
+    tokens = random_tokens(V, batch_size=5, length=N, seed=0)
+    order = random_orders(batch_size=5, length=N, seed=1)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == ()
-    assert abs(loss + token_log_probs(model, tokens, order).mean()) < 1e-14
+    mean_log_prob = token_log_probs(model, tokens, order).mean()
+    assert abs(loss + mean_log_prob) < 1e-14
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
@@ -92,11 +98,10 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     model = enumerable_system("AO-GPT", 0)[0].float()
     rows = range(2, 7)
-    tokens = random_tokens(V, 5, N, seed=0)
-    order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
-    nll = token_nll(
-        model, tokens, OrderConfig(kind), seed=3, draw=1, rows=rows, total=9
-    )
+    tokens = random_tokens(V, batch_size=5, length=N, seed=0)
+    config = OrderConfig(kind)
+    order = orders_at(config, seed=3, step=1, rows=rows, length=N, stream=SCORED_ORDERS)
+    nll = token_nll(model, tokens, config, seed=3, draw=1, rows=rows, total=9)
     assert nll.dtype == torch.float64
     assert nll.shape == (5, N)
     log_probs = token_log_probs(model, tokens, order).double()
