@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import math
 import re
 
 import numpy as np
@@ -16,12 +15,13 @@ from studies.puzzles import TASKS
 
 
 def examples_of(name, count, seed=0):
-    """(key, example, text without marks) of some examples."""
+    """Yield (key, example, text without marks) of some examples."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         key = TASKS[name].draw(rng)
         example = TASKS[name].example(key, rng)
-        yield key, example, "".join(text for text, _ in spans(example))
+        parts = [part for part, _ in spans(example)]
+        yield key, example, "".join(parts)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -45,9 +45,8 @@ def test_examples_fill_their_block_and_their_answer_is_right_and_hardly_any_othe
         assert not task.is_right(text + text[-1], text)
 
 
-# What tells the key of an example: its first characters, of a sudoku those after the
-# 36th.
-KEY_OF = {
+# The first characters of an example tell its key, in a sudoku those after the 36th.
+KEY_LENGTHS = {
     "sudoku6": 0,
     "star": 22,
     "addition": 12,
@@ -63,7 +62,7 @@ KEY_OF = {
 @pytest.mark.parametrize(
     "name",
     some_slow(
-        [(name,) for name in KEY_OF],
+        [(name,) for name in KEY_LENGTHS],
         lambda name: name in ("sudoku6", "star", "copy"),
         "the others are prepared by the same code",
     ),
@@ -81,12 +80,30 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
         data = TokenDataset(folder, split, task.length, verify=True)
         assert data.num_blocks == (300 if split == "train" else 1000)
         rows = [bytes(row.tolist()).decode() for row in data.blocks(range(300))]
-        keys[split] = {row[: KEY_OF[name]] or row[36:] for row in rows}
+        key_length = KEY_LENGTHS[name]
+        if name == "sudoku6":
+            keys[split] = {row[36:] for row in rows}
+        else:
+            keys[split] = {row[:key_length] for row in rows}
         assert {task.split_of(key) for key in keys[split]} == {split}
     assert not keys["train"] & keys["test"]
     assert not keys["train"] & keys["val"]
     if name == "mirror":
-        assert all(row[:12] == row[:12:-1] and row[12] == "=" for row in rows)
+        for row in rows:
+            assert row[:12] == row[:12:-1]
+            assert row[12] == "="
+
+
+def facts_by_split(name):
+    """Return the examples of the training split, and those of the others, as sets."""
+    trained = set()
+    asked = set()
+    for key, example, _ in examples_of(name, 12_000):
+        if TASKS[name].split_of(key) == "train":
+            trained.add(example)
+        else:
+            asked.add(example)
+    return trained, asked
 
 
 def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
@@ -96,10 +113,7 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
         data = TokenDataset(folder, split, task.length)
         rows = {tuple(row) for row in data.blocks(range(data.num_blocks)).tolist()}
         assert len(rows) == data.num_blocks == 100
-    trained = set()
-    asked = set()
-    for key, example, _ in examples_of("reversal", 12_000):
-        (trained if task.split_of(key) == "train" else asked).add(example)
+    trained, asked = facts_by_split("reversal")
     for example in asked:
         name = example[:4]
         other = example[-12:-8]
@@ -110,11 +124,7 @@ def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
 
 
 def test_a_fact_is_asked_in_the_form_that_only_others_were_told_in():
-    trained = set()
-    asked = set()
-    task = TASKS["exchanged"]
-    for key, example, _ in examples_of("exchanged", 12_000):
-        (trained if task.split_of(key) == "train" else asked).add(example)
+    trained, asked = facts_by_split("exchanged")
     for example in asked:
         question = re.fullmatch(r"\[GIVEN\](\w{4}):\[/GIVEN\](\w{4})", example)
         other, name = question.groups()
@@ -144,21 +154,23 @@ def test_variants_of_a_puzzle_are_in_one_split(name):
 
 
 def number_of_solutions(cells):
-    """By trying every digit in the first empty cell: slow, and made without
-    `solutions`."""
+    """Return the number of solutions by trying every digit in the first empty cell:
+    slow, and independent of `solutions`."""
     if "0" not in cells:
         return 1
     at = cells.index("0")
     row, column = divmod(at, 6)
     taken = set()
     for i, digit in enumerate(cells):
-        same_box = i // 12 == row // 2 and i % 6 // 3 == column // 3
-        if i // 6 == row or i % 6 == column or same_box:
+        other_row, other_column = divmod(i, 6)
+        same_box = other_row // 2 == row // 2 and other_column // 3 == column // 3
+        if other_row == row or other_column == column or same_box:
             taken.add(digit)
     number = 0
     for digit in "123456":
         if digit not in taken:
-            number += number_of_solutions(cells[:at] + digit + cells[at + 1 :])
+            filled = cells[:at] + digit + cells[at + 1 :]
+            number += number_of_solutions(filled)
     return number
 
 
@@ -169,7 +181,8 @@ def test_a_sudoku_has_one_solution_and_keeps_the_rules():
         boxes = cells.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
         for line in (*cells, *cells.T, *boxes):
             assert "".join(sorted(line)) == "123456"
-        assert all(a in ("0", b) for a, b in zip(shown, board, strict=True))
+        for clue, digit in zip(shown, board, strict=True):
+            assert clue in ("0", digit)
         assert number_of_solutions(shown) == 1
         assert list(puzzles.solutions(shown)) == [board]
         open_board = board.translate(str.maketrans("123", "000"))
@@ -188,11 +201,12 @@ def test_a_star_has_one_path_and_arms_of_one_length():
         assert path[0] == centre
         assert path[-1] == end
         assert len(path) == 4
-        assert all(a + b in edges for a, b in itertools.pairwise(path))
+        for start, stop in itertools.pairwise(path):
+            assert start + stop in edges
         out = collections.Counter(edge[0] for edge in edges)
         assert out.pop(centre) == 3
         assert set(out.values()) == {1}
-        assert len({letter for edge in edges for letter in edge}) == 10
+        assert len(set("".join(edges))) == 10
         again = "".join(edges[::-1]) + graph[18:20] + edges[0][1] + "="
         assert TASKS["star"].split_of(again) == TASKS["star"].split_of(graph)
 
@@ -206,7 +220,7 @@ def test_other_colourings_are_right_if_they_fit():
 
 
 def answers_of(name, n):
-    """All answers to one question of n letters, which are equally probable."""
+    """Return all answers to one question of n letters, which are equally probable."""
     word = tuple(range(n))
     if name == "copy":
         return [word]
@@ -216,8 +230,9 @@ def answers_of(name, n):
 
 
 def exact_limit(name, groups):
-    """By the definition: the positions of a group are drawn independently from their
-    conditionals given all before them; summed over everything that is drawn."""
+    """Return the limit by its definition: the positions of a group are drawn
+    independently from their conditionals given all before them; summed over everything
+    that is drawn."""
     answers = answers_of(name, sum(groups))
 
     def right(prefix, rest):
@@ -225,13 +240,15 @@ def exact_limit(name, groups):
         if not fitting or not rest:
             return float(bool(fitting))
         positions = range(len(prefix), len(prefix) + rest[0])
-        counts = [collections.Counter(a[at] for a in fitting) for at in positions]
+        counts = []
+        for position in positions:
+            counts.append(collections.Counter(a[position] for a in fitting))
         total = 0.0
         for letters in itertools.product(*counts):
-            chances = [
-                c[v] / len(fitting) for c, v in zip(counts, letters, strict=True)
-            ]
-            total += math.prod(chances) * right(prefix + letters, rest[1:])
+            probability = 1.0
+            for count, letter in zip(counts, letters, strict=True):
+                probability *= count[letter] / len(fitting)
+            total += probability * right(prefix + letters, rest[1:])
         return total
 
     return right((), list(groups))
