@@ -17,20 +17,22 @@ from studies.generators import latin5, polya, reduced_squares
 
 
 def urn_probability(sequence, letters, weight):
-    """Draw by draw: (how often it has been drawn + weight) / (draws so far + all
-    weights)."""
+    """Return the probability of a sequence, draw by draw: (how often the letter has
+    been drawn + weight) / (draws so far + all weights)."""
     counts = collections.Counter()
-    p = Fraction(1)
+    probability = Fraction(1)
     for i, letter in enumerate(sequence):
-        p *= (counts[letter] + weight) / (i + letters * weight)
+        total = i + letters * weight
+        probability *= (counts[letter] + weight) / total
         counts[letter] += 1
-    return p
+    return probability
 
 
 @pytest.mark.parametrize("text", ["a" * 63, "ponm" * 3, "abca", "h", ""])
 def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
-    letters = [generators.LETTERS.index(letter) for letter in text]
-    expected = -math.log(urn_probability(letters, 16, Fraction(1, 10)))
+    sequence = [generators.LETTERS.index(letter) for letter in text]
+    probability = urn_probability(sequence, letters=16, weight=Fraction(1, 10))
+    expected = -math.log(probability)
     assert generators.polya_nats(text) == pytest.approx(expected, abs=1e-10)
 
 
@@ -46,13 +48,15 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
         different = len(letters)
         if letters == list(range(different)):
             ways = math.perm(16, different)
-            chances[different - 1] += float(ways * urn_probability(draws, 16, weight))
+            probability = urn_probability(draws, letters=16, weight=weight)
+            chances[different - 1] += float(ways * probability)
     assert chances.sum() == pytest.approx(1, abs=1e-12)
     observed = torch.zeros(4, dtype=torch.float64)
     for _ in range(4000):
         text = polya(generator)
         assert len(text) == 63
-        observed[len(set(text[:4])) - 1] += 1
+        different = len(set(text[:4]))
+        observed[different - 1] += 1
     assert chi_square_p(observed, chances * 4000) > LEVEL
 
 
