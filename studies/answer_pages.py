@@ -134,7 +134,7 @@ def figure(results: dict[str, Entries]) -> bytes:
         axes.remove()
     caption = (
         "A point for each seed; a line joins the seeds of a system and decoder. "
-        "Systems that make as many calls are drawn side by side."
+        "Systems that make the same number of calls are drawn side by side."
     )
     return with_caption(drawing, caption, columns=2)
 

@@ -37,7 +37,7 @@ SIZES = {
     "small": (SMALL, 50257),
     "medium": (MEDIUM, 50257),
 }
-# Of the tensor whose sum is timed: larger than any processor's cache.
+# The sum of a tensor of this size is timed: larger than any processor's cache.
 BANDWIDTH_BYTES = 2**29
 
 

@@ -1,8 +1,8 @@
 """bench decode: the same plans decoded by every system.
 
 All systems run in turn, so that other work of the machine affects them alike, and the
-median of the repeats counts. Of slow systems only some model calls are timed, spread
-evenly over the plan, and scaled to all of them (`~` in the table).
+median of the repeats counts. In slow systems only some model calls are timed. They are
+spread evenly over the plan, and their time is scaled to all calls (`~` in the table).
 """
 
 import itertools
@@ -402,9 +402,9 @@ def allocated(device: torch.device, work: Callable) -> tuple[int, int]:
 
 
 def plan_of(system: str, plan: Plan, draft: int) -> Plan:
-    """Return the plan that a system follows: some have their own, with as many samples
-    of the same length, and for cache-only as many tokens a step. draft: tokens that are
-    drafted."""
+    """Return the plan that a system follows. Some have their own, with the same number
+    of samples of the same length, and for cache-only the same number of tokens a step.
+    draft: number of tokens that are drafted."""
     B, n = plan.order.shape
     generator = common.seeded(int(plan.order[0, 0]))
     match system:
@@ -472,15 +472,15 @@ def floor_of(
     L = model.config.n_layer
     itemsize = model.wte.weight.dtype.itemsize
     active = sizes > 0
-    known = sizes.cumsum(dim=1) - sizes
+    known_before = sizes.cumsum(dim=1) - sizes
     # The first copy of the group before has stayed in the cache; the others are
     # computed again.
-    others = sizes[:, :-1] - 1
-    fresh = torch.nn.functional.pad(others, (1, 0)).where(active, 0)
-    cached = (known - fresh).where(active, 0)
+    uncached = sizes[:, :-1] - 1
+    fresh = torch.nn.functional.pad(uncached, (1, 0)).where(active, 0)
+    cached = (known_before - fresh).where(active, 0)
     pairs = fresh * cached
     pairs += fresh * (fresh + 1) // 2
-    pairs += sizes * (known + 1)
+    pairs += sizes * (known_before + 1)
     block_weights = 12 * L * D**2
     head_weights = D * vocab_size
     cache = 2 * L * D * cached.sum(dim=0).double()

@@ -235,8 +235,8 @@ def load_experiment(name: str) -> Experiment:
     file."""
     path = CONFIGS / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(experiment_names())
-        raise UserError(f"there is no experiment {name!r}; choose one of {known}")
+        names = ", ".join(experiment_names())
+        raise UserError(f"there is no experiment {name!r}; choose one of {names}")
     with damaged(path, "compare it with another experiment's"):
         return experiment_of(name, read_values(name), f"experiment {name}")
 

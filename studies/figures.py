@@ -265,7 +265,8 @@ def draw_curve(
     means = []
     lows = []
     highs = []
-    for values in zip(*(row["losses"][kind] for row in rows), strict=True):
+    losses = [row["losses"][kind] for row in rows]
+    for values in zip(*losses, strict=True):
         low, high = interval_of(values)
         means.append(statistics.mean(values))
         lows.append(low)

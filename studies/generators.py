@@ -89,8 +89,8 @@ def shuffled_chunks(corpus: Corpus, seed: int) -> Iterator[str]:
     is dropped."""
     rng = default_rng(seed)
     for text in corpus.documents:
-        kept = text.encode("ascii", errors="ignore")
-        ascii_text = kept.decode()
+        ascii_bytes = text.encode("ascii", errors="ignore")
+        ascii_text = ascii_bytes.decode()
         last = len(ascii_text) - SHUFFLED
         for start in range(0, last + 1, SHUFFLED):
             chunk = ascii_text[start : start + SHUFFLED]
@@ -160,8 +160,8 @@ def latin5(rng: Generator) -> str:
     squares = reduced_squares()
     square = squares[rng.integers(len(squares))]
     columns = rng.permutation(LATIN_SIZE)
-    others = 1 + rng.permutation(LATIN_SIZE - 1)
-    rows = [0, *others]
+    shuffled_symbols = 1 + rng.permutation(LATIN_SIZE - 1)
+    rows = [0, *shuffled_symbols]
     shuffled = square[:, columns][rows]
     letters = [LETTERS[number] for number in shuffled.flatten()]
     return "".join(letters)

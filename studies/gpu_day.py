@@ -36,7 +36,7 @@ from studies.runs import ROOT, target_of
 Part = Literal["decoding", "pretrained", "sizes", "training"]
 MINUTES = {"decoding": 9, "pretrained": 18, "sizes": 22, "training": 5}
 GRACE = 30  # seconds in which a job whose time is up saves its state
-# Of figures of a system in the JSON of a benchmark: the least or the largest value.
+# The least or the largest value for a figure of a system in the JSON of a benchmark.
 # What others show for a plain GPT on an H100: nanochat 41 to 46% of its peak, MosaicML
 # 39.8%.
 TARGETS = {

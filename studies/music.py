@@ -20,13 +20,13 @@ from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs
 from studies.chorales import REST, VOICES, name_of, pitches_of
 
-TICKS = 24  # of a sixteenth
-TEMPO = 60_000_000 // 80  # microseconds of a quarter
+TICKS = 24  # in a sixteenth
+TEMPO = 60_000_000 // 80  # microseconds in a quarter
 PROGRAM = 52  # choir
 VELOCITY = 80  # how loud
 BAR = 16  # sixteenths of silence after a sample
-# Of the piano roll: pixels of a sixteenth and of a semitone, and a colour for each
-# voice.
+# The piano roll: width of a sixteenth and height of a semitone in pixels, and a colour
+# for each voice.
 WIDTH = 22
 HEIGHT = 12
 COLOURS = ("#d33682", "#cb7b16", "#2aa198", "#268bd2")

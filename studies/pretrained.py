@@ -84,12 +84,13 @@ class Agree:
         theirs = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32
         ).eval()
-        report = compared(self.data, 1, ours, theirs) | {
-            "sets": [compared(one, self.blocks, ours, theirs) for one in self.sets],
-            "greedy": [compare_greedy(ours, theirs, prompt) for prompt in PROMPTS],
-            "commit": commit(),
-            "torch": torch.__version__,
-        }
+        report = compared(self.data, 1, ours, theirs)
+        report["sets"] = [
+            compared(folder, self.blocks, ours, theirs) for folder in self.sets
+        ]
+        report["greedy"] = [compare_greedy(ours, theirs, prompt) for prompt in PROMPTS]
+        report["commit"] = commit()
+        report["torch"] = torch.__version__
         write_json(self.json, report)
         show(json.dumps(report, indent=1))
 

@@ -172,7 +172,7 @@ def change_of(difference: dict, sign: int = 1) -> str:
 
 
 def equal_budget(rows: dict) -> str:
-    """Return the table of two adapters that were trained on as many tokens."""
+    """Return the table of two adapters that were trained on equally many tokens."""
     report = rows["budget_books"]
     tokens = report["checkpoint"]["A"]["step"] * rows["long"]["tokens_a_step"]
     cells = []

@@ -26,7 +26,7 @@ class Task:
     length: int  # characters (bytes) of an example
     start = 0  # of the answer, where only the answer is compared
     documents = 100_000  # of the training split
-    # Of val and of test, where they are few and each is drawn once.
+    # number of keys in val and in test, where they are few and each is drawn once
     keys: int | None = None
     board: tuple[int, int, int, int] | None = None  # rows and columns; those of a box
     # (sizes of the groups of positions drawn in parallel) -> accuracy at temperature 1
@@ -53,17 +53,17 @@ class Task:
             return "val"
         return "train"
 
-    def is_right(self, filled: str, made: str) -> bool:
-        """Return whether `filled`, an example completed by a model, is right; made: the
-        original."""
-        key = made[: self.start]
+    def is_right(self, filled: str, example: str) -> bool:
+        """Return whether `filled`, an example completed by a model, is right;
+        example: the original."""
+        key = example[: self.start]
         if not filled.startswith(key):
             return False
         answer = filled[self.start :]
-        return self.fits(answer, key, made[self.start :])
+        return self.fits(answer, key, example[self.start :])
 
-    def fits(self, answer: str, key: str, made: str) -> bool:
-        return answer == made
+    def fits(self, answer: str, key: str, solution: str) -> bool:
+        return answer == solution
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Puzzles(Made):
             yield task.example(key, rng)
 
 
-def letters(rng: Generator, count: int, of: int = len(LETTERS)) -> str:
-    """Return different ones of the first `of` letters, in random order."""
-    places = rng.permutation(of)[:count]
+def letters(rng: Generator, count: int, alphabet_size: int = len(LETTERS)) -> str:
+    """Return different ones of the first `alphabet_size` letters, in random order."""
+    places = rng.permutation(alphabet_size)[:count]
     return "".join(LETTERS[place] for place in places)
 
 
@@ -214,7 +214,7 @@ class Star(Task):
         """Return the edges, two letters each, in random order; the centre and the end
         of an arm."""
         # With more letters edges are looked up late.
-        names = letters(rng, EDGES + 1, of=EDGES + 1)
+        names = letters(rng, EDGES + 1, alphabet_size=EDGES + 1)
         centre = names[0]
         arms = []
         edges = []
@@ -276,7 +276,7 @@ class Colouring(Task):
     def answer(self, key, rng):
         """Return the first colouring that fits, tried in random order: not all are
         equally likely."""
-        order = letters(rng, COUNTRIES, of=COUNTRIES)
+        order = letters(rng, COUNTRIES, alphabet_size=COUNTRIES)
 
         def search(colours: dict[str, str]) -> dict[str, str] | None:
             if len(colours) == COUNTRIES:
@@ -295,7 +295,7 @@ class Colouring(Task):
         countries = LETTERS[:COUNTRIES]
         return "".join(colours[country] for country in countries)
 
-    def fits(self, answer, key, made):
+    def fits(self, answer, key, solution):
         if len(answer) != COUNTRIES:
             return False
         if not set(answer) <= set(COLOURS):
@@ -447,8 +447,8 @@ def one_replaced(word: str, rng: Generator) -> str:
     return word[:place] + "?" + word[place + 1 :]
 
 
-def is_one_replaced(answer: str, key: str, made: str) -> bool:
-    if len(answer) != len(made):
+def is_one_replaced(answer: str, key: str, solution: str) -> bool:
+    if len(answer) != len(solution):
         return False
     changed = ""
     for letter, before in zip(answer, key, strict=False):
@@ -501,8 +501,8 @@ def shuffled(word: str, rng: Generator) -> str:
     return "".join(word[place] for place in places)
 
 
-def is_shuffled(answer: str, key: str, made: str) -> bool:
-    return sorted(answer) == sorted(made)
+def is_shuffled(answer: str, key: str, solution: str) -> bool:
+    return sorted(answer) == sorted(solution)
 
 
 # The accuracy that parallel decoding can reach on the last three is known (arXiv

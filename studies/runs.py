@@ -137,9 +137,10 @@ def run_alone(
     if processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone"]
         words.append(f"--nproc_per_node={processes}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_MEMORY}
     return subprocess.run(
         [*words, *target_of(script), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | KEEP_MEMORY,
+        env=environment,
         capture_output=True,
         text=True,
     )

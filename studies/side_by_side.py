@@ -94,7 +94,7 @@ class Arguments(OutputOptions):
     repeats: Count = 7
     """Processes of each checkout."""
     size: str = "tiny"
-    """Of the models, as in studies.bench."""
+    """Size of the models, as in studies.bench."""
     batch_size: Count = 4
     """Samples that are decoded, and sequences in a training step."""
     json: Path | None = None
@@ -113,7 +113,7 @@ class Checkout:
         self.process = subprocess.Popen(
             [sys.executable, *words],
             cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,7 +126,7 @@ class Checkout:
         """Return the seconds of a turn; its number decides the plan, or the batches.
         Raises UserError if the process has ended."""
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        line = json.dumps(turn | {"number": number})
+        line = json.dumps({**turn, "number": number})
         with contextlib.suppress(BrokenPipeError):  # its last words are read below
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()

@@ -139,7 +139,8 @@ def main() -> None:
         length = 16
     file = folder / ROWS.name
     rows = rows_by("name", file)
-    for name, words in (EXACT | APPROXIMATE | GROUPS).items():
+    commands = {**EXACT, **APPROXIMATE, **GROUPS}
+    for name, words in commands.items():
         if name not in rows:
             rows[name] = measured(name, words, samples, length)
             write_jsonl(file, rows.values())

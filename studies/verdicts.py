@@ -152,7 +152,7 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank",
     "seeds", "successes", "verdict"}: p values are of the difference plus the margin, p
     by Welch's test and p_rank by ranks; the verdict is only what stands in the way of
-    one, or nothing. Of a claim about successes the mean is a difference of shares, p is
+    one, or nothing. In a claim about successes the mean is a difference of shares, p is
     Fisher's, and "successes" are those of higher and of lower."""
     coefficients = coefficients_of(claim, kind)
     figures = figures_of(coefficients, entries)

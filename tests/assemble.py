@@ -63,8 +63,10 @@ def assemble(
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
-    binary = made.asm["cubin"]
+    kernel_binary = triton.compile(
+        source, target=GPUTarget("cuda", gpu, 32), options=options
+    )
+    binary = kernel_binary.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -76,7 +78,7 @@ def assemble(
         "bytes": len(binary),
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "spilled_bytes": int(re.search(r"STACK:(\d+)", usage).group(1)),
-        "shared_bytes": made.metadata.shared,
+        "shared_bytes": kernel_binary.metadata.shared,
     }
     print(json.dumps(row), flush=True)
 
@@ -191,9 +193,16 @@ def assemble_norm(gpu: int) -> None:
             }
             constants = {"D": width, "WIDTH": triton.next_power_of_2(width)}
             warps = norm_kernel.warps_of(width)
-            known = {n: kind for n, kind in types.items() if n in kernel.arg_names}
+            argument_types = {
+                n: kind for n, kind in types.items() if n in kernel.arg_names
+            }
             assemble(
-                f"{name}, width {width}", kernel, known, constants, gpu, num_warps=warps
+                f"{name}, width {width}",
+                kernel,
+                argument_types,
+                constants,
+                gpu,
+                num_warps=warps,
             )
 
 

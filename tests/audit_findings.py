@@ -19,25 +19,27 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rows_of(lines: list[str]) -> dict:
-    """{(recipe, run config, tuned values as in the folder's name): {seed: result}}; a
-    run that was measured has a row without measures, too, and the row with them
-    counts."""
-    found: dict = {}
+    """Return {(recipe, run config, tuned values as in the folder's name): {seed:
+    result}}. A run that was measured has a row without measures, too, and the row with
+    them counts."""
+    results: dict = {}
     for line in lines:
         row = json.loads(line)
         recipe, folder = row["run"].split("/")[-2:]
         stem, seed = re.fullmatch(r"(.*)_s(\d+)", folder).groups()
         parts = re.fullmatch(r"(.*?)((?:_(?:muon_)?lr|_beta2)(\S*))?", stem)
         name, _, tuned = parts.groups()
-        by_seed = found.setdefault((recipe, name, tuned or ""), {})
+        by_seed = results.setdefault((recipe, name, tuned or ""), {})
         result = row["result"]
         earlier = by_seed.get(int(seed))
         if not earlier or len(result["measured"]) >= len(earlier["measured"]):
             by_seed[int(seed)] = result
-    return found
+    return results
 
 
 def figure(result: dict, kind: str) -> float | None:
+    """Return a figure of a run, as studies/verdicts.py names it; None if the run has
+    not reached its goal."""
     if "-" in kind:
         one, factor, other = re.fullmatch(r"(\w+)-([\d.]+)\*(\w+)", kind).groups()
         return figure(result, one) - float(factor) * figure(result, other)
@@ -53,118 +55,154 @@ def figure(result: dict, kind: str) -> float | None:
     curve = losses["training"]
     for n, loss in enumerate(curve):
         if loss <= goal:
-            share = (curve[n - 1] - goal) / (curve[n - 1] - loss) if n else 0
+            share = 0.0  # of the way from the evaluation before
+            if n:
+                share = (curve[n - 1] - goal) / (curve[n - 1] - loss)
             return (tokens[n - 1] + share * (tokens[n] - tokens[n - 1])) / 1e6
     return None
 
 
-def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
-    """{"RECIPE: CLAIM": (difference, p value after Holm)} of the primary claims."""
-    toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
-    lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
-    rows = rows_of(lines)
-    tuning = toml.get("tuning_seeds", [100, 101])
-    by = toml.get("tune_by", "training")
+class Experiment:
+    """The rows of an experiment, and which of them are tuned."""
 
-    def runs_of(recipe: str, config: str) -> list[dict]:
-        tuned_as = toml["run_configs"][config].get("tuned_as") or config
-        tuned_on = toml.get("tune_on") or [tuned_as]
+    def __init__(self, toml: dict, lines: list[str]):
+        self.toml = toml
+        self.rows = rows_of(lines)
+        self.tuning_seeds = toml.get("tuning_seeds", [100, 101])
+        self.tune_by = toml.get("tune_by", "training")
+
+    def best_values(self, recipe: str, config: str) -> str:
+        """Return the tuned values of a run config with the lowest mean loss over all
+        tuning seeds. Raises ValueError if no value has all of its runs."""
+        tuned_as = self.toml["run_configs"][config].get("tuned_as") or config
+        tuned_on = self.toml.get("tune_on") or [tuned_as]
         losses: dict[str, list] = {}
-        for (of, one, tuned), seeds in rows.items():
-            if of == recipe and one in tuned_on:
-                results = [seeds[seed] for seed in tuning if seed in seeds]
-                losses.setdefault(tuned, [])
-                losses[tuned] += [figure(result, by) for result in results]
+        for (row_recipe, row_config, tuned), results in self.rows.items():
+            if row_recipe != recipe or row_config not in tuned_on:
+                continue
+            losses.setdefault(tuned, [])
+            for seed in self.tuning_seeds:
+                if seed in results:
+                    losses[tuned].append(figure(results[seed], self.tune_by))
         means = {}
         for tuned, values in losses.items():
-            if len(values) == len(tuning) * len(tuned_on):
+            if len(values) == len(self.tuning_seeds) * len(tuned_on):
                 means[tuned] = statistics.mean(values)
-        best = min(means, key=means.get)
-        found = rows[recipe, config, best]
-        return [found[seed] for seed in seeds_in(toml, recipe) if seed not in tuning]
+        return min(means, key=means.get)
 
-    found = {}
+    def runs_of(self, recipe: str, config: str) -> list[dict]:
+        """Return the result of each reported seed. Raises KeyError or ValueError if a
+        run is missing."""
+        results = self.rows[recipe, config, self.best_values(recipe, config)]
+        seeds = seeds_in(self.toml, recipe)
+        return [results[seed] for seed in seeds if seed not in self.tuning_seeds]
+
+    def has_runs(self, recipe: str, claim: dict) -> bool:
+        """Return whether all runs that a claim is about are there."""
+        try:
+            for side in (claim["higher"], claim["lower"]):
+                for term in side.split(" - "):
+                    self.runs_of(recipe, term.partition(":")[0])
+        except (KeyError, ValueError):
+            return False
+        return True
+
+    def verdict(self, recipe: str, claim: dict) -> tuple[float, float]:
+        """Return the difference of a claim and its p value, before Holm."""
+        if "success" in claim:
+            sides = []
+            for config in (claim["higher"], claim["lower"]):
+                results = self.runs_of(recipe, config)
+                sides.append([figure(result, self.toml["kind"]) for result in results])
+            return counted(sides, claim["success"])
+        # by run config, its terms: (factor, values, errors)
+        samples: dict[str, list] = {}
+        censored = False  # or on the unigram plateau: nothing can be said
+        for (config, kind), factor in factors_of(claim, self.toml["kind"]).items():
+            if not factor:
+                continue
+            values = []
+            errors = []
+            for result in self.runs_of(recipe, config):
+                value = figure(result, kind)
+                if on_plateau(result, kind, value):
+                    censored = True
+                if value is None:
+                    if factor < 0:
+                        censored = True
+                    value = result["tokens"][-1] / 1e6
+                values.append(value)
+                errors.append(error_of(result, kind))
+            samples.setdefault(config, []).append((factor, values, errors))
+        of_configs = [summed(terms) for terms in samples.values()]
+        margin = claim.get("margin", 0)
+        mean, p = tested(of_configs, margin, censored)
+        if claim.get("ranks") and not censored:
+            p = ranked([values for values, _ in of_configs], margin)
+        return mean, p
+
+
+def factors_of(claim: dict, default_kind: str) -> dict[tuple[str, str], int]:
+    """Return {(run config, kind of figure): its factor in higher - lower}."""
+    factors: dict[tuple[str, str], int] = {}
+    for sign, side in ((1, claim["higher"]), (-1, claim["lower"])):
+        for place, term in enumerate(side.split(" - ")):
+            config, _, kind = term.partition(":")
+            key = (config, kind or default_kind)
+            factors.setdefault(key, 0)
+            factors[key] += sign * (-1) ** place
+    return factors
+
+
+def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
+    """Return {"RECIPE: CLAIM": (difference, p value after Holm)} of the primary
+    claims."""
+    toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
+    lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
+    experiment = Experiment(toml, lines)
+    verdicts = {}
     tests = 0  # also the claims whose runs are missing
     for claim in toml["claims"]:
         for recipe in claim.get("primary", ()):
             tests += 1
-            configs = []
-            for side in (claim["higher"], claim["lower"]):
-                configs += [term.partition(":")[0] for term in side.split(" - ")]
-            try:
-                for config in configs:
-                    runs_of(recipe, config)
-            except (KeyError, ValueError):  # a run, or what it is tuned on
-                continue
-            key = f"{recipe}: {claim['says']}"
-            if "success" in claim:
-                sides = []
-                for config in (claim["higher"], claim["lower"]):
-                    results = runs_of(recipe, config)
-                    sides.append([figure(result, toml["kind"]) for result in results])
-                found[key] = counted(sides, claim["success"])
-                continue
-            # by run config, its terms: (factor, values, errors)
-            samples: dict[str, list] = {}
-            censored = False  # or on the unigram plateau: nothing can be said
-            factors: dict[tuple, int] = {}
-            for sign, text in ((1, claim["higher"]), (-1, claim["lower"])):
-                for n, term in enumerate(text.split(" - ")):
-                    config, _, kind = term.partition(":")
-                    figure_of = (config, kind or toml["kind"])
-                    factors.setdefault(figure_of, 0)
-                    factors[figure_of] += sign * (-1) ** n
-            for (config, kind), factor in factors.items():
-                values = []
-                errors = []
-                if not factor:
-                    continue
-                for result in runs_of(recipe, config):
-                    value = figure(result, kind)
-                    if on_plateau(result, kind, value):
-                        censored = True
-                    if value is None:
-                        if factor < 0:
-                            censored = True
-                        value = result["tokens"][-1] / 1e6
-                    values.append(value)
-                    errors.append(error_of(result, kind))
-                samples.setdefault(config, []).append((factor, values, errors))
-            of_configs = [summed(terms) for terms in samples.values()]
-            margin = claim.get("margin", 0)
-            mean, p = tested(of_configs, margin, censored)
-            if claim.get("ranks") and not censored:
-                p = ranked([values for values, _ in of_configs], margin)
-            found[key] = (mean, p)
-    order = sorted(found, key=lambda key: found[key][1])
+            if experiment.has_runs(recipe, claim):
+                key = f"{recipe}: {claim['says']}"
+                verdicts[key] = experiment.verdict(recipe, claim)
+    order = sorted(verdicts, key=lambda key: verdicts[key][1])
     least = 0.0
     for rank, key in enumerate(order):
-        least = max(least, min(1.0, (tests - rank) * found[key][1]))
-        found[key] = found[key][0], least
-    return found
+        mean, p = verdicts[key]
+        least = max(least, min(1.0, (tests - rank) * p))
+        verdicts[key] = (mean, least)
+    return verdicts
 
 
 def seeds_in(toml: dict, recipe: str) -> range:
-    """The seeds of the runs of a recipe that are reported, if none is a tuning seed."""
+    """Return the seeds of the runs of a recipe that are reported, if none is a tuning
+    seed."""
     first = toml.get("first_seed", 0)
     number = toml.get("seeds_of", {}).get(recipe, toml.get("seeds", 3))
     return range(first, first + number)
 
 
 def summed(terms: list[tuple]) -> tuple[list[float], float]:
-    """The runs of one config: the sum of its terms for each seed, and the error that
+    """Return the sum of the terms of one run config for each seed, and the error that
     the seeds share."""
     sums = []
     errors = []
     for seed in range(len(terms[0][1])):
-        sums.append(sum(factor * values[seed] for factor, values, _ in terms))
-        squares = [(factor * own[seed]) ** 2 for factor, _, own in terms]
-        errors.append(sum(squares) ** 0.5)
+        total = 0.0
+        variance = 0.0
+        for factor, values, term_errors in terms:
+            total += factor * values[seed]
+            variance += (factor * term_errors[seed]) ** 2
+        sums.append(total)
+        errors.append(variance**0.5)
     return sums, statistics.mean(errors)
 
 
 def on_plateau(result: dict, kind: str, value: float | None) -> bool:
-    """Whether a loss is within 0.1 of the unigram entropy of its text."""
+    """Return whether a loss is within 0.1 of the unigram entropy of its text."""
     measured = result["measured"]
     unigram = measured["unigram"]
     if kind.startswith("eval_"):
@@ -175,16 +213,19 @@ def on_plateau(result: dict, kind: str, value: float | None) -> bool:
 
 
 def error_of(result: dict, kind: str) -> float:
-    """Monte Carlo error of a measured figure, whose samples all seeds share."""
+    """Return the Monte Carlo error of a measured figure, whose samples all seeds
+    share."""
     one, _, rest = kind.partition("-")
     factor, _, other = rest.partition("*")
-    errors = [result["measured"].get(key, [0, 0])[1] or 0 for key in (one, other)]
-    return (errors[0] ** 2 + (float(factor or 0) * errors[1]) ** 2) ** 0.5
+    _, error = result["measured"].get(one, [0, 0])
+    _, other_error = result["measured"].get(other, [0, 0])
+    of_other = float(factor or 0) * (other_error or 0)
+    return ((error or 0) ** 2 + of_other**2) ** 0.5
 
 
 def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
-    """The sum of the means, and the two-sided p value of it and the margin, by Welch's
-    test."""
+    """Return the sum of the means, and the two-sided p value of it and the margin, by
+    Welch's test."""
     mean = sum(statistics.mean(values) for values, _ in samples)
     if censored:
         return mean, 1.0
@@ -202,9 +243,9 @@ def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
 
 
 def ranked(samples: list[list[float]], margin: float) -> float:
-    """The exact two-sided p value of Mann and Whitney: in how many of all ways to
-    divide the runs between the two configs is the sum of the first one's ranks as far
-    from its mean?"""
+    """Return the exact two-sided p value of Mann and Whitney: the share of all ways to
+    divide the runs between the two configs in which the sum of the first one's ranks is
+    as far from its mean."""
     first, second = samples
     pool = [value + margin for value in first] + [-value for value in second]
     if len(set(pool)) < len(pool):
@@ -226,18 +267,21 @@ def ranked(samples: list[list[float]], margin: float) -> float:
 
 
 def counted(sides: list[list[float]], least: float) -> tuple[float, float]:
-    """The difference of the shares of runs with at least this figure, and Fisher's
-    exact two-sided p value: the sum over all tables with these margins that are no
-    likelier."""
-    hits = [sum(value >= least for value in values) for values in sides]
-    sizes = [len(values) for values in sides]
+    """Return the difference of the shares of runs with at least this figure, and
+    Fisher's exact two-sided p value: the sum over all tables with these margins that
+    are no likelier."""
+    higher, lower = sides
+    higher_hits = sum(value >= least for value in higher)
+    lower_hits = sum(value >= least for value in lower)
+    hits = higher_hits + lower_hits
 
     def ways(first: int) -> int:
-        return math.comb(sizes[0], first) * math.comb(sizes[1], sum(hits) - first)
+        return math.comb(len(higher), first) * math.comb(len(lower), hits - first)
 
-    tables = [ways(first) for first in range(sum(hits) + 1)]
-    extreme = sum(number for number in tables if number <= ways(hits[0]))
-    return hits[0] / sizes[0] - hits[1] / sizes[1], extreme / sum(tables)
+    tables = [ways(first) for first in range(hits + 1)]
+    extreme = sum(number for number in tables if number <= ways(higher_hits))
+    difference = higher_hits / len(higher) - lower_hits / len(lower)
+    return difference, extreme / sum(tables)
 
 
 if __name__ == "__main__":

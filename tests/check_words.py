@@ -24,18 +24,20 @@ CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.M | re.S)  # of a page
 def prose(path: Path) -> str:
     """The file without its code, line by line."""
     text = path.read_text(encoding="utf-8")
-    kept = ""
+    comments = ""
     if path.suffix == ".md":
         return CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
     if path.suffix == ".toml":
         return text
     for token in tokenize.generate_tokens(iter(text.splitlines(True)).__next__):
         if token.type == tokenize.COMMENT or token.string.startswith('"""'):
-            kept += "\n" * (token.start[0] - 1 - kept.count("\n")) + token.string
-    return kept
+            comments += (
+                "\n" * (token.start[0] - 1 - comments.count("\n")) + token.string
+            )
+    return comments
 
 
-found = []
+complaints = []
 listing = ["git", "ls-files", "*.md", "*.py", "*.toml"]
 for path in map(Path, subprocess.check_output(listing, text=True).split()):
     text = prose(path)
@@ -44,5 +46,5 @@ for path in map(Path, subprocess.check_output(listing, text=True).split()):
             rf"(?<!\w)({words})(?!\w)".replace(" ", r"[\s#]+"), text, re.I
         ):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(f"{path}:{line}: {match[0]!r}; write: {advice}")
-sys.exit("\n".join(found) or 0)
+            complaints.append(f"{path}:{line}: {match[0]!r}; write: {advice}")
+sys.exit("\n".join(complaints) or 0)

@@ -184,7 +184,7 @@ class Case(NamedTuple):
     kind: str  # file or option
     file: str  # that is changed
     command: str
-    how: str  # the kind of change, or the option
+    change: str  # the kind of change, or the option
     seed: str  # of what else is random
 
 
@@ -194,17 +194,20 @@ def random_case(seed):
     kind = rng.choice(["file"] * 5 + ["option"] * 3)
     if kind == "file":
         file = rng.choice(sorted(READERS))
-        how = rng.choice(BYTEWISE + TREEWISE * file.endswith(("json", "jsonl", "toml")))
-        return Case(kind, file, rng.choice(READERS[file]), how, seed)
+        changes = BYTEWISE
+        if file.endswith(("json", "jsonl", "toml")):
+            changes += TREEWISE
+        change = rng.choice(changes)
+        return Case(kind, file, rng.choice(READERS[file]), change, seed)
     command = rng.choice(sorted(OPTIONS))
     return Case(kind, "", command, rng.choice(OPTIONS[command].split()), seed)
 
 
-def change_file(path, how, rng):
+def change_file(path, change, rng):
     """Change a file as a damaged disk, a careless editor or an attacker would."""
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data)) if data else 0
-    match how:
+    match change:
         case "flip":
             for _ in range(rng.choice((1, 1, 1, 5))):
                 data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
@@ -222,13 +225,13 @@ def change_file(path, how, rng):
             path.unlink()
             return path.mkdir()
         case _:
-            data = changed_tree(path, data.decode(), how, rng).encode(
+            data = changed_tree(path, data.decode(), change, rng).encode(
                 errors="surrogatepass"
             )
     path.write_bytes(data)
 
 
-def changed_tree(path, text, how, rng):
+def changed_tree(path, text, change, rng):
     """The text of a TOML, JSON or JSON lines file with one value, key or level
     changed."""
     lines = text.splitlines() if path.suffix != ".json" else [text]
@@ -236,7 +239,7 @@ def changed_tree(path, text, how, rng):
         place = rng.choice([i for i, line in enumerate(lines) if " = " in line])
         key = lines[place].partition(" = ")[0]
         new = {"drop": "", "rename": f"{key}x = 1", "deep": f"{key} = " + "[" * 9999}
-        lines[place] = new.get(how, f"{key} = {json.dumps(rng.choice(ODD))}")
+        lines[place] = new.get(change, f"{key} = {json.dumps(rng.choice(ODD))}")
         return "\n".join(lines)
     place = rng.randrange(len(lines))
     values = json.loads(lines[place])
@@ -246,16 +249,16 @@ def changed_tree(path, text, how, rng):
             spots += [(table[key], inner) for inner in table[key]]
     table, key = rng.choice(spots)
     value = table.pop(key)
-    if how == "rename":
+    if change == "rename":
         table[f"{key}s"] = value
-    elif how.endswith("value"):
+    elif change.endswith("value"):
         table[key] = rng.choice(ODD)
-    elif how == "deep":
+    elif change == "deep":
         table[key] = 0
-    if how.startswith("crafted") and "sha256" in values:
+    if change.startswith("crafted") and "sha256" in values:
         values["sha256"] = store.digest(values)
     lines[place] = json.dumps(values)
-    if how == "deep":
+    if change == "deep":
         lines[place] = lines[place].replace(": 0", f": {'[' * 9999}{']' * 9999}", 1)
     return "\n".join(lines)
 
@@ -308,7 +311,7 @@ def run(main, arguments, folder):
     )
 
 
-WHAT = (
+OUTCOMES = (
     "done",
     "warned",
     "refused",
@@ -363,16 +366,17 @@ class Campaign:
                 "memory": ended.memory > BYTES,
             }
             verdict = next((name for name, is_so in bad.items() if is_so), None)
-        what = "bad" if verdict else "refused" if ended.status else "done"
-        if what == "done" and "warning" in ended.said:
-            what = "warned"
-        self.seen[case.kind, what] += 1
+        outcome = "bad" if verdict else "refused" if ended.status else "done"
+        if outcome == "done" and "warning" in ended.said:
+            outcome = "warned"
+        self.seen[case.kind, outcome] += 1
         if verdict:
             self.failures.append((verdict, case))
         if verdict or self.show:
             said = ended.said.strip()[-1500 if verdict else -200 :]
             print(
-                f"{verdict or what}, {ended.seconds:.1f} s: {case}\n{said}", flush=True
+                f"{verdict or outcome}, {ended.seconds:.1f} s: {case}\n{said}",
+                flush=True,
             )
 
     def changed(self, case, folder, rng):
@@ -380,10 +384,10 @@ class Campaign:
         main, arguments, _ = COMMANDS[case.command]
         arguments = arguments.split()
         if case.kind == "file":
-            change_file(folder / case.file, case.how, rng)
+            change_file(folder / case.file, case.change, rng)
         else:
-            words = FILES if case.how in OUTPUTS else WORDS
-            arguments += [f"--{case.how}", rng.choice(words)]
+            words = FILES if case.change in OUTPUTS else WORDS
+            arguments += [f"--{case.change}", rng.choice(words)]
         before = tree(folder)
         own = ("new", "out.")
         if case.command == "resume":
@@ -397,7 +401,7 @@ class Campaign:
         noticed = (
             ended.status != 0
             or "warning" in ended.said
-            or case.how.startswith("crafted")
+            or case.change.startswith("crafted")
         )
         if case.kind == "file" and case.file.endswith(PROTECTED) and not noticed:
             if result(folder, case.command) != self.results[case.command]:
@@ -483,7 +487,9 @@ def main():
     for kind in sorted({kind for kind, _ in campaign.seen}):
         print(
             f"{kind}:",
-            ", ".join(f"{campaign.seen[kind, what]} {what}" for what in WHAT),
+            ", ".join(
+                f"{campaign.seen[kind, outcome]} {outcome}" for outcome in OUTCOMES
+            ),
         )
     verdicts = Counter(verdict for verdict, _ in campaign.failures)
     print(

@@ -22,23 +22,23 @@ assert all(
 def use(folder: Path) -> dict:
     """Everything that the tests compare, of one folder. case.pt: its inputs."""
     case = torch.load(folder.with_suffix(".pt"))
-    found = {}
+    outputs = {}
     if case["texts"]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        found["ids"] = [
+        outputs["ids"] = [
             tokenizer(text, add_special_tokens=False).input_ids
             for text in case["texts"]
         ]
-        found["mask"] = tokenizer.mask_token_id
-        found["back"] = tokenizer.batch_decode(found["ids"])
+        outputs["mask"] = tokenizer.mask_token_id
+        outputs["back"] = tokenizer.batch_decode(outputs["ids"])
     if not (folder / "model.safetensors").exists():
-        return found
+        return outputs
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     with torch.no_grad():
-        found["logits"] = model(**case["inputs"]).logits
+        outputs["logits"] = model(**case["inputs"]).logits
     for name, keywords in case["generate"].items():
-        found[name] = model.generate(**keywords)
-    found["refused"] = {
+        outputs[name] = model.generate(**keywords)
+    outputs["refused"] = {
         name: refusal(model, method, keywords)
         for name, (method, keywords) in case["refused"].items()
     }
@@ -47,24 +47,24 @@ def use(folder: Path) -> dict:
         code = re.search("```python\n(.*)```", card, re.DOTALL)[1]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code.replace("FOLDER", str(folder)), {})
-        found["printed"] = out.getvalue()
-    found["embeddings"] = model.get_input_embeddings() is model.model.wte
-    found["rows"] = padded_rows(model, case)
-    found["lacking"] = refusal(AutoModel, "from_pretrained", lacking(folder))
-    found.update(continued(folder, case))
+        outputs["printed"] = out.getvalue()
+    outputs["embeddings"] = model.get_input_embeddings() is model.model.wte
+    outputs["rows"] = padded_rows(model, case)
+    outputs["lacking"] = refusal(AutoModel, "from_pretrained", lacking(folder))
+    outputs.update(continued(folder, case))
     # Fine-tuned for a step, and saved as transformers does.
     loss = model(**case["labelled"]).loss
-    found["loss"] = loss.item()
+    outputs["loss"] = loss.item()
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     tuned = folder.with_name(f"{folder.name}-tuned")
     model.save_pretrained(tuned)
     again = AutoModel.from_pretrained(tuned, trust_remote_code=True)
     with torch.no_grad():
-        found["saved"] = model(**case["inputs"]).logits
-        found["again"] = again(**case["inputs"]).logits
-    found["tuned"] = {name: p.detach() for name, p in model.model.named_parameters()}
-    return found
+        outputs["saved"] = model(**case["inputs"]).logits
+        outputs["again"] = again(**case["inputs"]).logits
+    outputs["tuned"] = {name: p.detach() for name, p in model.model.named_parameters()}
+    return outputs
 
 
 def padded_rows(model, case: dict) -> list[tuple]:
@@ -130,7 +130,7 @@ def continued(folder: Path, case: dict) -> dict:
         logits = model(padded, attention_mask=mask).logits[:, 3:]
         after_begin = model(begun).logits
         without_begin = model(begun[:, 1:]).logits
-        made = model.generate(
+        generated = model.generate(
             padded,
             attention_mask=mask,
             do_sample=False,
@@ -151,7 +151,7 @@ def continued(folder: Path, case: dict) -> dict:
         "causal": logits,
         "after begin": (after_begin, without_begin),
         "refused masks": refusal(model, "forward", {"input_ids": case["gap"]}),
-        "continued": made[:, 3:],
+        "continued": generated[:, 3:],
         "sampled": sampled.shape,
         "padded": batch.attention_mask,
         "text": text,

@@ -54,7 +54,7 @@ class Job:
 
     def processes(self):
         """Its processes, torchrun's and the workers': {process id: environment}."""
-        found = {}
+        environments = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
                 environment = (path / "environ").read_text(errors="replace").split("\0")
@@ -62,8 +62,8 @@ class Job:
                     pairs = [
                         entry.split("=", 1) for entry in environment if "=" in entry
                     ]
-                    found[int(path.name)] = dict(pairs)
-        return found
+                    environments[int(path.name)] = dict(pairs)
+        return environments
 
     def workers(self):
         """{rank: process id}"""

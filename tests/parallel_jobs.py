@@ -134,8 +134,8 @@ def orthogonal(config, procs):
             if torch.distributed.is_initialized():
                 make = muon.orthogonal_updates
             updates = make(matrices[:count], sizes[:count])
-        made = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
-        assert sum(made) == count
+        counts = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
+        assert sum(counts) == count
         if config.train.parallel == "fsdp":
             updates = [
                 DTensor.from_local(

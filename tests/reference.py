@@ -531,14 +531,14 @@ def plan_distribution(conditional, plans, n_given=0):
     total = 0
     for probability, order, counts in plans:
         product = torch.ones_like(next(iter(conditional.values())))
-        known = n_given
+        known_count = n_given
         for g, count in enumerate(counts):
             groups = (*[1] * n_given, *counts[:g])
-            context = order[:known]
-            for target in order[known : known + count]:
+            context = order[:known_count]
+            for target in order[known_count : known_count + count]:
                 product = product * given_groups(conditional, context, groups, target)
-            known += count
-        assert known == len(order)
+            known_count += count
+        assert known_count == len(order)
         total = total + float(probability) * product
     return total
 
@@ -667,17 +667,17 @@ def truncated(probs, choice):
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
-    kept = []
+    kept_ids = []
     reached = 0.0
     for i in ranked:
-        kept.append(i)
+        kept_ids.append(i)
         reached += probs[i] / mass
         if reached >= choice.top_p:
             break
-    if choice.crossing == "drop" and reached > choice.top_p and len(kept) > 1:
-        kept.pop()
-    mass = sum(probs[i] for i in kept)
-    return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))]
+    if choice.crossing == "drop" and reached > choice.top_p and len(kept_ids) > 1:
+        kept_ids.pop()
+    mass = sum(probs[i] for i in kept_ids)
+    return [probs[i] / mass if i in kept_ids else 0.0 for i in range(len(probs))]
 
 
 def tempered(logits, temperature):
@@ -691,17 +691,17 @@ def with_choice(conditional, choice, vocab_size, length):
     """The conditionals after temperature, top-k and nucleus, by the definitions
     above."""
     result = {}
-    known = {}
+    cache = {}
     for (context, target), p in conditional.items():
         by_position = p.view((vocab_size,) * length)
         rows = by_position.movedim(target, -1).reshape(-1, vocab_size)
         chosen = []
         for row in rows:
             key = tuple(row.tolist())
-            if key not in known:
+            if key not in cache:
                 probs = tempered(row.log().tolist(), choice.temperature)
-                known[key] = truncated(probs, choice)
-            chosen.append(known[key])
+                cache[key] = truncated(probs, choice)
+            chosen.append(cache[key])
         chosen = torch.tensor(chosen, dtype=torch.float64)
         by_position = chosen.view((vocab_size,) * length)
         result[context, target] = by_position.movedim(-1, target).flatten()
@@ -794,7 +794,7 @@ DECODERS = {
     "two_stream": {"target": "two_stream"},
     "AO-GPT, rotary": {"position": "rotary"},
     "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
-    "Llama": LLAMA | {"target": "rotary", "query_at": "before_target"},
+    "Llama": {**LLAMA, "target": "rotary", "query_at": "before_target"},
     "mask_query": {"target": "mask_query"},
 }
 RADD = {
@@ -809,18 +809,19 @@ RADD = {
 }
 ENCODERS = {
     "RADD": RADD,
-    "SEDD": RADD | {"norm_bias": False, "noise": True},
+    "SEDD": {**RADD, "norm_bias": False, "noise": True},
     "encoder AO-GPT": {"attention": "full", "target": "none", "mask_token": TOKENS},
 }
-SYSTEMS = DECODERS | ENCODERS
+SYSTEMS = {**DECODERS, **ENCODERS}
 # Systems that the tests of all systems do without.
 ONE_BY_ONE = "two_stream, one by one"  # never trained in groups
 ROTARY_GPT = "GPT, rotary"  # plain, with the fast recipe
 ROTATED = {
-    f"{system}, rotary": DECODERS[system] | {"position": "rotary"}
+    f"{system}, rotary": {**DECODERS[system], "position": "rotary"}
     for system in ("sigma-GPT", "shared", "per_block")
 }
-OTHERS = ROTATED | {
+OTHERS = {
+    **ROTATED,
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
     "mask_query, rotary": {
         "target": "mask_query",
@@ -833,9 +834,13 @@ OTHERS = ROTATED | {
         "value_residual": True,
     },
     ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
-    "Llama, plain": LLAMA | {"target": "none", "start": "hidden"},
-    "Llama, A3": LLAMA
-    | {"target": "two_stream", "query_at": "before_target", "tied_head": False},
+    "Llama, plain": {**LLAMA, "target": "none", "start": "hidden"},
+    "Llama, A3": {
+        **LLAMA,
+        "target": "two_stream",
+        "query_at": "before_target",
+        "tied_head": False,
+    },
     "per_block, both": {"target": "per_block", "position": "both"},
 }
 

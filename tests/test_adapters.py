@@ -123,7 +123,7 @@ def test_merged_adapters_compute_what_peft_does_unmerged(tuned, weights):
     prefix = "ema." if weights == "ema" else "model."
     parts = store.read_all(path, store.read_values(path), prefix)
     assert not unmerged.load_state_dict(parts, strict=False).unexpected_keys
-    tokens = random_tokens(257, 2, 16, seed=1)
+    tokens = random_tokens(vocab_size=257, batch_size=2, length=16, seed=1)
     order = torch.stack([torch.randperm(16) for _ in range(2)])
     with torch.no_grad():
         expected = unmerged.logits(tokens, order)
@@ -147,13 +147,13 @@ def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_pa
         load(moved, adapter=tmp_path / "adapter"),
         load(moved, adapter=config.run_folder),
     ):
-        found = parameters(loaded.model)
-        assert all(torch.equal(found[name], p) for name, p in expected.items())
+        merged = parameters(loaded.model)
+        assert all(torch.equal(merged[name], p) for name, p in expected.items())
         assert loaded.tokenizer == "bytes"
         assert loaded.step == 8
     convert(str(tmp_path / "adapter"), tmp_path / "merged")
-    found = parameters(load(tmp_path / "merged").model)
-    assert all(torch.equal(found[name], p) for name, p in expected.items())
+    merged = parameters(load(tmp_path / "merged").model)
+    assert all(torch.equal(merged[name], p) for name, p in expected.items())
 
 
 def test_an_exported_adapter_is_bfloat16_unless_another_type_is_named(tuned, tmp_path):
@@ -169,7 +169,7 @@ def test_an_exported_adapter_is_bfloat16_unless_another_type_is_named(tuned, tmp
     ]
     assert {tensor.dtype for tensor in small.values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in large.values()} == {torch.float32}
-    found = parameters(load(tmp_path / "half").model)
+    exported = parameters(load(tmp_path / "half").model)
     expected = parameters(load(tmp_path / "whole").model)
     before = parameters(load(base).model)
     moved = 0
@@ -180,9 +180,9 @@ def test_an_exported_adapter_is_bfloat16_unless_another_type_is_named(tuned, tmp
         other = large[f"{module}.lora_B.weight"]
         weight = f"{module}.weight"
         limit = 2 * 2**-7 * (other.abs() @ tensor.abs())  # alpha / rank is 2
-        difference = (found[weight] - expected[weight]).abs()
+        difference = (exported[weight] - expected[weight]).abs()
         assert (difference <= limit + 1e-6).all()
-        assert not torch.equal(found[weight], before[weight])
+        assert not torch.equal(exported[weight], before[weight])
         moved += int((difference > 0).sum())
     assert moved > 0, "the rounding shows"
 
@@ -268,9 +268,9 @@ def test_a_folder_for_transformers_holds_the_merged_weights(tuned, tmp_path):
     convert(str(config.run_folder), tmp_path / "hub", hub=True)
     assert (tmp_path / "hub" / "modeling_aogpt.py").is_file()
     expected = parameters(load(config.run_folder).model)
-    found = parameters(load(tmp_path / "hub").model)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], p) for name, p in expected.items())
+    merged = parameters(load(tmp_path / "hub").model)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], p) for name, p in expected.items())
 
 
 def test_what_cannot_be_adapted_is_refused(tuned, tmp_path):

@@ -55,12 +55,12 @@ def visit(monkeypatch):
     """Act as a visitor of a page with one tiny model; settings that are given stay."""
     text = small("target rotary")
     session = sessions.Session()
-    known = {}
+    settings_so_far = {}
     monkeypatch.setattr(sessions, "load", lambda path: text)
 
     def act(action, **settings):
-        known.update(settings)
-        session.act(dataclasses.replace(SETTINGS, **known), action)
+        settings_so_far.update(settings)
+        session.act(dataclasses.replace(SETTINGS, **settings_so_far), action)
         return session
 
     return act
@@ -76,13 +76,17 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
     given = [i for i in range(T) if fill.context[i] is not None]
     for number, position in enumerate([9, 1, 6, 8, 2, 10]):
         states.append((list(fill.tokens), {i: fill.log_probs(i) for i in fill.blanks}))
-        known = given + [i for i, *_ in fill.steps]
-        order = [*known, position, *(i for i in fill.blanks if i != position)]
+        filled_positions = given + [i for i, *_ in fill.steps]
+        order = [
+            *filled_positions,
+            position,
+            *(i for i in fill.blanks if i != position),
+        ]
         x = torch.tensor([[token or 0 for token in fill.tokens]]).repeat(257, 1)
         x[:, position] = torch.arange(257)
         along = token_log_probs(text.model, x, torch.tensor([order]).expand(257, T))
         got = fill.log_probs(position)
-        expected = along[:, len(known)].double()
+        expected = along[:, len(filled_positions)].double()
         assert (got - expected).abs().max() < tolerance
         assert got.dtype == torch.float64
         if number == 0 or text.model.config.is_encoder:
@@ -98,7 +102,7 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
         else:
             fill.put(position, 97 + number)
     tokens = torch.tensor([fill.tokens])
-    known = T - 6
+    prompt_length = T - 6
 
     def total(order, start):
         log_probs = token_log_probs(text.model, tokens, torch.tensor([order]))
@@ -106,10 +110,10 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
 
     blanks = [i for i in range(T) if fill.context[i] is None]
     taken = [position for position, *_ in fill.steps]
-    assert abs(fill.sums[-1] - total(given + taken, known)) < tolerance
+    assert abs(fill.sums[-1] - total(given + taken, prompt_length)) < tolerance
     assert fill.sums[0] == 0
     assert len(fill.sums) == 7
-    expected = total(given + blanks, known), total(list(range(T)), 0)
+    expected = total(given + blanks, prompt_length), total(list(range(T)), 0)
     for got, value in zip(fill.left_to_right(), expected, strict=True):
         assert abs(got - value) < tolerance
     for tokens, log_probs in reversed(states):  # undo restores every state, bit for bit
@@ -223,8 +227,8 @@ def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     fill = gapped(text, "é\x07[MASK:2]\n<b>[MASK]")
     fill.put(9, 98)
     drawn = json.loads(json.dumps(filling.view(fill, 3)))
-    known = [token["text"] for token in drawn["tokens"] if "step" in token]
-    assert "".join(known) == "é\\x07\n<b>b"  # control characters are escaped
+    token_texts = [token["text"] for token in drawn["tokens"] if "step" in token]
+    assert "".join(token_texts) == "é\\x07\n<b>b"  # control characters are escaped
     blanks = [token for token in drawn["tokens"] if "blank" in token]
     first, second = blanks
     assert first["blank"] == 3
@@ -411,8 +415,10 @@ def test_a_text_is_filled_in_by_clicks(tab):
     choice = tab.locator(".choice b").nth(1).inner_text()
     tab.locator(".choice").nth(1).click()
     filled(tab, 2)
-    told = tab.locator(".filled", has_text=choice.replace("·", "").strip()).first
-    assert "token" in told.get_attribute("title")
+    filled_token = tab.locator(
+        ".filled", has_text=choice.replace("·", "").strip()
+    ).first
+    assert "token" in filled_token.get_attribute("title")
     assert float(tab.locator(".scores td").nth(1).inner_text()) < float(first) <= 0
     tab.get_by_role("button", name="Undo").click()
     filled(tab, 1)

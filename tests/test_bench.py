@@ -105,8 +105,8 @@ def test_systems_with_steps_of_their_own_are_timed_once(tmp_path, script):
         assert ("times_floor" in first) == (system == "gpt")
         assert first["calls"] == {"gpt": 16}.get(system, first["calls"])
     options = tiny(DecodeOptions, compile=True)
-    made = decoding_speed.DecodeBench(options, 2, 16, CPU, torch.float32)
-    assert made.engine("ours", (2, 16)) is made.engine("speculative", (2, 16))
+    benchmark = decoding_speed.DecodeBench(options, 2, 16, CPU, torch.float32)
+    assert benchmark.engine("ours", (2, 16)) is benchmark.engine("speculative", (2, 16))
 
 
 FEW = "--batch-size 1 --device cpu --repeats 1"
@@ -176,8 +176,8 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
         assert {rows[system, steps]["calls"] for system in systems} == {sizes.shape[1]}
         predicted = 32 * int(sizes.count_nonzero())
         assert rows["encoder", steps]["token_forwards"] == predicted
-        known = int((sizes.cumsum(dim=1) * (sizes > 0)).sum())
-        assert rows["no-cache", steps]["token_forwards"] == known
+        token_forwards = int((sizes.cumsum(dim=1) * (sizes > 0)).sum())
+        assert rows["no-cache", steps]["token_forwards"] == token_forwards
         ours = rows["ours", steps]
         assert 3 * 32 <= ours["token_forwards"] <= 3 * (2 * 32 + steps)
         assert ours["times_floor"] > 0
@@ -209,8 +209,12 @@ def test_memory_is_that_of_buffers_and_working_tensors():
     assert len(rows) == 2 * 2 * 3
     for system in ("ours", "l2r"):
         for size in (1, 2):
-            kept = 2 * 2 * size * 128 * 64 * 4  # keys and values
-            assert kept <= rows[system, size, 128] < kept + (1 + 3 * size) * 2**20
+            cache_bytes = 2 * 2 * size * 128 * 64 * 4  # keys and values
+            assert (
+                cache_bytes
+                <= rows[system, size, 128]
+                < cache_bytes + (1 + 3 * size) * 2**20
+            )
     assert rows["encoder", 2, 128] > 2 * rows["encoder", 2, 32] > 0
 
 
@@ -243,7 +247,7 @@ def test_compiled_steps_are_not_compiled_again_whatever_the_order(monkeypatch):
     monkeypatch.setattr(
         torch.nn.Module,
         "compile",
-        lambda self, **how: plain(self, backend=counting, **how),
+        lambda self, **settings: plain(self, backend=counting, **settings),
     )
     torch._dynamo.reset()
     options = TrainOptions(

@@ -118,7 +118,7 @@ def test_the_last_k_are_kept_and_the_best_besides(tmp_path):
 
 
 def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path):
-    others = [
+    other_names = [
         ".step_00000009.tmp",
         "step_9",
         "step_00000009.old",
@@ -127,11 +127,11 @@ def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path
     ]
     assert store.read_newest(tmp_path) is None
     assert store.read_newest(tmp_path / "not there") is None
-    for name in ["step_100000000", "step_00000020", "step_00000003", *others]:
+    for name in ["step_100000000", "step_00000020", "step_00000003", *other_names]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000004").touch()
-    found = [path.name for path in store.find(tmp_path)]
-    assert found == ["step_00000003", "step_00000020", "step_100000000"]
+    names = [path.name for path in store.find(tmp_path)]
+    assert names == ["step_00000003", "step_00000020", "step_100000000"]
     assert store.find(tmp_path, up_to=20)[-1].name == "step_00000020"
 
 
@@ -203,13 +203,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("damage_name", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    tmp_path, capsys, how
+    tmp_path, capsys, damage_name
 ):
     older = save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    damage, words = DAMAGES[how]
+    damage, words = DAMAGES[damage_name]
     damage(newest)
     path, values = store.read_newest(tmp_path)
     assert path == older
@@ -236,12 +236,12 @@ def test_no_flipped_byte_goes_unnoticed_unless_it_changes_nothing(tmp_path, file
         (path / file).write_bytes(original)
         flip_byte(path / file, rng.randrange(len(original)), rng.randrange(1, 256))
         try:
-            found = read_checkpoint(path)
+            contents = read_checkpoint(path)
         except CheckpointError as error:
             assert str(path) in str(error)
             noticed += 1
         else:
-            assert_same(found, expected)
+            assert_same(contents, expected)
     assert noticed > 20
 
 
@@ -326,13 +326,13 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
     older = save(tmp_path, 1, best=1)
     newest = save(tmp_path, 2, best=1)
     state = tiny_state(2)
-    for which, expected in (
+    for kind, expected in (
         ("ema", state.averages[0].weights),
         ("raw", weights(state.model)),
     ):
-        loaded = load(tmp_path, which)
+        loaded = load(tmp_path, kind)
         assert_same(weights(loaded.model), expected)
-        assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, which)
+        assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, kind)
         assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
         assert not loaded.model.training
         assert loaded.model.config == TINY
@@ -372,16 +372,16 @@ def test_what_is_not_there_is_a_clear_error(tmp_path):
 def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9, best=2)
-    for which, step in (("last", 3), ("best", 2), ("1", 1), ("2", 2)):
-        loaded = load(tmp_path, checkpoint=which)
+    for checkpoint, step in (("last", 3), ("best", 2), ("1", 1), ("2", 2)):
+        loaded = load(tmp_path, checkpoint=checkpoint)
         assert loaded.step == step
         assert loaded.path == str(store.path_of(tmp_path, step))
         assert_same(weights(loaded.model), tiny_state(step).averages[0].weights)
-    for which in ("4", "01", "newest", "../x", "-1"):
+    for checkpoint in ("4", "01", "newest", "../x", "-1"):
         with pytest.raises(
             CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"
         ):
-            load(tmp_path, checkpoint=which)
+            load(tmp_path, checkpoint=checkpoint)
     with pytest.raises(
         CheckpointError, match="--checkpoint best: .* is not a run folder"
     ):
@@ -405,9 +405,9 @@ def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder
     assert "move" not in str(error.value)
 
 
-@pytest.mark.parametrize("what", ["step_00000001", "best"])
+@pytest.mark.parametrize("blocked_name", ["step_00000001", "best"])
 def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced(
-    tmp_path, monkeypatch, capsys, what
+    tmp_path, monkeypatch, capsys, blocked_name
 ):
     save(tmp_path, 1, keep=1, best=1)
     rename = os.rename
@@ -415,7 +415,7 @@ def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced
 
     def fail(move):
         def call(source, target):
-            if Path(source if what != "best" else target).name == what:
+            if Path(source if blocked_name != "best" else target).name == blocked_name:
                 raise OSError(errno.ENOSPC, "No space left on device")
             move(source, target)
 
@@ -426,7 +426,9 @@ def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced
     save(tmp_path, 2, keep=1, best=2)
     assert load(tmp_path).step == 2
     (warning,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"warning: could not (remove the old|write) .*{what}", warning)
+    assert re.match(
+        f"warning: could not (remove the old|write) .*{blocked_name}", warning
+    )
     assert "No space left" in warning
     monkeypatch.undo()
     save(tmp_path, 3, keep=1, best=2)

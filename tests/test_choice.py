@@ -65,9 +65,10 @@ def random_uniforms(n, seed):
 
 
 def defined(logits, choice):
-    """The distribution (V,) of a choice from a list of logits, by definition, in plain
-    Python."""
-    probs = truncated(tempered(logits, choice.temperature), choice)
+    """Return the distribution (V,) of a choice from a list of logits, by definition, in
+    plain Python."""
+    tempered_probs = tempered(logits, choice.temperature)
+    probs = truncated(tempered_probs, choice)
     return torch.tensor(probs, dtype=torch.float64)
 
 
@@ -91,7 +92,8 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     """Allowed are 4.5 standard deviations, on a grid of uniforms, too."""
     logits = torch.tensor(SHAPES[shape])
     expected = defined(SHAPES[shape], choice)
-    drawn = choose_tokens(logits.expand(GRID, -1), even_uniforms(GRID), choice)
+    rows = logits.expand(GRID, -1)
+    drawn = choose_tokens(rows, even_uniforms(GRID), choice)
     shares = drawn.bincount(minlength=len(logits)) / GRID
     variance = (expected * (1 - expected) / GRID).clamp(min=0)
     allowed = 2.001 / GRID + 4.5 * variance.sqrt()
@@ -131,7 +133,7 @@ def test_drawn_tokens_pass_chi_square(choice, seed, path):
     [
         TokenChoice(0),
         TokenChoice(top_p=0),
-        TokenChoice(0.5, 0, 3),
+        TokenChoice(temperature=0.5, top_p=0, top_k=3),
         TokenChoice(top_k=1),
     ],
 )
@@ -182,13 +184,15 @@ def test_no_probability_mass_is_lost_below_float32():
 
 
 def nucleus_by_sorting(probs, top_p):
-    """BoolTensor (N, V): the tokens before which less than top_p of the mass is
+    """Return BoolTensor (N, V): the tokens before which less than top_p of the mass is
     reached."""
-    ranked, place = probs.double().sort(dim=1, descending=True, stable=True)
-    before = ranked.cumsum(dim=1) - ranked
-    kept = (before < top_p * probs.double().cumsum(dim=1)[:, -1:]) & (ranked > 0)
-    kept[:, 0] = True
-    return torch.empty_like(kept).scatter_(1, place, kept)
+    probs = probs.double()
+    ranked, place = probs.sort(dim=1, descending=True, stable=True)
+    mass_before = ranked.cumsum(dim=1) - ranked
+    mass = probs.cumsum(dim=1)[:, -1:]
+    in_nucleus = (mass_before < top_p * mass) & (ranked > 0)
+    in_nucleus[:, 0] = True
+    return torch.empty_like(in_nucleus).scatter_(1, place, in_nucleus)
 
 
 def normal(vocab, seed):
@@ -228,16 +232,19 @@ NUCLEI = pytest.mark.parametrize(
 @NUCLEI
 def test_the_nucleus_found_by_bisection_is_the_sorted_one(name, vocab, dtype):
     seeds = range(2) if vocab > 1000 else range(9)
-    logits = torch.stack([DISTRIBUTIONS[name](vocab, seed) for seed in seeds]).to(dtype)
+    rows = [DISTRIBUTIONS[name](vocab, seed) for seed in seeds]
+    logits = torch.stack(rows).to(dtype)
     probs = (logits - logits.amax(dim=-1, keepdim=True)).softmax(dim=-1)
+    mass = probs.double().sum(dim=-1, keepdim=True)
     for top_p in TOP_P:
-        expected = nucleus_by_sorting(probs, top_p)
-        kept = _nucleus(probs, top_p * probs.double().sum(dim=-1, keepdim=True))
-        assert torch.equal(kept, probs * expected)
+        in_nucleus = nucleus_by_sorting(probs, top_p)
+        nucleus_probs = _nucleus(probs, top_p * mass)
+        assert torch.equal(nucleus_probs, probs * in_nucleus)
         got = probabilities(logits, TokenChoice(top_p=top_p))
-        assert torch.equal(got > 0, expected)
-        wanted = probs.double() * expected
-        assert (got - wanted / wanted.sum(dim=1, keepdim=True)).abs().max() < 1e-12
+        assert torch.equal(got > 0, in_nucleus)
+        expected = probs.double() * in_nucleus
+        expected = expected / expected.sum(dim=1, keepdim=True)
+        assert (got - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("vocab", [2, 8, 256, 65_536])
@@ -261,9 +268,8 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
     """All in the nucleus; of 10 tokens, which a grid of uniforms can reach, all of the
     nucleus."""
     seeds = 4 if vocab > 1000 else 60
-    logits = torch.stack(
-        [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]
-    ).to(dtype)
+    rows = [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]
+    logits = torch.stack(rows).to(dtype)
     uniforms = random_uniforms(seeds, 1)
     uniforms[0] = 0.0
     uniforms[1] = JUST_BELOW_ONE
@@ -276,12 +282,14 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
         by_row = choose_tokens(logits, uniforms, choice)
         with monkeypatch.context() as patch:
             patch.setattr(token_choice, "_may_branch", lambda x: False)
-            assert torch.equal(by_row, choose_tokens(logits, uniforms, choice))
+            by_bisection = choose_tokens(logits, uniforms, choice)
+        assert torch.equal(by_row, by_bisection)
         expected = probabilities(logits, choice)
         assert (expected.gather(1, by_row[:, None]) > 0).all()
         if vocab == 10:
-            drawn = F.one_hot(by_row.view(400, 9), num_classes=10).sum(dim=0)
-            assert ((drawn > 0) | (expected[:9] < 16 / 400)).all()
+            counts = F.one_hot(by_row.view(400, 9), num_classes=10).sum(dim=0)
+            is_rare = expected[:9] < 16 / 400
+            assert ((counts > 0) | is_rare).all()
 
 
 def test_bfloat16_noise_lowers_the_entropy():
@@ -292,11 +300,12 @@ def test_bfloat16_noise_lowers_the_entropy():
     probs = torch.tensor(tempered(logits.tolist(), 1.0), dtype=torch.float64)
     entropy = float(torch.special.entr(probs).sum())
     n = 4000
-    error = float((probs * (-probs.log() - entropy) ** 2).sum() / n) ** 0.5
+    variance = (probs * (-probs.log() - entropy) ** 2).sum()
+    error = float(variance / n) ** 0.5
+    uniforms = random_uniforms(n, 3)
     for noise in ("float64", "float32", "bfloat16"):
-        drawn = choose_tokens(
-            logits.expand(n, -1), random_uniforms(n, 3), TokenChoice(noise=noise)
-        )
+        choice = TokenChoice(noise=noise)
+        drawn = choose_tokens(logits.expand(n, -1), uniforms, choice)
         surprisal = -probs[drawn].log().mean()
         if noise == "bfloat16":
             assert surprisal < 0.6 * entropy
@@ -327,15 +336,19 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     """10 x 10 cells of both, of the new with the last digits of the old, and of two
     salts."""
     n = 50_000
-    old = even_uniforms(n) if kind == "grid" else random_uniforms(n, salt)
-    old *= 2.0**-30 if kind == "small" else 1
+    old = random_uniforms(n, salt)
+    if kind == "grid":
+        old = even_uniforms(n)
+    elif kind == "small":
+        old = old * 2.0**-30
     new = fresh_uniforms(old, salt)
     assert new.dtype == torch.float64
     assert float(new.min()) >= 0
     assert float(new.max()) < 1
     assert accept((new * 100).long().bincount(minlength=100), UNIFORM)
     scaled = old / old.max() * (1 - 1e-9)
-    for part in (scaled, (scaled * 5000) % 1):
+    last_digits = (scaled * 5000) % 1
+    for part in (scaled, last_digits):
         row = (part * 10).long()
         column = (new * 10).long()
         observed = (row * 10 + column).bincount(minlength=100)
@@ -361,19 +374,24 @@ def test_a_draw_races_blocks_and_then_ids_and_pads_what_is_no_multiple(vocab):
     """Every id as often as its weight says; in two blocks or more the marginals of
     blocks, too."""
     weights = torch.rand(vocab, generator=seeded(0), dtype=torch.float64) ** 8
-    drawn = torch.cat(
-        [draw(weights.expand(2000, -1), random_uniforms(2000, s)) for s in range(20)]
-    )
+    parts = []
+    for seed in range(20):
+        uniforms = random_uniforms(2000, seed)
+        parts.append(draw(weights.expand(2000, -1), uniforms))
+    drawn = torch.cat(parts)
     expected = weights / weights.sum()
     assert accept(drawn.bincount(minlength=vocab), expected)
-    blocks = torch.zeros(-(-vocab // 64), dtype=torch.float64)
-    blocks.scatter_add_(0, torch.arange(vocab) // 64, expected)
-    assert vocab < 64 or accept((drawn // 64).bincount(minlength=len(blocks)), blocks)
+    if vocab > 64:
+        of_blocks = torch.zeros(-(-vocab // 64), dtype=torch.float64)
+        of_blocks.scatter_add_(0, torch.arange(vocab) // 64, expected)
+        drawn_blocks = drawn // 64
+        counts = drawn_blocks.bincount(minlength=len(of_blocks))
+        assert accept(counts, of_blocks)
 
 
 def test_rounding_of_the_logits_moves_no_token():
-    """Of 50,304 ids, perturbed as float32 rounds; an inverse CDF in id order moves one
-    in 2,000."""
+    """Logits of 50,304 ids are perturbed as float32 rounds; an inverse CDF in id order
+    moves one token in 2,000."""
     moved = 0
     noise = seeded(1)
     for _ in range(30):

@@ -24,34 +24,38 @@ NOTES = get_tokenizer(str(TOKENIZER))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A file of random chorales whose voices span 13 semitones and are silent once in a
-    while."""
+    """Return a file of random chorales whose voices span 13 semitones and are silent
+    once in a while, the chorales of each split, and the prepared folder."""
     rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("source") / "made.json"
     lengths = {"train": (100, 40), "valid": (70,), "test": (33, 90)}
     low = [[60, 55, 48, 41]]
-    made = {}
+    chorales_by_split = {}
     for split, sizes in lengths.items():
-        made[split] = [low + rng.integers(0, 13, (size, 4)) for size in sizes]
-    made["train"][1][:, 0] = 78  # goes up by 3 at most
-    for chorales in made.values():
+        chorales = []
+        for size in sizes:
+            chorales.append(low + rng.integers(0, 13, (size, 4)))
+        chorales_by_split[split] = chorales
+    chorales_by_split["train"][1][:, 0] = 78  # goes up by 3 at most
+    for chorales in chorales_by_split.values():
         for chorale in chorales:
             chorale[rng.random(chorale.shape) < 0.02] = -1
-    path.write_text(json.dumps(made, default=np.ndarray.tolist))
+    path.write_text(json.dumps(chorales_by_split, default=np.ndarray.tolist))
     folder = helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
-    return path, made, folder
+    return path, chorales_by_split, folder
 
 
 def transposed(crop, shifts):
-    """A crop in several keys; silence (-1) stays."""
-    return [np.where(crop < 0, -1, crop + shift) for shift in shifts]
+    """Return a crop in several keys; silence (-1) stays."""
+    is_silent = crop < 0
+    return [np.where(is_silent, -1, crop + shift) for shift in shifts]
 
 
 def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(source):
-    _, made, folder = source
-    long, high = made["train"]
-    (val,) = made["valid"]
-    test, last = made["test"]
+    _, chorales_by_split, folder = source
+    long, high = chorales_by_split["train"]
+    (val,) = chorales_by_split["valid"]
+    test, last = chorales_by_split["test"]
     expected = {
         "train": [],
         "val": [val[:32], val[32:64]],
@@ -62,8 +66,9 @@ def test_crops_are_of_one_chorale_and_of_training_in_all_keys_within_the_range(s
         expected["train"] += transposed(crop, range(-5, 7))
     expected["train"] += transposed(high[:CROP], range(-5, 4))
     for split, crops in expected.items():
-        found = pitches_of(read_tokens(folder, split, verify=True).tolist())
-        assert found == np.array(crops).flatten().tolist()
+        tokens = read_tokens(folder, split, verify=True)
+        pitches = pitches_of(tokens.tolist())
+        assert pitches == np.array(crops).flatten().tolist()
     assert load_meta(folder)["source"][0]["transpositions"] == [*range(-5, 7)]
     assert not TokenDataset(folder, "train", 128).of_records  # no prompts: as text
 
@@ -82,9 +87,12 @@ def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
 
 
 def test_text_is_notes_with_white_space_between_them_and_is_read_back():
-    assert NOTES.encode(NOTES.decode([*range(47)])) == [*range(47)]
+    all_notes = list(range(47))
+    assert NOTES.encode(NOTES.decode(all_notes)) == all_notes
     assert NOTES.encode("r C2 A5\nC4  A#3") == [0, 1, 46, 25, 23]
-    assert (NOTES.vocab_size, NOTES.eot, NOTES.starts) == (48, 47, [])
+    assert NOTES.vocab_size == 48
+    assert NOTES.eot == 47
+    assert NOTES.starts == []
     assert pitches_of([0, 1, 46, 25, 47]) == [-1, 36, 81, 60, -1]
     for wrong in ("C6", "B1", "H4", "c4", "Bb4", "</s>"):
         with pytest.raises(UserError, match="cannot encode 'C4 "):
@@ -92,32 +100,37 @@ def test_text_is_notes_with_white_space_between_them_and_is_read_back():
 
 
 def notes_of(data):
-    """{name: [(pitch, start, length)]} of the tracks of a MIDI file, in sixteenths."""
+    """Return {name: [(pitch, start, length)]} of the tracks of a MIDI file, in
+    sixteenths."""
     assert data[:14] == b"MThd" + struct.pack(">IHHH", 6, 1, 4, 4 * TICKS)
     tracks = {}
     for chunk in data[14:].split(b"MTrk")[1:]:
         assert int.from_bytes(chunk[:4], "big") == len(chunk) - 4
         stream = iter(chunk[4:])
-        now = 0
+        now = 0  # in ticks
         meta = {}
         notes = []
-        on = {}
-        while 0x2F not in meta:
+        starts = {}  # of the notes that sound, by pitch
+        while 0x2F not in meta:  # the end of a track
             delta = 0
             byte = next(stream)
             while byte & 0x80:
                 delta = (delta | byte & 0x7F) << 7
                 byte = next(stream)
-            now = now + (delta | byte)
+            now += delta | byte
             status = next(stream)
             key = next(stream)
             if status == 0xFF:
-                meta[key] = bytes(islice(stream, next(stream)))
-            elif status >> 4 != 0xC and next(stream):  # how loud
-                on[key] = now
-            elif status >> 4 == 8:
-                notes.append((key, on[key] // TICKS, (now - on.pop(key)) // TICKS))
-        assert not on
+                length = next(stream)
+                meta[key] = bytes(islice(stream, length))
+            elif status >> 4 != 0xC:  # no program change: a note with a velocity
+                velocity = next(stream)
+                if velocity:
+                    starts[key] = now
+                elif status >> 4 == 8:
+                    start = starts.pop(key)
+                    notes.append((key, start // TICKS, (now - start) // TICKS))
+        assert not starts
         assert not [*stream]
         tracks[meta[3].decode()] = notes
     return tracks
@@ -127,12 +140,13 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
     one = [72, 67, 60, 48, 72, 65, -1, 48, 71, 65, 60, 48, 71, -1, 60, 48]
     then = 4 + BAR
     two = [70] * 300 * 4 + [70]  # a length of three bytes, and a voice that goes on
-    upper = (
+    voices = [
         [(72, 0, 2), (71, 2, 2), (70, then, 301)],
         [(67, 0, 1), (65, 1, 2), (70, then, 300)],
-    )
-    lower = [(60, 0, 1), (60, 2, 2), (70, then, 300)], [(48, 0, 4), (70, then, 300)]
-    expected = dict(zip(VOICES, upper + lower, strict=True))
+        [(60, 0, 1), (60, 2, 2), (70, then, 300)],
+        [(48, 0, 4), (70, then, 300)],
+    ]
+    expected = dict(zip(VOICES, voices, strict=True))
     notes = notes_of(midi_file([one, two]))
     assert list(notes.items()) == list(expected.items())
 
@@ -157,8 +171,9 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp
         status, _, _ = script(sample, one.run_folder, *words, "--jsonl", written)
         assert status == 0
         [record] = helpers.read_lines(written)
-        same = (record["tokens"] == ids[128:256]).reshape(CROP, 4).all(axis=0)
-        assert same.tolist() == [True, False, True, True]
+        is_same = record["tokens"] == ids[128:256]
+        same_voices = is_same.reshape(CROP, 4).all(axis=0)
+        assert same_voices.tolist() == [True, False, True, True]
         assert record["prompt_index"] == 1
         assert record["infill"].count("[MASK:1]") == CROP
 
@@ -173,7 +188,8 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, p
     assert "come back" not in said  # no note is lost
     short = "--train.steps 2 --optim.warmup-steps 1 --train.no-compile".split()
     printed(train, config, "--data.folder", data, "--out", tmp_path, *short)
-    np.save(voices, np.arange(128).reshape(32, 4).T.reshape(1, -1))
+    voice_by_voice = np.arange(128).reshape(32, 4).T
+    np.save(voices, voice_by_voice.reshape(1, -1))
     rows = tmp_path / "made.jsonl"
     words = ["--num-samples", 1, "--jsonl", rows, "--mode", "order"]
     printed(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
@@ -190,15 +206,12 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, p
 def test_a_piano_roll_has_a_column_a_sixteenth_and_a_row_a_pitch():
     rolls = [[72, 67, 67, 48, 74, 67, 60, -1], [60, -1, -1, -1]]
     picture = ElementTree.fromstring(piano_rolls(rolls))
-    notes = [
-        (
-            note[0].text,
-            int(note.get("x")) // music.WIDTH,
-            int(note.get("y")) // music.HEIGHT,
-            music.COLOURS.index(note.get("fill")),
-        )
-        for note in picture
-    ]
+    notes = []
+    for note in picture:
+        column = int(note.get("x")) // music.WIDTH
+        row = int(note.get("y")) // music.HEIGHT
+        voice = music.COLOURS.index(note.get("fill"))
+        notes.append((note[0].text, column, row, voice))
     # The first roll has 27 rows, from D5 down to C3; two empty ones follow.
     assert notes == [
         ("C5", 0, 2, 0),

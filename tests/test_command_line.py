@@ -132,8 +132,8 @@ def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
     command = [sys.executable, "-c", MAIN.format(body)]
     env = os.environ | {"PYTHONIOENCODING": "ascii", "RANK": "3"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    found = done.returncode, done.stdout.strip(), done.stderr.strip()
-    assert found == (status, out, err)
+    ending = done.returncode, done.stdout.strip(), done.stderr.strip()
+    assert ending == (status, out, err)
 
 
 @pytest.mark.parametrize(

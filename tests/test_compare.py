@@ -66,8 +66,8 @@ def test_the_difference_is_paired(
         data = prepared("text", tmp_path / "letters", source, split="val")
     options = f"--max-sequences {count} --num-orders {draws} --seed 3 --orders {kind}"
     report = compare(run, raw, options, datasets=[data])
-    one = direct(run, data, kind, draws, 3, count, "ema")
-    two = direct(run, data, kind, draws, 3, count, "raw")
+    one = direct(run, data, kind, draws, seed=3, count=count, weights="ema")
+    two = direct(run, data, kind, draws, seed=3, count=count, weights="raw")
     gap = (one - two).mean(axis=2)  # (21, draws)
     mean = gap.mean()
     per_sequence = gap.mean(axis=1)
@@ -75,7 +75,8 @@ def test_the_difference_is_paired(
     if several:
         sums = np.bincount(clusters, per_sequence - mean)
         errors.append((sums.std(ddof=1) * math.sqrt(7) / count, 6))
-    half = max(error * stats.t.ppf(0.975, degrees) for error, degrees in errors)
+    half_widths = [error * stats.t.ppf(0.975, degrees) for error, degrees in errors]
+    half = max(half_widths)
     error, degrees = errors[-1]
     [row] = report["differences"]
     losses = [result["nll"] for result in report["results"]]
@@ -96,12 +97,12 @@ def test_the_difference_is_paired(
 
 def test_unequal_training_is_noted(compare, run, longer, raw):
     """The losses of a longer run and a shorter one do not compare two models."""
-    told = compare(run, longer, "--max-sequences 2")["terminal"]
-    assert "note: A has trained on" in told
-    told = compare(run, run, "--max-sequences 2")["terminal"]
-    assert "has trained on" not in told
-    told = compare(run, raw, "--max-sequences 2")["terminal"]  # not recorded
-    assert "has trained on" not in told
+    printed = compare(run, longer, "--max-sequences 2")["terminal"]
+    assert "note: A has trained on" in printed
+    printed = compare(run, run, "--max-sequences 2")["terminal"]
+    assert "has trained on" not in printed
+    printed = compare(run, raw, "--max-sequences 2")["terminal"]  # not recorded
+    assert "has trained on" not in printed
 
 
 def test_a_model_does_not_differ_from_itself(compare, run, encoder):
@@ -111,8 +112,9 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder):
     ):
         report = compare(path, path, f"{options} --max-sequences 5")
         for row in report["differences"]:
-            numbers = row["nll"]["difference"], row["nll"]["half_width_95"], row["p"]
-            assert numbers == (0, 0, 1), row
+            assert row["nll"]["difference"] == 0, row
+            assert row["nll"]["half_width_95"] == 0, row
+            assert row["p"] == 1, row
     [one] = compare(run, run, "--orders l2r --text the", datasets=())["differences"]
     # one sequence tells nothing
     assert (one["nll"]["difference"], one["p"]) == (0, None)
@@ -128,13 +130,12 @@ def test_models_of_other_blocks_and_kinds(
     report = compare(longer, run, "--orders l2r", datasets=[text])
     tokens = torch.tensor([list(SENTENCE.encode())])
     for result, path in zip(report["results"], (longer, run), strict=True):
-        rows = tokens[:, :LENGTH], tokens[:, LENGTH:]
         model = load_model(path)
-        nll = [
-            -token_log_probs(model, r, torch.arange(r.shape[1])[None]).double()
-            for r in rows
-        ]
-        expected = torch.cat(nll, dim=1).mean().item()
+        log_probs = []
+        for block in (tokens[:, :LENGTH], tokens[:, LENGTH:]):
+            order = torch.arange(block.shape[1])[None]
+            log_probs.append(token_log_probs(model, block, order).double())
+        expected = -torch.cat(log_probs, dim=1).mean().item()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
         bits = expected / math.log(2)
         assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
@@ -152,7 +153,7 @@ def test_models_of_other_blocks_and_kinds(
 def test_neither_scores_a_first_token_that_one_cannot(
     compare, run, plain, data, tmp_path
 ):
-    """Of an export without a start token, as GPT-2."""
+    """One is an export without a start token, as GPT-2."""
     convert(str(plain), tmp_path / "export")
     place = tmp_path / "export" / "config.json"
     settings = json.loads(place.read_text())
@@ -161,7 +162,8 @@ def test_neither_scores_a_first_token_that_one_cannot(
     place.write_text(json.dumps(settings))
     report = compare(run, tmp_path / "export", "--max-sequences 5")
     for result, path in zip(report["results"], (run, plain), strict=True):
-        expected = direct(path, data, "l2r", 1, 0, 5)[:, 0, 1:].mean()
+        losses = direct(path, data, "l2r", draws=1, seed=0, count=5)
+        expected = losses[:, 0, 1:].mean()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
         assert result["tokens"] == 5 * (LENGTH - 1)
 
@@ -183,9 +185,12 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
     )
     rows = json.loads(report.read_text())["differences"]
     assert [(row["dataset"], row["orders"]) for row in rows] == [
-        (name, orders)
-        for name in ("stdin", "my.txt", "text")
-        for orders in ("l2r", "random")
+        ("stdin", "l2r"),
+        ("stdin", "random"),
+        ("my.txt", "l2r"),
+        ("my.txt", "random"),
+        ("text", "l2r"),
+        ("text", "random"),
     ]
     for row in rows:
         row["dataset"] = ""
@@ -228,6 +233,7 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
         again = models[0].compare(models[1], lines, row["orders"], seed=2, draws=3)
         assert row["nll"]["difference"] == pytest.approx(again.nll, abs=1e-6)
         assert row["p"] == pytest.approx(again.p_value, rel=1e-2)
+        assert (again.documents, again.sequences) == (4, 5)
     # Without it the file is one document.
     joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
     assert (joined["documents"], joined["p_by"]) == (1, "sequence")

@@ -216,14 +216,14 @@ def test_chosen_blocks_are_spread_over_all_of_them(count, total):
     assert count < total or chosen.tolist() == list(range(total))
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten", "gone"])
-def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, how):
+@pytest.mark.parametrize("change", ["cut", "overwritten", "gone"])
+def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, change):
     dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
     assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
     path = tmp_path / "train.bin"
-    if how == "cut":
+    if change == "cut":
         os.truncate(path, 0)
-    elif how == "overwritten":
+    elif change == "overwritten":
         os.utime(path, ns=(0, 0))
     else:
         path.unlink()
@@ -416,27 +416,27 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
         tmp_path / "other.tiktoken",
         lambda lines: [f"{lines[i].split()[0]} {n}" for n, i in enumerate(swapped)],
     )
-    found = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
-    assert found[0] == found[1] != found[2]
-    assert found[0] == sha256_file(one)
+    checksums = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
+    assert checksums[0] == checksums[1] != checksums[2]
+    assert checksums[0] == sha256_file(one)
     with pytest.raises(
         UserError, match="tokenizer.tiktoken has changed .* put its file back"
     ):
-        get_tokenizer(str(other), found[0])
+        get_tokenizer(str(other), checksums[0])
     english = Path(tokenizers.__file__).with_name("english.tiktoken")
     assert get_tokenizer("english").sha256 == sha256_file(english)
-    known = {"tokenizer": "english", "tokenizer_sha256": found[0]}
+    recorded = {"tokenizer": "english", "tokenizer_sha256": checksums[0]}
     for record in (
-        known,
+        recorded,
         {"tokenizer": "english"},
-        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": found[0]},
+        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": checksums[0]},
     ):
-        assert not other_tokenizer(known, record)
+        assert not other_tokenizer(recorded, record)
     for record in (
-        {"tokenizer": "english", "tokenizer_sha256": found[2]},
+        {"tokenizer": "english", "tokenizer_sha256": checksums[2]},
         {"tokenizer": "b", "tokenizer_sha256": None},
     ):
-        assert other_tokenizer(known, record)
+        assert other_tokenizer(recorded, record)
     missing = tmp_path / "none.tiktoken"
     with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
         get_tokenizer(str(missing))
@@ -531,7 +531,9 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     mix = tuple(
         f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1))
     )
-    data = open_training_data(tmp_path / "a", 4, False, 0, mix)
+    data = open_training_data(
+        tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+    )
     assert data.num_blocks == round(150 / 0.7)
     first = data.batch(3, 0, range(2000), 2000)[:, 0]
     parts = [first[first // 10_000 == n] % 10_000 // 4 for n in range(3)]
@@ -556,14 +558,26 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     data.shift = 160
     assert torch.equal(data.batch(3, 2, range(8), 8)[:, 0], first[176:184])
     with pytest.raises(UserError, match="give FOLDER=SHARE, as data/own=0.1"):
-        open_training_data(tmp_path / "a", 4, False, 0, ("b",))
+        open_training_data(
+            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=("b",)
+        )
     with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
         open_training_data(
-            tmp_path / "a", 4, False, 0, (mix[0], f"{tmp_path / 'c'}=0.8")
+            tmp_path / "a",
+            block_size=4,
+            verify=False,
+            max_tokens=0,
+            mix=(mix[0], f"{tmp_path / 'c'}=0.8"),
         )
     write_dataset(tmp_path / "d", np.arange(40))
     with pytest.raises(UserError, match="d has another tokenizer than"):
-        open_training_data(tmp_path / "a", 4, False, 0, (f"{tmp_path / 'd'}=0.5",))
+        open_training_data(
+            tmp_path / "a",
+            block_size=4,
+            verify=False,
+            max_tokens=0,
+            mix=(f"{tmp_path / 'd'}=0.5",),
+        )
 
 
 def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
@@ -572,7 +586,9 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
 
     def mixed(share):
         mix = (f"{tmp_path / 'b'}={share}",)
-        return open_training_data(tmp_path / "a", 4, False, 0, mix)
+        return open_training_data(
+            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+        )
 
     for share in ("0.0004", "0.0015", "0.12345"):
         with pytest.raises(UserError, match="the share must be a multiple of 0.001"):
@@ -584,7 +600,9 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
     for twice in (("a=0.1",), ("b=0.1", "b=0.2"), ("b=0.1", "link=0.2")):
         mix = tuple(f"{tmp_path}/{part}" for part in twice)
         with pytest.raises(UserError, match="this data set is in the mixture twice"):
-            open_training_data(tmp_path / "a", 4, False, 0, mix)
+            open_training_data(
+                tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+            )
     data = mixed("0.002")
     first = data.indices(0, 0, range(5000), 5000)
     assert (first >= 150).sum() == 10

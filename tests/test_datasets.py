@@ -298,8 +298,10 @@ def test_text_in_each_format(tmp_path, compression):
     *source, val, test = (pack(tmp_path / name, compression) for name in contents)
     folder = prepared("text", tmp_path / "o", *source, val=(val,), test=(test,))
     texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
-    found = {split: documents(folder, split) for split in ("train", "val", "test")}
-    assert found == {"train": texts, "val": ["validation"], "test": ["test"]}
+    texts_by_split = {
+        split: documents(folder, split) for split in ("train", "val", "test")
+    }
+    assert texts_by_split == {"train": texts, "val": ["validation"], "test": ["test"]}
     parts = [
         (part["split"], part["file"], part["sha256"])
         for part in load_meta(folder)["source"]
@@ -809,8 +811,8 @@ def under_way(source: Path, out: Path, *options, ignores_ctrl_c=False, **environ
     )
 
     def has_written():
-        found = list(out.parent.glob(f".{out.name}.partial-*/new/train.bin"))
-        return bool(found) and found[0].stat().st_size > 8 << 20
+        partial_files = list(out.parent.glob(f".{out.name}.partial-*/new/train.bin"))
+        return bool(partial_files) and partial_files[0].stat().st_size > 8 << 20
 
     try:
         wait_for(has_written, process)
@@ -886,9 +888,11 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
     options = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
     options += ["--out", tmp_path / "out"]
     printed(prepare_module, "hub", folder, *options)
-    found = {s: documents(tmp_path / "out", s) for s in ("train", "val")}
-    assert sorted(found["train"] + found["val"]) == sorted(row["story"] for row in rows)
-    assert len(found["val"]) == 4
+    texts_by_split = {s: documents(tmp_path / "out", s) for s in ("train", "val")}
+    assert sorted(texts_by_split["train"] + texts_by_split["val"]) == sorted(
+        row["story"] for row in rows
+    )
+    assert len(texts_by_split["val"]) == 4
     assert load_meta(tmp_path / "out")["source"][0]["config"] == "fine"
     for words, message in (
         ({"name": "hub"}, "hub needs a repository: prepare.py hub OWNER/NAME"),

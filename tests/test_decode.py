@@ -109,6 +109,11 @@ AOGPT_MODES = modes("""
     speculative --order l2r --draft 3, speculative --order l2r --draft 4,
     speculative --draft 2, speculative --draft 3, margin, margin --group-size 3
 """)
+OTHER_SEED_MODES = modes("""
+    l2r, random --group-size 2, mdm --steps 1, even --steps 2,
+    mdm --steps 4 --schedule cosine, confidence, entropy --group-size 2,
+    speculative --order l2r --draft 3, speculative --draft 3
+""")
 DECODER_MODES = modes("""
     random, mdm --steps 3 --schedule cosine, even --steps 3 --schedule cosine,
     confidence --group-size 2, entropy, speculative --draft 4,
@@ -116,7 +121,8 @@ DECODER_MODES = modes("""
 """)
 ENUMERATED = [  # systems, seed, modes
     (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
-    (["AO-GPT"], 0, AOGPT_MODES[::3]),
+    # another random model, in a mode of each kind
+    (["AO-GPT"], 0, OTHER_SEED_MODES),
     (
         ["two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary"],
         3,
@@ -337,7 +343,7 @@ def test_infilling_matches_enumeration(system, seed, prompt, mode):
     [
         TokenChoice(0.6),
         TokenChoice(top_p=0.75),
-        TokenChoice(1.3, 0.9, 2),
+        TokenChoice(temperature=1.3, top_p=0.9, top_k=2),
         TokenChoice(0),
     ],
     ids=str,
@@ -604,24 +610,57 @@ def fits(system, mode):
     return system in ENCODERS or mode not in ADAPTIVE
 
 
-def every_mode_of(*systems):
-    """All modes of all systems. A mode of each kind is quick with the first one; the
-    others share the modes, each with a twelfth of them, and the rest is slow."""
-
-    def is_quick(system, mode):
-        number = systems.index(system)
-        if number == 0:
-            return mode in OF_EACH_KIND
-        return (number + EVERY_MODE.index(mode)) % 12 == 0
-
+def every_mode_of(quick_modes):
+    """Return the parameters of a test of all modes of the systems of
+    {system: its quick modes}; all other pairs are slow."""
     pairs = [
         (system, mode)
-        for system in systems
+        for system in quick_modes
         for mode in EVERY_MODE
         if fits(system, mode)
     ]
+
+    def is_quick(system, mode):
+        return mode in quick_modes[system]
+
     marked = some_slow(pairs, is_quick, "more than two hundred cases")
     return pytest.mark.parametrize("system, mode", marked)
+
+
+# One system has all kinds of modes, the others those in which they have code of their
+# own.
+QUICK_LOG_PROBS = {
+    "mask_query": OF_EACH_KIND,
+    # Candidates at all free positions are predicted for their targets.
+    "sigma-GPT": ["confidence --group-size 2"],
+    "AO-GPT": ["confidence --group-size 2"],
+    "AO-GPT, rotary": ["confidence --group-size 2"],
+    "shared": ["confidence --group-size 2"],
+    "per_block": ["confidence --group-size 2"],
+    "per_block, both": ["confidence --group-size 2"],
+    # Tokens of a group see each other, or are predicted one by one.
+    "two_stream": ["even --steps 2"],
+    ONE_BY_ONE: ["even --steps 2"],
+    # Relative positions: drafts are verified at targets that rotate the queries.
+    "target rotary": SPECULATIVE,
+    "Llama": SPECULATIVE,
+    "mask_query, rotary": ["speculative --draft 2"],
+    # One prediction for all targets.
+    "GPT-2": ["random --group-size 2"],
+    ROTARY_GPT: ["mdm --steps 3"],
+    # No cache; that of SEDD is conditioned on the share of masks.
+    "RADD": ["random", "confidence --threshold 0.45 --block 3"],
+    "SEDD": ["mdm --steps 3 --schedule cosine", "margin --group-size 2"],
+    "encoder AO-GPT": ["l2r", "entropy --group-size 3"],
+}
+QUICK_ALONE = {
+    "AO-GPT": OF_EACH_KIND,
+    "two_stream": ["random --group-size 2"],  # tokens of a group see each other
+    "mask_query": ["confidence --group-size 2"],  # candidates are inputs of their own
+    "GPT-2": ["mdm --steps 3"],  # one prediction for all targets
+    "SEDD": ["even --steps 3 --schedule cosine"],  # the share of masks is an input
+    "encoder AO-GPT": ["entropy"],  # every step reads the whole row
+}
 
 
 @torch.no_grad()
@@ -655,15 +694,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(
-    "mask_query",
-    *(name for name in DECODERS if name != "mask_query"),
-    *ENCODERS,
-    ONE_BY_ONE,
-    ROTARY_GPT,
-    "per_block, both",
-    "mask_query, rotary",
-)
+@every_mode_of(QUICK_LOG_PROBS)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step
     are those that the uncached model prefers."""
@@ -676,7 +707,11 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=9)
     got = generate(
-        model, plan, tokens, generator=seeded(10), choice=TokenChoice(0.8, 0.9, 12)
+        model,
+        plan,
+        tokens,
+        generator=seeded(10),
+        choice=TokenChoice(temperature=0.8, top_p=0.9, top_k=12),
     )
     assert torch.equal(got.tokens[plan.given], tokens[plan.given])
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
@@ -755,7 +790,7 @@ def assert_same_samples(got, expected, cut=...):
     assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5
 
 
-@every_mode_of("AO-GPT", "two_stream", "mask_query", "GPT-2", "SEDD", "encoder AO-GPT")
+@every_mode_of(QUICK_ALONE)
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
     cut. What stands at free positions is ignored; tokens that may not be drawn may be
@@ -914,7 +949,7 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
     plan = make_plan(mode, 3, 6, given, seed=2)
-    tokens = random_tokens(TOKENS, 3, 6, 1)
+    tokens = random_tokens(TOKENS, batch_size=3, length=6, seed=1)
     uniforms = uniforms_for(3, 6)
     choice = TokenChoice(top_p=0.9)
 
@@ -1156,9 +1191,15 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     model = make_system(
         "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
     )
-    plan = mdm_plan(5, 29, 1, seeded(0), given=torch.arange(29).expand(5, -1) > 1)
+    plan = mdm_plan(
+        batch_size=5,
+        length=29,
+        steps=1,
+        generator=seeded(0),
+        given=torch.arange(29).expand(5, -1) > 1,
+    )
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    tokens = random_tokens(5, 5, 29, seed=2)
+    tokens = random_tokens(vocab_size=5, batch_size=5, length=29, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(1))
     got, (code,) = torch._inductor.utils.run_and_get_code(
         lambda: generate(model, plan, tokens, generator=seeded(1), compile=True)
@@ -1229,11 +1270,11 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 
 
 def steps_of(plan):
-    made = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
-    found = []
-    made.take_step = found.append
-    made.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
-    return found
+    engine = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
+    steps = []
+    engine.take_step = steps.append
+    engine.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -1281,8 +1322,8 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
 )
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
-    made = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step = made.take_step
+    engine = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
+    step = engine.take_step
     plan = make_plan(mode, 7, LENGTHS)
     uniforms = uniforms_for(7)
 
@@ -1290,8 +1331,8 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
         with NoHostReads():
             return step(*arguments)
 
-    made.take_step = guarded
-    assert (made.generate(plan, uniforms=uniforms).tokens < 11).all()
+    engine.take_step = guarded
+    assert (engine.generate(plan, uniforms=uniforms).tokens < 11).all()
     with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
         torch.ones(1).item()
 
@@ -1332,17 +1373,17 @@ def double(value, *shape):
             "outside the model's vocabulary",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"forced": torch.zeros(1, 4).long()},
             "force no tokens",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"choice": TokenChoice(noise="float32")},
             "another noise",
         ),
         (
-            speculative_plan(1, 4, 2),
+            speculative_plan(batch_size=1, length=4, draft=2),
             {"choice": TokenChoice(no_repeat_ngram=2)},
             "ban of repeats",
         ),
@@ -1357,7 +1398,11 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
         with pytest.raises(
             ValueError, match="speculative decoding needs a decoder that is cond"
         ):
-            generate(text_model(system), speculative_plan(2, 4, 2), generator=seeded(0))
+            generate(
+                text_model(system),
+                speculative_plan(batch_size=2, length=4, draft=2),
+                generator=seeded(0),
+            )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -1396,7 +1441,7 @@ def test_the_lowest_temperatures_are_greedy(temperature):
 
 def test_generation_under_autocast_runs_with_packed_layers():
     model = make_system("AO-GPT", 0, torch.float32)
-    plan = mdm_plan(3, 8, 4, seeded(0))
+    plan = mdm_plan(batch_size=3, length=8, steps=4, generator=seeded(0))
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
     assert got.tokens.shape == (3, 8)
@@ -1419,7 +1464,7 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     model = text_model(system)
     given = some_given(7, LENGTH, seed=7)
     plan = make_plan(mode, 7, LENGTHS, given, seed=8)
-    tokens = random_tokens(8, 7, LENGTH, 9)
+    tokens = random_tokens(vocab_size=8, batch_size=7, length=LENGTH, seed=9)
     whole = generate(model, plan, tokens, uniforms=uniforms_for(7))
     # one that at least a row generates
     end = int(whole.tokens[0, whole.step[0] >= 0][2])
@@ -1431,8 +1476,8 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         passes = [max(step[: p + 1]) for p in ends if p < LENGTH]
         last = min(passes, default=max(step, default=-1))
         assert short.nfe[b] == len({s for s in step if 0 <= s <= last})
-        known = [p for p, s in enumerate(step) if s <= last]
-        assert torch.equal(short.tokens[b, known], whole.tokens[b, known])
+        positions = [p for p, s in enumerate(step) if s <= last]
+        assert torch.equal(short.tokens[b, positions], whole.tokens[b, positions])
     if "l2r" in mode:
         assert short.nfe.sum() < whole.nfe.sum()
         assert short.token_forwards < whole.token_forwards

@@ -103,11 +103,13 @@ MADE = (
 def commands_of(text):
     """The command lines in the code of a page, without what is around them in a
     shell."""
-    found = re.findall(r"`([^`\n]+)`", text)
+    snippets = re.findall(r"`([^`\n]+)`", text)
     for line in shell_lines(text):
-        found += re.findall(r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line)
+        snippets += re.findall(
+            r"^(?:    |\t)\s*(?:[A-Z_]+=\S+ |srun |.*\| )*(.*)", line
+        )
     commands = []
-    for command in found:
+    for command in snippets:
         if command.startswith("aogpt "):  # the installed command
             command = f"python -m {command}"
         if command.startswith(BEGIN):
@@ -117,11 +119,11 @@ def commands_of(text):
 
 def commands_on(pages):
     """{the words of a command: the first page that has it}"""
-    found = {}
+    page_names = {}
     for page in pages:
         for words in commands_of(page.read_text()):
-            found.setdefault(tuple(words), page.name)
-    return found
+            page_names.setdefault(tuple(words), page.name)
+    return page_names
 
 
 COMMANDS = commands_on(PAGES)
@@ -143,16 +145,16 @@ def script_of(words):
 def cases_of(commands):
     """Parameters of a test of {words: page}. A command is slow if earlier ones have its
     script and all of its options."""
-    known = set()
+    covered = set()
     cases = []
     for words, page in commands.items():
         script, arguments = script_of(words)
         options = [word.partition("=")[0] for word in arguments if word[:2] == "--"]
         parts = {(script, option) for option in ("", *options)}
         marks = []
-        if parts <= known:
+        if parts <= covered:
             marks = [pytest.mark.slow(reason="its options are those of other commands")]
-        known |= parts
+        covered |= parts
         case = pytest.param(words, id=f"{page}: {' '.join(words)}", marks=marks)
         cases.append(case)
     return cases
@@ -208,11 +210,16 @@ def check_files(words):
     """Words that look like files of the repository are such, or what a user makes."""
     tracked = {path.name for path in ROOT.iterdir()}
     for before, word in zip(("", *words), words, strict=False):
-        first, *others = word.split("/")
-        if before in OUTPUTS or not others or first not in tracked or first == "out":
+        first, *inner_parts = word.split("/")
+        if (
+            before in OUTPUTS
+            or not inner_parts
+            or first not in tracked
+            or first == "out"
+        ):
             continue
-        made = first == "data" and others[0] in (*MADE, *DATASETS)
-        assert made or (ROOT / word).exists(), f"{word} does not exist"
+        is_dataset = first == "data" and inner_parts[0] in (*MADE, *DATASETS)
+        assert is_dataset or (ROOT / word).exists(), f"{word} does not exist"
 
 
 def test_commands_name_scripts_and_files_that_exist():
@@ -332,7 +339,7 @@ LEFT_OUT = {
 
 def small_commands():
     """The commands to run, in small: of those that differ in values alone the first."""
-    found = {}
+    shortened = {}
     for words in COMMANDS:
         if words[0] not in ("python", "torchrun"):
             continue
@@ -353,9 +360,9 @@ def small_commands():
                 continue  # large, or a download
             if "--tokenizer" not in options:
                 more += ["--tokenizer", "english"]
-            more += ["--out", f"made{len(found)}"]
+            more += ["--out", f"made{len(shortened)}"]
         if script == "train.py":
-            more += ["--out", f"made{len(found)}"]
+            more += ["--out", f"made{len(shortened)}"]
         if script == "eval_ppl.py" and "--json" in options:
             more.append("--overwrite")
         mode = arguments[arguments.index("--mode") + 1] if "--mode" in arguments else ""
@@ -364,8 +371,8 @@ def small_commands():
         key = script, *sorted(options), mode, kind, text
         launcher = [] if script.endswith(".py") else ["-m"]
         small = with_options(arguments, more)
-        found.setdefault(key, [*launcher, *script.split(), *small])
-    return list(found.values())
+        shortened.setdefault(key, [*launcher, *script.split(), *small])
+    return list(shortened.values())
 
 
 @pytest.mark.slow(reason="every command of the documentation")

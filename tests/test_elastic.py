@@ -69,7 +69,8 @@ def test_a_killed_rank_comes_back_exactly_and_a_hanging_one_ends_in_an_error(
     # Short, because the test waits it out: the hanging rank is noticed only when the
     # time is over.
     config = disturbed(undisturbed_ddp, tmp_path, train__timeout=15.0)
-    job, (rng, (moment,)) = start(config, "--max-restarts=1"), jobs.random_moments(0, 1)
+    job = start(config, "--max-restarts=1")
+    rng, (moment,) = jobs.random_moments(0, 1)
     jobs.kill(job, 0, moment, rng)
     jobs.wait_for_moment(job, 1, "step", rng)
     hanging = job.workers()[rng.randrange(2)]
@@ -121,7 +122,8 @@ def test_under_fsdp_killed_ranks_come_back_exactly_and_a_signal_to_one_saves_in_
 ):
     reference = undisturbed(data, tmp_path / "undisturbed", train__parallel="fsdp")
     config = disturbed(reference, tmp_path)
-    job, (rng, moments) = start(config, "--max-restarts=2"), jobs.random_moments(1, 2)
+    job = start(config, "--max-restarts=2")
+    rng, moments = jobs.random_moments(1, 2)
     for n, moment in enumerate(moments):
         jobs.kill(job, n, moment, rng)
     jobs.wait_for_moment(job, 2, "step", rng)

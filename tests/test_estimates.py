@@ -76,16 +76,17 @@ def test_documents_are_clusters():
 
 
 def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
-    """Of 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the
+    """With 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the
     time."""
-    g = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([3, 5, 10, 20, 30, 40])
     documents = torch.arange(6).repeat_interleave(sizes)
     alone = []
     clustered = []
     for _ in range(400):
-        losses = (torch.randn(6, generator=g) * 0.3)[documents]
-        losses = losses + torch.randn(len(losses), generator=g) * 0.3
+        of_documents = 0.3 * torch.randn(6, generator=generator)
+        of_blocks = 0.3 * torch.randn(len(documents), generator=generator)
+        losses = of_documents[documents] + of_blocks
         alone.append(estimate(losses))
         clustered.append(estimate(losses, documents=documents))
     assert coverage(alone, 0) < 0.7
@@ -105,7 +106,10 @@ def test_intervals_are_students_t():
         assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
     assert math.isnan(t_quantile(0))
     expected = math.exp(1 - 0.257058), math.exp(1 + 0.257058)
-    assert Estimate(1.0, 0.1, 6, 0.02).interval() == pytest.approx(expected, rel=1e-5)
+    six_texts = Estimate(
+        nll=1.0, standard_error=0.1, sequences=6, monte_carlo_error=0.02
+    )
+    assert six_texts.interval() == pytest.approx(expected, rel=1e-5)
 
 
 REPEATS = 200
@@ -113,27 +117,28 @@ TEXTS = 12
 
 
 def exact_losses(conditional):
-    """The any-order loss of every sequence over all N! orders, nats per token,
+    """Return the any-order loss of every sequence over all N! orders, nats per token,
     (V**N,)."""
     orders = list(itertools.permutations(range(N)))
-    total = 0
+    total = torch.zeros(V**N, dtype=torch.float64)
     for order in orders:
         for step in range(N):
-            total = total - conditional[order[:step], order[step]].log()
+            total -= conditional[order[:step], order[step]].log()
     return total / (N * len(orders))
 
 
 def coverage(estimates, exact, degrees=None):
-    """The share of 95% intervals that cover a value: over texts, or given degrees of
-    freedom."""
+    """Return the share of 95% intervals that cover a value: over texts, or given
+    degrees of freedom."""
     covered = 0
-    for e in estimates:
-        low, high = e.interval()
+    for one in estimates:
+        low, high = one.interval()
         if degrees is not None:
-            half = t_quantile(degrees) * e.monte_carlo_error
-            low = math.exp(e.nll - half)
-            high = math.exp(e.nll + half)
-        covered += low <= math.exp(exact) <= high
+            half_width = t_quantile(degrees) * one.monte_carlo_error
+            low = math.exp(one.nll - half_width)
+            high = math.exp(one.nll + half_width)
+        if low <= math.exp(exact) <= high:
+            covered += 1
     return covered / len(estimates)
 
 
@@ -147,16 +152,20 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
     model, conditional = enumerable_system("AO-GPT", seed=0)
     exact = exact_losses(conditional)
     generator = torch.Generator().manual_seed(0)
-    choices = 1 if given_data else REPEATS
+    choices = REPEATS
+    if given_data:
+        choices = 1
     index = torch.randint(V**N, (choices, TEXTS), generator=generator)
     index = index.expand(REPEATS, TEXTS)
     tokens = all_sequences(V, N)[index.flatten()]
     rows = range(REPEATS * TEXTS)
     random = OrderConfig("random")
-    nll = [
-        token_nll(model, tokens, random, 0, draw, rows, 0).mean(1)
-        for draw in range(draws)
-    ]
+    nll = []
+    for draw in range(draws):
+        of_tokens = token_nll(
+            model, tokens, random, seed=0, draw=draw, rows=rows, total=0
+        )
+        nll.append(of_tokens.mean(dim=1))
     samples = torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)
     estimates = [estimate(sample) for sample in samples]
     if given_data:
@@ -188,11 +197,13 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     exact = float(exact_losses(conditional)[index].mean())
     estimates = []
     for seed in range(REPEATS):
-        nll = [
-            token_nll(model, tokens, random, seed, d, rows, TEXTS).mean(1)
-            for d in range(6)
-        ]
+        nll = []
+        for draw in range(6):
+            of_tokens = token_nll(
+                model, tokens, random, seed=seed, draw=draw, rows=rows, total=TEXTS
+            )
+            nll.append(of_tokens.mean(dim=1))
         estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
     assert 0.90 <= coverage(estimates, exact, degrees=5) <= 0.99
-    values = torch.tensor([e.nll for e in estimates], dtype=torch.float64)
+    values = torch.tensor([one.nll for one in estimates], dtype=torch.float64)
     assert abs(values.mean() - exact) < 4 * values.std() / REPEATS**0.5

@@ -30,7 +30,6 @@ from aogpt.checkpoints import load as load_checkpoint
 from aogpt.checkpoints import load_model, store
 from aogpt.data.tokenizers import BytesTokenizer
 from aogpt.evaluation import judges, scoring
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.scoring import token_log_probs
 
@@ -428,32 +427,22 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
 
 
 def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypatch):
+    """The plan of a part is drawn when its turn comes."""
     common = [run, "--judge", run, "--num-samples", 5, "--mode", "random", "--seed", 3]
     whole = report(*common)
-    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
-    parts = report(*common)
-    assert len(parts["rows"][0]["per_sample"]) == 5
-    assert_same(scores_of(parts), scores_of(whole))
-
-
-def test_a_huge_number_of_samples_is_made_in_parts(script, run, monkeypatch):
-    """Nothing is drawn for samples whose turn has not come."""
     sizes = []
     generate = eval_gen.modes.generate_distributed
 
-    def few(model, planned, *arguments, **options):
+    def spy(model, planned, *arguments, **options):
         sizes.append(len(planned.plan))
-        if len(sizes) == 3:
-            raise UserError("that is enough")
-        two = eval_gen.modes.PlannedSamples(*(value[:2] for value in planned))
-        return generate(model, two, *arguments, **options)
+        return generate(model, planned, *arguments, **options)
 
-    monkeypatch.setattr(eval_gen.modes, "generate_distributed", few)
-    words = [run, "--judge", run, "--num-samples", 100_000_000, "--steps", 1]
-    status, _, err = script(eval_gen, *words)
-    assert status == 2
-    assert "that is enough" in err
-    assert sizes == [eval_gen.modes.MOST_AT_ONCE] * 3
+    monkeypatch.setattr(eval_gen.modes, "generate_distributed", spy)
+    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
+    parts = report(*common)
+    assert sizes == [2, 2, 1]
+    assert len(parts["rows"][0]["per_sample"]) == 5
+    assert_same(scores_of(parts), scores_of(whole))
 
 
 @pytest.mark.slow(reason="starts two processes")

@@ -114,7 +114,8 @@ def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_p
     source = write_jsonl(tmp_path / "letters.jsonl", texts)
     prepared("text", tmp_path / "data", source, split="val")
     [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
-    nll = direct(run, tmp_path / "data", "l2r", 1, 0, 75).mean(axis=(1, 2))
+    losses = direct(run, tmp_path / "data", "l2r", draws=1, seed=0, count=75)
+    nll = losses.mean(axis=(1, 2))
     sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
     error = math.sqrt((sums**2).sum() * 5 / 4) / 75
     assert result["documents"] == 5
@@ -203,14 +204,15 @@ def test_without_a_start_token_the_first_is_not_scored(evaluate, plain, data, tm
     settings["sha256"] = store.digest(settings)
     (export / "config.json").write_text(json.dumps(settings))
     (result,) = evaluate("--max-sequences 5", path=export)["results"]
-    expected = direct(plain, data, "l2r", 1, 0, 5)[:, 0]
+    expected = direct(plain, data, "l2r", draws=1, seed=0, count=5)[:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
     assert result["tokens"] == 5 * (LENGTH - 1)
 
 
 def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
     report = evaluate("--orders l2r random --num-orders 4 --max-sequences 9 --bound iw")
-    losses = direct(run, data, "random", 4, 0, 9).mean(axis=2)  # (9, 4)
+    of_tokens = direct(run, data, "random", draws=4, seed=0, count=9)
+    losses = of_tokens.mean(axis=2)  # (9, 4)
     bound = -np.log(np.exp(-losses * LENGTH).mean(axis=1)) / LENGTH
     result = by_name(report)["random", 1]
     assert result["nll"] == pytest.approx(bound.mean(), rel=1e-5)
@@ -278,9 +280,9 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
         assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
         assert result["draws"] == 1
         assert result["monte_carlo_error"] == 0
-    one, *others = (report[name, 1]["nll"] for name in ("confidence", *paced))
-    assert others[0] == pytest.approx(one, rel=1e-6)
-    assert others[1] != one
+    one, *paced_nlls = (report[name, 1]["nll"] for name in ("confidence", *paced))
+    assert paced_nlls[0] == pytest.approx(one, rel=1e-6)
+    assert paced_nlls[1] != one
 
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])

@@ -17,20 +17,22 @@ from studies.generators import latin5, polya, reduced_squares
 
 
 def urn_probability(sequence, letters, weight):
-    """Draw by draw: (how often it has been drawn + weight) / (draws so far + all
-    weights)."""
+    """Return the probability of a sequence, draw by draw: (how often the letter has
+    been drawn + weight) / (draws so far + all weights)."""
     counts = collections.Counter()
-    p = Fraction(1)
+    probability = Fraction(1)
     for i, letter in enumerate(sequence):
-        p *= (counts[letter] + weight) / (i + letters * weight)
+        total = i + letters * weight
+        probability *= (counts[letter] + weight) / total
         counts[letter] += 1
-    return p
+    return probability
 
 
 @pytest.mark.parametrize("text", ["a" * 63, "ponm" * 3, "abca", "h", ""])
 def test_the_least_loss_on_draws_from_the_urn_is_their_probability(text):
-    letters = [generators.LETTERS.index(letter) for letter in text]
-    expected = -math.log(urn_probability(letters, 16, Fraction(1, 10)))
+    sequence = [generators.LETTERS.index(letter) for letter in text]
+    probability = urn_probability(sequence, letters=16, weight=Fraction(1, 10))
+    expected = -math.log(probability)
     assert generators.polya_nats(text) == pytest.approx(expected, abs=1e-10)
 
 
@@ -46,20 +48,23 @@ def test_draws_from_the_urn_have_their_probabilities(seed):
         different = len(letters)
         if letters == list(range(different)):
             ways = math.perm(16, different)
-            chances[different - 1] += float(ways * urn_probability(draws, 16, weight))
+            probability = urn_probability(draws, letters=16, weight=weight)
+            chances[different - 1] += float(ways * probability)
     assert chances.sum() == pytest.approx(1, abs=1e-12)
     observed = torch.zeros(4, dtype=torch.float64)
     for _ in range(4000):
         text = polya(generator)
         assert len(text) == 63
-        observed[len(set(text[:4])) - 1] += 1
+        different = len(set(text[:4]))
+        observed[different - 1] += 1
     assert chi_square_p(observed, chances * 4000) > LEVEL
 
 
 def test_latin_squares_are_uniform_over_all_of_them():
     """161,280 of size 5 and 56 reduced ones; counted by one row and column: 12,000
     squares fall evenly on the 120 first rows, and on the 56 reduced squares."""
-    assert len(reduced_squares(3)) == 1 and len(reduced_squares(4)) == 4
+    assert len(reduced_squares(3)) == 1
+    assert len(reduced_squares(4)) == 4
     assert len(reduced_squares()) == 56
     entropy = generators.NATS_OF_TEXT["latin5"]("abcde" * 5)
     assert entropy == pytest.approx(math.log(161_280))
@@ -100,7 +105,8 @@ def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
         for data in (train, val):
             blocks = data.blocks(range(data.num_blocks))
             assert len(blocks) >= 20
-            assert (blocks[:, -1] == 256).all() and (blocks[:, :-1] < 128).all()
+            assert (blocks[:, -1] == 256).all()
+            assert (blocks[:, :-1] < 128).all()
         # splits have random numbers of their own
         assert not torch.equal(train.blocks(range(20)), val.blocks(range(20)))
     ascii_text = text.read_text().replace("ï", "")

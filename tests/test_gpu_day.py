@@ -47,8 +47,10 @@ def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
     bad = Job("bad", 60, "studies.no_such_module")
     status, rows = jobs_of(good, bad)
     assert status == 1
-    assert rows["good"]["status"] == "done" and rows["bad"]["status"] == "failed"
-    assert rows["good"]["commit"] and rows["good"]["versions"]["torch"]
+    assert rows["good"]["status"] == "done"
+    assert rows["bad"]["status"] == "failed"
+    assert rows["good"]["commit"]
+    assert rows["good"]["versions"]["torch"]
     assert "worked" in (tmp_path / "training" / "good.log").read_text()
     assert "no_such_module" in (tmp_path / "training" / "bad.log").read_text()
     status, rows = jobs_of(good)
@@ -120,13 +122,15 @@ gpu_day.main()
 def test_a_rehearsal_is_limited_by_its_minutes_alone(jobs_of, tmp_path):
     job = Job("slow", 1, script(tmp_path, "import time; time.sleep(3)"))
     status, rows = jobs_of(job, small=True)
-    assert status == 0 and rows["slow"]["status"] == "done"
+    assert status == 0
+    assert rows["slow"]["status"] == "done"
 
 
 def test_no_job_begins_without_time(jobs_of, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(gpu_day.MINUTES, "training", 0)
     status, rows = jobs_of(Job("late", 60, script(tmp_path, "")))
-    assert status == 1 and rows["late"] is None
+    assert status == 1
+    assert rows["late"] is None
     assert "no time is left" in capsys.readouterr().out
 
 
@@ -136,10 +140,10 @@ def test_every_part_lists_jobs_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(gpu_day.ROOT)
     folder = tmp_path / "model"
     for part in gpu_day.MINUTES:
-        made = getattr(gpu_day, part)
+        jobs_of_part = getattr(gpu_day, part)
         for small in (False, True):
             options = Options(part=part, small=small, folder=None if small else folder)
-            jobs = made(options, tmp_path)
+            jobs = jobs_of_part(options, tmp_path)
             names = [job.name for job in jobs]
             assert len(set(names)) == len(names)
             for job in jobs:
@@ -149,7 +153,8 @@ def test_every_part_lists_jobs_that_exist(tmp_path, monkeypatch):
                     assert (gpu_day.ROOT / target).exists()
                 if target == "train.py" and "--train.init-from" not in job.words:
                     config = from_command_line(list(job.words[1:]), "")
-                    assert config.name == job.name and config.optim.kind == "muon"
+                    assert config.name == job.name
+                    assert config.optim.kind == "muon"
                     kind = job.name.partition("_")[0]
                     assert config.objective.kind == OBJECTIVES.get(kind, "ao_ar")
                     assert (config.model.mask_token is None) == (kind != "encoder")

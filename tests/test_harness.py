@@ -68,22 +68,22 @@ def requests_of(texts, ends):
 def tokens_of(context, end):
     """Context and continuation as tokens, by the harness's conventions."""
     stripped = context.rstrip()
-    known = BYTES.encode(stripped)
+    context_ids = BYTES.encode(stripped)
     new = BYTES.encode(context[len(stripped) :] + end)
-    return (known or [EOT])[len(new) - BLOCK :], new
+    return (context_ids or [EOT])[len(new) - BLOCK :], new
 
 
-def left_to_right(model, known, new):
-    tokens = torch.tensor([known + new])
+def left_to_right(model, context_ids, new):
+    tokens = torch.tensor([context_ids + new])
     log_probs = token_log_probs(model, tokens, torch.arange(tokens.shape[1])[None])
-    return float(log_probs[0, len(known) :].double().sum())
+    return float(log_probs[0, len(context_ids) :].double().sum())
 
 
-def any_order(model, known, new):
+def any_order(model, context_ids, new):
     """The mean over all orders of the continuation of its log-probability."""
-    c = len(known)
+    c = len(context_ids)
     n = len(new)
-    tokens = torch.tensor([known + new])
+    tokens = torch.tensor([context_ids + new])
     rest = range(c, c + n)
     if model.config.attention == "causal":
         orders = [[*range(c), *order] for order in itertools.permutations(rest)]
@@ -111,8 +111,8 @@ def test_left_to_right_it_is_the_sum_of_the_model_s_own_log_probabilities(
     got = lm.loglikelihood(asked)
     for one, (value, _) in zip(asked, got, strict=True):
         context, end = one.args
-        known, new = tokens_of(context, end)
-        expected = left_to_right(lm.model, known, new)
+        context_ids, new = tokens_of(context, end)
+        expected = left_to_right(lm.model, context_ids, new)
         assert value == pytest.approx(expected, abs=EXACT), one.args
     for empty in (request("the", ""), request("", "")):
         assert lm.loglikelihood([empty]) == [(0.0, True)]
@@ -138,15 +138,18 @@ def test_a_token_across_context_and_continuation_is_scored(adapter, context, end
     pytest.importorskip("lm_eval")
     lm = harness.HarnessModel(loaded, device="cpu")
     tokens = english.encode(context + end)
-    known = max(
+    context_length = max(
         k
         for k in range(len(tokens))
         if context.rstrip().startswith(english.decode(tokens[:k]))
     )
     [(got, _)] = lm.loglikelihood([request(context, end)])
-    expected = left_to_right(model, tokens[:known] or [english.eot], tokens[known:])
-    assert got == pytest.approx(expected, abs=EXACT) and got < 0
-    spanning = english.decode(tokens[:known]) != context.rstrip()
+    expected = left_to_right(
+        model, tokens[:context_length] or [english.eot], tokens[context_length:]
+    )
+    assert got == pytest.approx(expected, abs=EXACT)
+    assert got < 0
+    spanning = english.decode(tokens[:context_length]) != context.rstrip()
     counts = lm.request_counts()
     assert counts == {
         "all": 1,
@@ -172,7 +175,8 @@ def test_greedy_in_random_orders_needs_every_order_drawn(adapter):
         for end in (tokens[2:], [tokens[2], (tokens[3] + 1) % 256])
     ]
     first, second = adapter(model)._loglikelihood_tokens(l2r)
-    assert first[1] and not second[1]
+    assert first[1]
+    assert not second[1]
     seen = set()
     for seed in range(12):
         lm = adapter(model, order="random", num_orders=2, seed=seed)
@@ -193,7 +197,8 @@ def test_greedy_looks_at_the_tokenizer_s_ids_only(adapter):
     lm = adapter(model)
     ranked = [lm._loglikelihood_tokens([(None, [5], [t])])[0] for t in range(257)]
     assert [best for _, best in ranked].count(True) == 1
-    assert max(ranked)[1] and max(ranked)[0] < -10
+    assert max(ranked)[1]
+    assert max(ranked)[0] < -10
 
 
 @pytest.mark.parametrize(
@@ -216,8 +221,8 @@ def test_any_order_estimates_are_unbiased_given_the_context(adapter, system):
             values.append(value)
     for one, values in zip(asked, estimates, strict=True):
         context, end = one.args
-        known, new = tokens_of(context, end)
-        exact = any_order(model, known, new)
+        context_ids, new = tokens_of(context, end)
+        exact = any_order(model, context_ids, new)
         error = statistics.stdev(values) / math.sqrt(len(values))
         assert error > 1e-6
         assert abs(statistics.fmean(values) - exact) < 4 * error, one.args
@@ -233,7 +238,8 @@ def test_neither_batches_nor_other_requests_change_a_value(adapter, system):
     alone = adapter(system, order=order, num_orders=3, batch_size=1)
     backwards = alone.loglikelihood(asked[::-1])[::-1]
     for (value, best), (single, hit) in zip(whole, backwards, strict=True):
-        assert value == pytest.approx(single, abs=EXACT) and best == hit
+        assert value == pytest.approx(single, abs=EXACT)
+        assert best == hit
 
 
 def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
@@ -247,8 +253,8 @@ def test_rolling_predicts_every_token_once_in_windows_that_fit(adapter):
         place = 0
         while place < len(tokens):
             end = min(place + BLOCK - 1, len(tokens))
-            known = ([EOT] + tokens)[max(0, end + 1 - BLOCK) : place + 1]
-            expected += left_to_right(lm.model, known, tokens[place:end])
+            context_ids = ([EOT] + tokens)[max(0, end + 1 - BLOCK) : place + 1]
+            expected += left_to_right(lm.model, context_ids, tokens[place:end])
             place = end
         assert value == pytest.approx(expected, abs=EXACT), text
 
@@ -258,10 +264,12 @@ def test_greedy_generation_left_to_right_whatever_the_batches(adapter):
     lm = adapter("AO-GPT", batch_size=2)
     got = lm.generate_until([request(text, {"max_gen_toks": 6}) for text in TEXTS])
     for text, answer in zip(TEXTS, got, strict=True):
-        known = (BYTES.encode(text) or [EOT])[6 - BLOCK :]
+        context_ids = (BYTES.encode(text) or [EOT])[6 - BLOCK :]
         new = []
         for _ in range(6):
-            rows = torch.tensor([known + new + [t] for t in range(BYTES.vocab_size)])
+            rows = torch.tensor(
+                [context_ids + new + [t] for t in range(BYTES.vocab_size)]
+            )
             order = torch.arange(rows.shape[1]).expand_as(rows)
             new.append(int(token_log_probs(lm.model, rows, order)[:, -1].argmax()))
         assert answer == BYTES.decode(new[: new.index(EOT)] if EOT in new else new)
@@ -308,7 +316,8 @@ def test_samples_are_a_function_of_seed_and_request_in_every_mode(
     assert adapter(model, mode=mode, seed=1).generate_until(asked) != got
     # the same request several times over is several samples, the first as if alone
     repeated = lm.generate_until([asked[2]] * 3)
-    assert repeated[0] == got[2] and len(set(repeated)) == 3
+    assert repeated[0] == got[2]
+    assert len(set(repeated)) == 3
 
 
 def test_settings_of_generation_are_taken_as_the_harness_means_them(adapter):
@@ -534,7 +543,8 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
     ):
         arguments = arguments.replace("RUN", str(run)).replace("TASKS", str(tasks))
         status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")
-        assert status == 2 and "Traceback" not in err
+        assert status == 2
+        assert "Traceback" not in err
         assert message in " ".join(err.split()), err
 
 

@@ -68,8 +68,8 @@ def commands_in(path):
     for text in texts(path):
         text = text.replace("{}", FIELDS["name"])
         for line in shell_lines(text):
-            if found := COMMAND.search(line.strip()):
-                command = END.split(found[0])[0]
+            if match := COMMAND.search(line.strip()):
+                command = END.split(match[0])[0]
                 yield tuple(shlex.split(re.sub(r" \.\.\.(?= |$)", "", command)))
 
 
@@ -114,8 +114,8 @@ def test_the_data_of_each_config_can_be_made_as_the_message_says(
     command = catalogue.command_for(folder)
     words = [word for word in shlex.split(command) if word != "..."]
     check(tuple(words), parse)
-    made = words[-1] if "--out" in words else f"data/{words[-1]}"
-    assert made == folder
+    prepared_folder = words[-1] if "--out" in words else f"data/{words[-1]}"
+    assert prepared_folder == folder
 
 
 @pytest.mark.parametrize("name", ["stories", "text", "openwebtext"])

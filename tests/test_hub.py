@@ -155,9 +155,9 @@ def inputs_of(system):
         "labelled": labelled,
         "generate": {
             "filled": filled,
-            "greedy": filled | {"temperature": 0},
-            "not sampled": filled | {"do_sample": False},
-            "nucleus": filled | {"top_p": 0.5},
+            "greedy": {**filled, "temperature": 0},
+            "not sampled": {**filled, "do_sample": False},
+            "nucleus": {**filled, "top_p": 0.5},
             "default": {"input_ids": gap, "attention_mask": torch.ones(2, 12)},
         },
         "refused": refused,
@@ -173,11 +173,11 @@ def library_file(folder):
 
     values = json.loads(hub.library_tokenizer(get_tokenizer("bytes")).to_str())
     values["added_tokens"].pop()  # [MASK]
-    made = Tokenizer.from_str(json.dumps(values))
-    made.add_special_tokens(["<s>"])
-    start = [("<s>", made.token_to_id("<s>"))]
-    made.post_processor = processors.TemplateProcessing("<s> $A", None, start)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_str(json.dumps(values))
+    tokenizer.add_special_tokens(["<s>"])
+    start = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, start)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return get_tokenizer("tokenizer.json", folder=folder)
 
 
@@ -222,24 +222,24 @@ def run_apart(root, *words):
 
 
 @pytest.fixture(scope="module")
-def found_of_few(tmp_path_factory):
+def outputs_of_few(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
     tokenizers = {"english": get_tokenizer("english"), "library": library_file(root)}
     return used_by_client(root, FEW, tokenizers)
 
 
 @pytest.fixture(scope="module")
-def found_of_others(tmp_path_factory):
-    others = [name for name in NAMES if name not in FEW]
-    return used_by_client(tmp_path_factory.mktemp("hub"), others, {})
+def outputs_of_others(tmp_path_factory):
+    slow_names = [name for name in NAMES if name not in FEW]
+    return used_by_client(tmp_path_factory.mktemp("hub"), slow_names, {})
 
 
 @pytest.fixture
-def found(request):
+def client_outputs(request):
     """What the client found, of a slow test in the folders of the other systems."""
     if request.node.get_closest_marker("slow"):
-        return request.getfixturevalue("found_of_others")
-    return request.getfixturevalue("found_of_few")
+        return request.getfixturevalue("outputs_of_others")
+    return request.getfixturevalue("outputs_of_few")
 
 
 # Reads a folder and a file of tokens and orders; writes log p along them.
@@ -265,23 +265,23 @@ def test_a_folder_of_version_0_1_loads_with_its_own_code_and_here(tmp_path):
     output = tmp_path / "output.pt"
     torch.save((tokens, order), inputs)
     run_apart(tmp_path, "-c", OF_EARLIER_VERSION, folder, inputs, output)
-    found = torch.load(output)
-    assert found["ids"] == list(b"a cat")
+    result = torch.load(output)
+    assert result["ids"] == list(b"a cat")
     loaded = load(folder)
     assert (loaded.step, loaded.tokenizer) == (20, "bytes")
     with torch.no_grad():
         logits = loaded.model.logits(tokens, order)
-    torch.testing.assert_close(found["logits"].float(), logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result["logits"].float(), logits, rtol=0, atol=1e-5)
 
 
 # ---- the process of a user -----------------------------------------------------------
 
 
 @every_system
-def test_transformers_computes_what_the_project_computes(found, system):
-    model = load_model(found["folder"] / system)
-    inputs, of = of_case(found, system)
-    labels = of["labelled"]["labels"]
+def test_transformers_computes_what_the_project_computes(client_outputs, system):
+    model = load_model(client_outputs["folder"] / system)
+    inputs, case = of_case(client_outputs, system)
+    labels = case["labelled"]["labels"]
     with torch.no_grad():
         if system in ENCODERS:
             masked = inputs["input_ids"] == MASK
@@ -296,44 +296,54 @@ def test_transformers_computes_what_the_project_computes(found, system):
             order = torch.arange(12).expand(2, 12) if order is None else order
             logits = model.head_logits(model.hidden(inputs["input_ids"], order))
             log_p = token_log_probs(model, labels, order)[:, int(system == "GPT-2") :]
-    torch.testing.assert_close(found[system]["logits"], logits, rtol=0, atol=1e-6)
-    assert found[system]["loss"] == pytest.approx(-log_p.mean().item(), abs=1e-5)
+    torch.testing.assert_close(
+        client_outputs[system]["logits"], logits, rtol=0, atol=1e-6
+    )
+    assert client_outputs[system]["loss"] == pytest.approx(
+        -log_p.mean().item(), abs=1e-5
+    )
 
 
 @every_system
 def test_generate_fills_masks_with_ids_of_the_vocabulary_and_keeps_the_rest(
-    found, system
+    client_outputs, system
 ):
-    calls = of_case(found, system)[1]["generate"]
+    calls = of_case(client_outputs, system)[1]["generate"]
     for name, keywords in calls.items():
         gap = keywords["input_ids"]
-        filled = found[system][name]
+        filled = client_outputs[system][name]
         assert filled.shape[1] == 12 + keywords.get("max_new_tokens", 0)
-        assert filled.min() >= 0 and filled.max() < VOCABULARY
-        known = gap != MASK
-        assert torch.equal(filled[:, :12][known], gap[known]) and not known.all()
+        assert filled.min() >= 0
+        assert filled.max() < VOCABULARY
+        is_prompt = gap != MASK
+        assert torch.equal(filled[:, :12][is_prompt], gap[is_prompt])
+        assert not is_prompt.all()
 
 
 @every_system
-def test_generate_draws_what_the_model_gives(found, system):
+def test_generate_draws_what_the_model_gives(client_outputs, system):
     """The tokens are those of aogpt/sampling/simple.py (which other tests compare with
     enumeration), of encoders those of the plain loop, given the same order and
     uniforms."""
-    model = load_model(found["folder"] / system)
-    calls = of_case(found, system)[1]["generate"]
+    model = load_model(client_outputs["folder"] / system)
+    calls = of_case(client_outputs, system)[1]["generate"]
     uniforms = torch.rand(2, 2, 18, generator=seeded(5), dtype=torch.float64)[1]
-    assert torch.equal(found[system]["not sampled"], found[system]["greedy"])
+    assert torch.equal(
+        client_outputs[system]["not sampled"], client_outputs[system]["greedy"]
+    )
     for name in ("filled", "greedy", "nucleus"):
         keywords = calls[name]
         ids = torch.nn.functional.pad(keywords["input_ids"], (0, 6), value=MASK)
         for row in range(2):
             order = torch.arange(18) if system in PLAIN else keywords["order"][row]
-            known = (ids[row] != MASK)[order]
-            order = torch.cat([order[known], order[~known]])  # stable, as the folder's
-            count = int((~known).sum())
+            is_prompt = (ids[row] != MASK)[order]
+            order = torch.cat(
+                [order[is_prompt], order[~is_prompt]]
+            )  # stable, as the folder's
+            count = int((~is_prompt).sum())
             temperature = keywords.get("temperature", 1.0)
             expected = filled_by_loop if system in ENCODERS else simple_generate
-            made, _ = expected(
+            tokens, _ = expected(
                 model,
                 order,
                 [1] * count,
@@ -343,21 +353,23 @@ def test_generate_draws_what_the_model_gives(found, system):
                 vocab_size=VOCABULARY,
                 top_p=keywords.get("top_p", 1.0),
             )
-            assert torch.equal(found[system][name][row], made), name
+            assert torch.equal(client_outputs[system][name][row], tokens), name
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
 def test_a_folders_nucleus_is_the_samplers(top_p):
     logits = torch.randn(40, 256, generator=seeded(1), dtype=torch.float64) * 3
     logits[0] = 0.0  # where all are equal, lower ids come first
-    kept = nucleus(logits.softmax(dim=-1), top_p)
+    truncated = nucleus(logits.softmax(dim=-1), top_p)
     expected = probabilities(logits, TokenChoice(top_p=top_p))
-    torch.testing.assert_close(kept / kept.sum(dim=-1, keepdim=True), expected)
+    torch.testing.assert_close(
+        truncated / truncated.sum(dim=-1, keepdim=True), expected
+    )
 
 
 @every_system
-def test_rows_of_a_padded_batch_are_what_they_are_alone(found, system):
-    pairs = found[system]["rows"]
+def test_rows_of_a_padded_batch_are_what_they_are_alone(client_outputs, system):
+    pairs = client_outputs[system]["rows"]
     assert len(pairs) == 8
     for method, side, alone, padded in pairs:
         if method == "generate":
@@ -367,9 +379,11 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(found, system):
 
 
 @every_system
-def test_a_missing_tensor_is_an_error_and_a_saved_folder_is_read_again(found, system):
-    assert "lacks model.blocks.0.attn.proj.weight" in found[system]["lacking"]
-    assert torch.equal(found[system]["saved"], found[system]["again"])
+def test_a_missing_tensor_is_an_error_and_a_saved_folder_is_read_again(
+    client_outputs, system
+):
+    assert "lacks model.blocks.0.attn.proj.weight" in client_outputs[system]["lacking"]
+    assert torch.equal(client_outputs[system]["saved"], client_outputs[system]["again"])
 
 
 def filled_by_loop(
@@ -393,14 +407,16 @@ def filled_by_loop(
 
 
 @every_system
-def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, system):
-    labelled = of_case(found, system)[1]["labelled"]
-    result = found[system]
+def test_the_library_continues_texts_with_a_decoder_in_padded_batches(
+    client_outputs, system
+):
+    labelled = of_case(client_outputs, system)[1]["labelled"]
+    result = client_outputs[system]
     assert result["embeddings"]
     if system in ENCODERS:
         assert "an encoder fills in [MASK]" in result["causal"]
         return
-    model = load_model(found["folder"] / system)
+    model = load_model(client_outputs["folder"] / system)
     tokens = labelled["input_ids"]
     with torch.no_grad():
         for _ in range(6):
@@ -410,8 +426,8 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, sys
             if tokens.shape[1] == 12:
                 torch.testing.assert_close(result["causal"], logits, rtol=0, atol=1e-5)
             if tokens.shape[1] < 17:
-                known = logits[:, -1:, :VOCABULARY]  # ids that the tokenizer has
-                tokens = torch.cat([tokens, known.argmax(dim=-1)], dim=1)
+                next_logits = logits[:, -1:, :VOCABULARY]  # ids that the tokenizer has
+                tokens = torch.cat([tokens, next_logits.argmax(dim=-1)], dim=1)
     assert torch.equal(result["continued"], tokens)
     # A begin-of-text stands for [None]: it is not read beside it.
     after_begin, without_begin = result["after begin"]
@@ -423,14 +439,14 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(found, sys
 
 
 @every_system
-def test_a_new_model_of_a_folder_has_our_initial_values(found, system):
+def test_a_new_model_of_a_folder_has_our_initial_values(client_outputs, system):
     if system in ENCODERS:
-        assert "fresh" not in found[system]
+        assert "fresh" not in client_outputs[system]
         return
     expected = build_model(tiny(system).config)
     init_weights(expected, seeded(1))
     expected = dict(expected.named_parameters())
-    fresh = found[system]["fresh"]
+    fresh = client_outputs[system]["fresh"]
     assert fresh.keys() == expected.keys()
     for name, p in fresh.items():
         if expected[name].min() == expected[name].max():
@@ -457,28 +473,30 @@ REFUSALS = {
 
 
 @every_system
-def test_mistakes_are_told_in_one_line(found, system):
-    for name, message in found[system]["refused"].items():
+def test_mistakes_are_told_in_one_line(client_outputs, system):
+    for name, message in client_outputs[system]["refused"].items():
         assert "\n" not in message
         assert re.search(REFUSALS[name], message), name
 
 
-def test_the_code_of_the_model_card_runs(found):
+def test_the_code_of_the_model_card_runs(client_outputs):
     for name in ("AO-GPT", "GPT-2", "SEDD"):
-        assert found[name]["printed"].count("\n") >= 2, name
-    assert "The cat" in found["AO-GPT"]["printed"]
-    assert "home." in found["SEDD"]["printed"]
+        assert client_outputs[name]["printed"].count("\n") >= 2, name
+    assert "The cat" in client_outputs["AO-GPT"]["printed"]
+    assert "home." in client_outputs["SEDD"]["printed"]
 
 
-def of_case(found, system):
-    case = torch.load(found["folder"] / f"{system}.pt")
+def of_case(client_outputs, system):
+    case = torch.load(client_outputs["folder"] / f"{system}.pt")
     return case["inputs"], case
 
 
 # ---- the tokenizer -------------------------------------------------------------------
 
 
-def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found):
+def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(
+    client_outputs,
+):
     for name, key in (
         ("bytes", "AO-GPT"),
         ("english", "english"),
@@ -488,13 +506,13 @@ def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(found
         start = int(key == "library")
         # that file has a begin-of-text, which is no id of a text
         mask = tokenizer.vocab_size + start
-        assert found[key]["mask"] == mask
+        assert client_outputs[key]["mask"] == mask
         if key != "AO-GPT":
-            assert found[key, "ids"] == (mask, 257 if start else None)
-        *ids, masked = found[key]["ids"]
+            assert client_outputs[key, "ids"] == (mask, 257 if start else None)
+        *ids, masked = client_outputs[key]["ids"]
         assert ids == [tokenizer.encode(text) for text in TEXTS[:-1]]
         assert masked == [*tokenizer.encode("x"), mask, mask, *tokenizer.encode(" y")]
-        assert found[key]["back"] == TEXTS
+        assert client_outputs[key]["back"] == TEXTS
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
@@ -515,15 +533,15 @@ def test_the_written_tokenizer_gives_our_ids_of_any_text(name, tmp_path):
                 file.write(base64.b64encode(token) + b" %d\n" % i)
         name = str(path)
     tokenizer = get_tokenizer(name)
-    made = hub.library_tokenizer(tokenizer)
-    assert made.get_vocab_size() == tokenizer.vocab_size + 1
+    library_tokenizer = hub.library_tokenizer(tokenizer)
+    assert library_tokenizer.get_vocab_size() == tokenizer.vocab_size + 1
 
     @given(WORDS)
     def check(text):
         if END_OF_TEXT not in text and hub.MASK not in text:
-            ids = made.encode(text).ids
+            ids = library_tokenizer.encode(text).ids
             assert ids == tokenizer.encode(text)
-            assert made.decode(ids, skip_special_tokens=False) == text
+            assert library_tokenizer.decode(ids, skip_special_tokens=False) == text
 
     check()
 
@@ -560,14 +578,14 @@ def test_the_files_of_code_import_each_other_and_torch_and_transformers_alone(tm
 
 
 @every_system
-def test_a_folder_is_read_back_without_running_its_code(found, system):
+def test_a_folder_is_read_back_without_running_its_code(client_outputs, system):
     """Also the one that transformers saved after a step of training."""
     written = dict(tiny(system).named_parameters())
     for name, expected in (
         (system, written),
-        (f"{system}-tuned", found[system]["tuned"]),
+        (f"{system}-tuned", client_outputs[system]["tuned"]),
     ):
-        folder = found["folder"] / name
+        folder = client_outputs["folder"] / name
         (folder / "modeling_aogpt.py").write_text(
             "raise SystemExit('this code was run')"
         )
@@ -684,11 +702,15 @@ def test_names_and_odd_metrics_are_text_of_the_card_and_no_more(trained, tmp_pat
         {"step": 4, "val_loss_l2r": [], "val_loss_random": 10**400},
     ]
     card = model_card(replace(loaded, path=str(copy)), rows)
-    assert "<script" not in card and "<b>" not in card and "![" not in card
-    assert "\n# zz" not in card and "| x&#124;&#60;b&#62; |  |  |" in card
+    assert "<script" not in card
+    assert "<b>" not in card
+    assert "![" not in card
+    assert "\n# zz" not in card
+    assert "| x&#124;&#60;b&#62; |  |  |" in card
     shown = html.unescape(re.search("<code>(.*)</code>[.]", card)[1])
     assert shown == r"a` <script>x()</script> ![](//b)\n# zz"
-    assert "Of step 2." in card and "| left to right | 1.2500 | unknown |" in card
+    assert "Of step 2." in card
+    assert "| left to right | 1.2500 | unknown |" in card
     assert "| any order |" not in card
 
 
@@ -696,7 +718,8 @@ def test_a_card_without_a_run_has_no_figures_of_one(tmp_path):
     source = write_export(tmp_path / "x", tiny("AO-GPT"))
     convert(str(source), tmp_path / "hub", hub=True)
     card = (tmp_path / "hub" / "README.md").read_text()
-    assert "## Use" in card and "## Limits" in card
+    assert "## Use" in card
+    assert "## Limits" in card
     assert not any(f"## {part}" in card for part in ("Data", "Training", "Validation"))
 
 

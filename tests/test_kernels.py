@@ -100,9 +100,14 @@ def test_the_kernel_draws_what_the_reference_draws(V, name, dtype, monkeypatch):
         assert (log_probs.cpu() - expected).abs().max() < 5e-6
 
 
+# The nucleus ends after 4, 16, 28, 37, 40, ... of 40 tokens, top-k after `exponent`:
+# quick are the shortest nucleus, and the first with all tokens.
+ENDS = [(1,), (4,), (7,), (10,), (13,), (16,), (19,), (22,)]
+QUICK_ENDS = (1, 13)
+
+
 @pytest.mark.parametrize(
-    "exponent",
-    some_slow([(n,) for n in range(1, 24, 3)], lambda n: n in (1, 13), INTERPRETED),
+    "exponent", some_slow(ENDS, lambda exponent: exponent in QUICK_ENDS, INTERPRETED)
 )
 def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
     """Probabilities 1, 2^-1, 2^-2, ...: its last token lies between any two of the
@@ -128,7 +133,8 @@ def test_a_model_that_overflowed_shows_in_the_log_probability():
     tokens, log_probs = kernels.choose(
         logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
     )
-    assert ((tokens >= 0) & (tokens < 5)).all() and not log_probs.isfinite().any()
+    assert ((tokens >= 0) & (tokens < 5)).all()
+    assert not log_probs.isfinite().any()
 
 
 def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
@@ -232,14 +238,16 @@ def test_ragged_attention_is_masked_attention(
     )
     generator = seeded(B + D)
     cached = torch.randint(0, T - 2, (B,), generator=generator)
-    known = (cached + torch.randint(0, 3, (B,), generator=generator)).clamp(max=T - 1)
-    count = known - cached + torch.randint(1, most, (B,), generator=generator)
+    known_count = (cached + torch.randint(0, 3, (B,), generator=generator)).clamp(
+        max=T - 1
+    )
+    count = known_count - cached + torch.randint(1, most, (B,), generator=generator)
     count = torch.minimum(count, T - cached)
     count[0] = 0
-    cached[1] = known[1] = 0
+    cached[1] = known_count[1] = 0
     count[1] = most - 1
     N = int(count.sum())
-    rows = torch.stack([cached, known, count, count, count])
+    rows = torch.stack([cached, known_count, count, count, count])
     step = Step(rows, N, int(count.max()), T, B, 0, 0)
     row, column, _ = ragged(cached, count, total=N, unused=T)
     q = torch.randn(N + 3, H, D, generator=generator).to(dtype)
@@ -342,7 +350,7 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
-    tokens = random_tokens(11, 5, 12, seed=2)
+    tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
 
     def samples(kernels):
         return generate(
@@ -356,7 +364,8 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
         )
 
     reference = samples(kernels=False)
-    assert not kernels_run.choice and not kernels_run.attention
+    assert not kernels_run.choice
+    assert not kernels_run.attention
     assert kernel_check.load_kernels(model, 11) is not None
     kernels_run.choice = kernels_run.attention = 0
     got = samples(kernels=True)
@@ -378,7 +387,8 @@ def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
     expected = refine(plain, samples, uniforms, 2, 0.3, by)
     fast = engine.Decoder(model, choice=choice, vocab_size=11, kernels=True)
     got = refine(fast, samples, uniforms, 2, 0.3, by)
-    assert kernels_run.attention and torch.equal(got.tokens, expected.tokens)
+    assert kernels_run.attention
+    assert torch.equal(got.tokens, expected.tokens)
 
 
 @pytest.mark.slow(reason=INTERPRETED)
@@ -396,7 +406,8 @@ def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
     generated = partial(generate, model, plan, choice=choice, vocab_size=11)
     expected = generated(generator=seeded(1))
     got = generated(generator=seeded(1), kernels=True)
-    assert kernels_run.choice and torch.equal(got.tokens, expected.tokens)
+    assert kernels_run.choice
+    assert torch.equal(got.tokens, expected.tokens)
     assert (expected.log_probs - got.log_probs).abs().max() < 1e-5
 
 
@@ -412,9 +423,10 @@ def test_compiling_takes_kernels_and_graphs_without_being_asked(
     model = small_system("AO-GPT")
     assert Engine(model, 2, 12).kernels is None
     assert Engine(model, 2, 12, kernels=True).graphs is None
-    made = Engine(model, 2, 12, compile=True)
-    assert made.kernels.choice is kernels and made.kernels.attention is attention_kernel
-    assert made.graphs is not None
+    fast_engine = Engine(model, 2, 12, compile=True)
+    assert fast_engine.kernels.choice is kernels
+    assert fast_engine.kernels.attention is attention_kernel
+    assert fast_engine.graphs is not None
     kernels_run.choice = 0
     Engine(model, 4, 12, compile=True)
     assert not kernels_run.choice, "the check is made once"
@@ -450,17 +462,22 @@ def test_what_does_not_agree_is_said_and_left_out(
     if wrong == "graphs":
         monkeypatch.setattr(kernel_check, "graph_error", lambda device: 1 / 0)
     monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
-    made = Engine(model, 3, 12, compile=True)
+    fast_engine = Engine(model, 3, 12, compile=True)
     said = capsys.readouterr().err
     assert "going on without" in said
     assert ("token choice" if wrong == "choice" else wrong) in said
     if wrong == "choice":
-        assert made.kernels is None and made.graphs is None
+        assert fast_engine.kernels is None
+        assert fast_engine.graphs is None
     if wrong == "attention":
-        assert made.kernels.attention is None and "of their norm" in said
+        assert fast_engine.kernels.attention is None
+        assert "of their norm" in said
     if wrong == "graphs":
-        assert made.graphs is None and "ZeroDivisionError" in said
-    assert torch.equal(made.generate(plan, generator=seeded(1)).tokens, expected.tokens)
+        assert fast_engine.graphs is None
+        assert "ZeroDivisionError" in said
+    assert torch.equal(
+        fast_engine.generate(plan, generator=seeded(1)).tokens, expected.tokens
+    )
 
 
 # ---- graphs --------------------------------------------------------------------------
@@ -493,9 +510,11 @@ def graphs(monkeypatch, kernels_run):
 
 def test_sizes_of_graphs_grow_by_a_quarter_at_most():
     sizes = compiled.ladder(10**9)
-    assert sizes[:6] == [8, 16, 24, 32, 40, 48] and sizes[-1] >= compiled.LARGEST_GRAPH
+    assert sizes[:6] == [8, 16, 24, 32, 40, 48]
+    assert sizes[-1] >= compiled.LARGEST_GRAPH
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
-        assert smaller < larger <= max(smaller + 8, 1.25 * smaller) and larger % 8 == 0
+        assert smaller < larger <= max(smaller + 8, 1.25 * smaller)
+        assert larger % 8 == 0
     assert len(sizes) == 28
     for n in (1, 8, 9, 100, 4095):
         *smaller, last = compiled.ladder(n)
@@ -522,11 +541,18 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
     begun."""
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
-    made = Engine(model, 3, 12, TokenChoice(0.9, 0.9), 11, compile=True)
+    fast_engine = Engine(
+        model,
+        batch_size=3,
+        length=12,
+        choice=TokenChoice(0.9, 0.9),
+        vocab_size=11,
+        compile=True,
+    )
     lengths = torch.tensor([12, 5, 0, 12, 9])
     for seed in (0, 1):
         plan = make_plan(mode, 5, lengths, given, seed=seed)
-        tokens = random_tokens(11, 5, 12, seed=2)
+        tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
         eager = generate(
             model,
             plan,
@@ -535,17 +561,17 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
             choice=TokenChoice(0.9, 0.9),
             vocab_size=11,
         )
-        got = made.generate(plan, tokens, generator=seeded(2))
+        got = fast_engine.generate(plan, tokens, generator=seeded(2))
         assert torch.equal(eager.tokens, got.tokens)
         # batches of 5 and of 3
         assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
-        stages = {key[0] for key in made.graphs.graphs}
-        assert (made.predicting in stages) == (system != "two_stream")
+        stages = {key[0] for key in fast_engine.graphs.graphs}
+        assert (fast_engine.predicting in stages) == (system != "two_stream")
         unmasks = not (mode.startswith("speculative") or "--threshold" in mode)
-        assert (made.unmasking in stages) == unmasks
-    before = len(made.graphs.graphs)
-    made.generate(plan, tokens, generator=seeded(3))
-    assert len(made.graphs.graphs) == before
+        assert (fast_engine.unmasking in stages) == unmasks
+    before = len(fast_engine.graphs.graphs)
+    fast_engine.generate(plan, tokens, generator=seeded(3))
+    assert len(fast_engine.graphs.graphs) == before
 
 
 @ON_CPU
@@ -575,15 +601,17 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
         return None, None
 
     monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
-    made = Engine(model, 8, 1024, compile=True)
+    fast_engine = Engine(model, 8, 1024, compile=True)
     for seed in range(3):
         plan = make_plan("mdm --steps 256", 8, 1024, seed=seed)
         begun = len(used)
-        made.generate(plan, generator=seeded(seed))
+        fast_engine.generate(plan, generator=seeded(seed))
         assert len(used) - begun > 500  # two stages a step
-        assert set(used) <= set(made.graphs.graphs), "a step had to do without a graph"
-    largest = 2 * max(size for stage, size, _ in used if stage is made.unmasking)
-    recorded = len(made.graphs.graphs)
+        assert set(used) <= set(fast_engine.graphs.graphs), (
+            "a step had to do without a graph"
+        )
+    largest = 2 * max(size for stage, size, _ in used if stage is fast_engine.unmasking)
+    recorded = len(fast_engine.graphs.graphs)
     assert recorded <= 2 * len(compiled.ladder(largest)) < 40
     assert recorded <= 2 * len(compiled.ladder(10**9))
 
@@ -597,29 +625,30 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     model = small_system("AO-GPT")
     given = torch.arange(12).expand(3, -1) < 8
     plan = make_plan("even --steps 3", 3, torch.tensor([12, 12, 9]), given)
-    tokens = random_tokens(11, 3, 12, seed=2)
+    tokens = random_tokens(vocab_size=11, batch_size=3, length=12, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(2))
-    made = Engine(model, 3, 12, compile=True)
-    sizes = {size for _, size, _ in made.graphs.graphs}
-    got = made.generate(plan, tokens, generator=seeded(2))
+    fast_engine = Engine(model, 3, 12, compile=True)
+    sizes = {size for _, size, _ in fast_engine.graphs.graphs}
+    got = fast_engine.generate(plan, tokens, generator=seeded(2))
     assert torch.equal(got.tokens, eager.tokens)
-    assert {size for _, size, _ in made.graphs.graphs} == sizes | {8}
+    assert {size for _, size, _ in fast_engine.graphs.graphs} == sizes | {8}
     compiled.ladder.cache_clear()
 
 
 @ON_CPU
 @pytest.mark.slow(reason=INTERPRETED)
 def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
-    made = Engine(small_system("AO-GPT"), 3, 12, compile=True)
-    assert made.graphs.seconds == 0
-    made.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
+    fast_engine = Engine(small_system("AO-GPT"), 3, 12, compile=True)
+    assert fast_engine.graphs.seconds == 0
+    fast_engine.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
     said = capsys.readouterr().err
-    count = len(made.graphs.graphs)
+    count = len(fast_engine.graphs.graphs)
     assert f"recorded {count} CUDA graphs in " in said
-    seconds = made.graphs.seconds
+    seconds = fast_engine.graphs.seconds
     assert seconds > 0
-    made.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
-    assert made.graphs.seconds == seconds and not capsys.readouterr().err
+    fast_engine.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
+    assert fast_engine.graphs.seconds == seconds
+    assert not capsys.readouterr().err
 
 
 # ---- assembled -----------------------------------------------------------------------
@@ -628,7 +657,8 @@ def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
 def test_the_table_of_registers_is_of_its_rows_and_none_spills():
     file = ROOT / "results" / "gpu" / "kernels.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"} and len(rows) == 2 * 19
+    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"}
+    assert len(rows) == 2 * 19
     assert all(row["spilled_bytes"] == 0 for row in rows)
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "assemble.py", "table", file],
@@ -659,5 +689,6 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
         print(row)
     assert len(rows) == 19
     for row in rows:
-        assert row["bytes"] > 1000 and row["registers"] <= 255
+        assert row["bytes"] > 1000
+        assert row["registers"] <= 255
         assert row["spilled_bytes"] == 0, row

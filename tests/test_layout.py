@@ -45,10 +45,10 @@ def imports(path):
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_paper_is_built_on_itself(name):
-    found = set(imports(ROOT / "aogpt" / f"{name}.py"))
-    assert found & (PACKAGES | PAPER.keys() | {"studies"}) <= PAPER[name]
+    imported = set(imports(ROOT / "aogpt" / f"{name}.py"))
+    assert imported & (PACKAGES | PAPER.keys() | {"studies"}) <= PAPER[name]
     if name == "model":
-        assert found <= {"torch", *sys.stdlib_module_names}
+        assert imported <= {"torch", *sys.stdlib_module_names}
 
 
 def test_nothing_imports_the_studies():

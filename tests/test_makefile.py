@@ -44,11 +44,11 @@ def test_an_environment_without_pip_is_filled_by_uv(folder):
     make_program(folder, "uv", 'echo "uv $*"')
     command = [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"]
     subprocess.run(command, check=True)
-    made = run_make(folder, TARGET, "TORCH=cpu", "PYTHON=false")
-    assert made.returncode == 0, made.stderr
+    finished = run_make(folder, TARGET, "TORCH=cpu", "PYTHON=false")
+    assert finished.returncode == 0, finished.stderr
     words = "uv pip install --python .venv/bin/python --torch-backend cpu"
-    assert f"{words} -r requirements.txt" in made.stdout
-    assert made.stdout.rstrip().endswith("--no-build-isolation --editable .")
+    assert f"{words} -r requirements.txt" in finished.stdout
+    assert finished.stdout.rstrip().endswith("--no-build-isolation --editable .")
     again = run_make(folder, TARGET)
     assert "up to date" in again.stdout
 
@@ -59,21 +59,21 @@ def test_pip_is_used_where_it_is_and_may_take_the_cpu_build(folder):
     (folder / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(folder / "bin" / "python", folder / ".venv" / "bin")
     for option, wanted in ((), False), (("TORCH=cpu",), True):
-        made = run_make(folder, "--always-make", TARGET, *option)
-        assert made.returncode == 0, made.stderr
-        assert "python -m pip install" in made.stdout
-        assert ("whl/cpu" in made.stdout) is wanted
+        finished = run_make(folder, "--always-make", TARGET, *option)
+        assert finished.returncode == 0, finished.stderr
+        assert "python -m pip install" in finished.stdout
+        assert ("whl/cpu" in finished.stdout) is wanted
         # For `import aogpt` in every folder.
-        assert made.stdout.rstrip().endswith("--no-build-isolation --editable .")
-        assert "0.4 GB" in made.stdout
+        assert finished.stdout.rstrip().endswith("--no-build-isolation --editable .")
+        assert "0.4 GB" in finished.stdout
 
 
 def test_an_old_python_is_told_before_anything_is_installed(folder):
     old = "import sys; sys.version_info = (3, 9); exec(sys.argv[1])"
     make_program(folder, "python3", f"shift; exec '{sys.executable}' -c '{old}' \"$1\"")
-    made = run_make(folder, TARGET, "TORCH=cpu")
-    assert made.returncode != 0
-    assert "Python 3.11 or newer is needed" in made.stderr
-    assert f"make PYTHON=python3.11 {TARGET} TORCH=cpu, or" in made.stderr
-    assert "uv venv --python 3.12" in made.stderr
+    finished = run_make(folder, TARGET, "TORCH=cpu")
+    assert finished.returncode != 0
+    assert "Python 3.11 or newer is needed" in finished.stderr
+    assert f"make PYTHON=python3.11 {TARGET} TORCH=cpu, or" in finished.stderr
+    assert "uv venv --python 3.12" in finished.stderr
     assert not (folder / ".venv").exists()

@@ -70,7 +70,8 @@ def any_order(model, data, config):
 def test_a_run_is_judged_by_its_own_orders(data, order, target, names, best):
     config = tiny_config(data, "", order=order, model__target=target)
     orders, own = val_losses.validation_orders(config)
-    assert list(orders) == names and val_losses.best_by(config) == own == best
+    assert list(orders) == names
+    assert val_losses.best_by(config) == own == best
 
 
 def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
@@ -160,7 +161,8 @@ def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
     said += f"{blocks} blocks, nats per token: "
     losses = r"left to right \d\.\d{4}, any order \d\.\d{4}\n"
     assert re.search(said + losses, out)
-    assert "MFU" not in out and not err
+    assert "MFU" not in out
+    assert not err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: (80, 0))  # no rows: no bar
     train.train(change(config, name="no rows"), ALONE)
@@ -168,7 +170,8 @@ def test_progress_is_told_in_plain_lines_or_by_a_bar_on_a_terminal(
     monkeypatch.setattr("os.get_terminal_size", lambda fd: (80, 24))
     train.train(change(config, name="terminal"), ALONE)
     out, err = capsys.readouterr()
-    assert "tokens/s" not in out and said in out
+    assert "tokens/s" not in out
+    assert said in out
     every = train_losses(change(config, name="every", train__log_interval=1))
     means = {
         1: every[1],
@@ -210,14 +213,15 @@ def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
     with torch.no_grad():
         model.head.bias[ord("a")] = 5.0
     dataset = TokenDataset(folder, "val", LENGTH)
-    found = {}
+    losses = {}
     for count in (100, dataset.num_blocks):
         config = change(config, eval__sequences=count)
-        found[count] = val_losses.validation_loss(
+        losses[count] = val_losses.validation_loss(
             model, dataset, RANDOM, config, ALONE
         ).mean
-    part, whole = found.values()
-    assert part == pytest.approx(whole, abs=0.2) and whole > 3
+    part, whole = losses.values()
+    assert part == pytest.approx(whole, abs=0.2)
+    assert whole > 3
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])
@@ -244,7 +248,8 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(
     assert error == pytest.approx(np.std(means, ddof=1) / 3**0.5, rel=1e-3)
     assert error > 1e-4
     single = any_order(model, data, config)
-    assert single.mean == pytest.approx(means[0], rel=1e-5) and single.error is None
+    assert single.mean == pytest.approx(means[0], rel=1e-5)
+    assert single.error is None
 
 
 def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(
@@ -269,7 +274,8 @@ def test_an_evaluation_line_has_the_error_of_random_orders_and_other_averages(
     for line in evaluations:
         for key in COSTS - {"memory_bytes"}:
             assert line[key] == training[line["step"]][key]
-        assert line["val_error_random"] > 0 and "val_error_l2r" not in line
+        assert line["val_error_random"] > 0
+        assert "val_error_l2r" not in line
         for kind in ("l2r", "random"):
             losses = {
                 name: line[f"val_loss_{kind}{name}"]
@@ -298,7 +304,8 @@ def test_losses_stand_over_the_tokens_seen_when_they_were_measured():
     )
     averaged, raw = axes.lines
     assert averaged.get_xydata().tolist() == [[1500, 2.0], [2000, 1.5]]
-    assert raw.get_xydata().tolist() == [[1500, 3.0]] and raw.get_linestyle() == "--"
+    assert raw.get_xydata().tolist() == [[1500, 3.0]]
+    assert raw.get_linestyle() == "--"
 
 
 def test_a_panel_names_the_runs_that_have_no_values_for_it():
@@ -323,7 +330,8 @@ def test_plot_draws_runs_of_now_and_of_before_into_one_png(
     ]
     out = tmp_path / "pictures" / "compare.png"
     said = printed(plot, run, old, encoder, *many, "--out", out)
-    assert f"wrote {out}" in said and out.read_bytes().startswith(PNG)
+    assert f"wrote {out}" in said
+    assert out.read_bytes().startswith(PNG)
 
 
 def test_what_cannot_be_drawn_is_an_error_that_names_it(mistake, run, tmp_path):

@@ -38,8 +38,8 @@ from aogpt.systems import (
 )
 
 LENGTH = TINY["block_size"]
-VARIANTS = {name: (name, {}) for name in [*DECODERS, *ROTATED]}
-VARIANTS |= {
+VARIANTS = {
+    **{name: (name, {}) for name in [*DECODERS, *ROTATED]},
     "no target": ("AO-GPT", {"target": "none"}),
     "no target, rotary": ("AO-GPT", {"target": "none", "position": "rotary"}),
     "target rotary, hidden start": ("target rotary", {"start": "hidden"}),
@@ -97,7 +97,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
     order[0] = torch.arange(length)
     expected = log_probs(model.config, parameters(model), tokens, order)
     got = token_log_probs(model, tokens, order)
-    assert got.shape == (3, length) and not got.requires_grad
+    assert got.shape == (3, length)
+    assert not got.requires_grad
     assert (got - expected).abs().max() < 1e-9
     assert (-model(tokens, order) - expected).abs().max() < 1e-9
     # the weights matter: these are not nearly equal
@@ -138,7 +139,7 @@ def test_dropout_acts_in_training_only():
 def test_permutation_gather_sums_bfloat16_gradients_in_float32():
     """bfloat16 alone could not count past 256."""
     table = torch.randn(2, 1, generator=seeded(0)).bfloat16().requires_grad_()
-    order = random_orders(4096, 2, 0)
+    order = random_orders(batch_size=4096, length=2, seed=0)
     PermutationGather.apply(table, order, order.argsort(dim=1)).sum().backward()
     assert table.grad.dtype == torch.bfloat16
     assert table.grad.flatten().tolist() == [4096.0, 4096.0]
@@ -160,7 +161,8 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
         order = torch.tensor([order_through(context, target, length)])
         alone = token_log_probs(model, tokens[b : b + 1], order)[0, len(context)]
         assert abs(got[b, target] - alone) < 1e-12
-    assert (got[~masked] == 0).all() and (got[masked] < 0).all()
+    assert (got[~masked] == 0).all()
+    assert (got[masked] < 0).all()
 
 
 # chunks of 256 rows, the least, and one for all
@@ -259,9 +261,11 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig(96, 64, 3, 4, 32, target=target)
+    config = ModelConfig(
+        vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
+    )
     model = build_model(config).eval()
-    tokens = random_tokens(96, 2, length, 0)
+    tokens = random_tokens(vocab_size=96, batch_size=2, length=length, seed=0)
     order = random_orders(2, length, 0)
     with (
         torch.no_grad(),
@@ -286,18 +290,18 @@ REFUSED += [
         {"norm": "batch"},
         "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'",
     ),
-    (ENCODER | {"mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
+    ({**ENCODER, "mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
     (
-        ENCODER | {"mask_token": 320},
+        {**ENCODER, "mask_token": 320},
         r"mask_token is 320.*below model\.vocab_size \(320\)",
     ),
-    (ENCODER | {"mask_token": 0}, "mask_token is 0"),
+    ({**ENCODER, "mask_token": 0}, "mask_token is 0"),
     ({"mask_token": 257}, "mask_token = 257 is for encoders"),
     ({"noise": True}, "noise = True is for encoders"),
     ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
-    (ENCODER | {"target": "adaln"}, "target is 'adaln', but an encoder"),
+    ({**ENCODER, "target": "adaln"}, "target is 'adaln', but an encoder"),
     (
-        ENCODER | {"position": "rotary", "n_head": 4, "n_embd": 12},
+        {**ENCODER, "position": "rotary", "n_head": 4, "n_embd": 12},
         "even head width, but it is 3",
     ),
 ]
@@ -376,7 +380,7 @@ def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])
 def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
-    tokens = random_tokens(11, 2, 4, 0)
+    tokens = random_tokens(vocab_size=11, batch_size=2, length=4, seed=0)
     mask = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
     order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
@@ -402,11 +406,12 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
 )
 def test_masked_tokens_of_a_shorter_row_are_those_of_the_row_alone(system):
     model = make_system(system)
-    tokens = random_tokens(11, 3, 6, 0)
+    tokens = random_tokens(vocab_size=11, batch_size=3, length=6, seed=0)
     masked = torch.rand(3, 6) < 0.5
     lengths = torch.tensor([6, 2, 4])
     masked[:, 0] = True
     got = masked_log_probs(model, tokens, masked, lengths)
     for b, n in enumerate(lengths.tolist()):
         alone = masked_log_probs(model, tokens[b : b + 1, :n], masked[b : b + 1, :n])[0]
-        assert (got[b, :n] - alone).abs().max() < 1e-5 and not got[b, n:].any()
+        assert (got[b, :n] - alone).abs().max() < 1e-5
+        assert not got[b, n:].any()

@@ -25,7 +25,7 @@ V = 3
 
 
 def ao_ar_by_enumeration(model, sequences):
-    """ao_ar_loss of each sequence over all N! orders, as a sum over positions:
+    """Return ao_ar_loss of each sequence over all N! orders, in nats a sequence:
     (rows,)."""
     orders = torch.tensor(list(itertools.permutations(range(N))))
     losses = []
@@ -46,12 +46,16 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     sequences = all_sequences(V, N)
     integral = torch.zeros(len(sequences), dtype=torch.float64)
     for masked in mask_sets(N):
-        known = [p for p in range(N) if p not in masked]
-        contexts = list(itertools.permutations(known))
+        weight = float(mdm_weight(masked, N))
+        visible = [p for p in range(N) if p not in masked]
+        contexts = list(itertools.permutations(visible))
         for position in masked:
-            nll = sum(-conditional[context, position].log() for context in contexts)
-            integral += float(mdm_weight(masked, N)) * nll / len(contexts)
-    assert (ao_ar_by_enumeration(model, sequences) - integral).abs().max() < 1e-12
+            nll = torch.zeros(len(sequences), dtype=torch.float64)
+            for context in contexts:
+                nll -= conditional[context, position].log()
+            integral += weight * nll / len(contexts)
+    difference = ao_ar_by_enumeration(model, sequences) - integral
+    assert difference.abs().max() < 1e-12
     assert integral.std() > 0.1
 
 
@@ -61,26 +65,31 @@ def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
     1..n, exactly, all n-l+1 targets in one pass of the parallel mask."""
     model = enumerable_system("AO-GPT", seed)[0]
     orders = torch.tensor(list(itertools.permutations(range(N))))
-    sequences = all_sequences(V, N)[::8]
+    sequences = all_sequences(V, N)
+    # each sequence in each order
+    rows = sequences.repeat_interleave(len(orders), dim=0)
+    orders_of_rows = orders.repeat(len(sequences), 1)
     middle = torch.zeros(len(sequences), dtype=torch.float64)
-    for known in range(N):  # l - 1
-        lengths = torch.full((len(orders),), known)
-        for i, x in enumerate(sequences):
-            logs = parallel_log_probs(model, x.expand(len(orders), N), orders, lengths)
-            # n * (1/n) * the sum over l
-            middle[i] -= logs.sum(dim=1).mean() / (N - known)
-    assert (middle - ao_ar_by_enumeration(model, sequences)).abs().max() < 1e-12
+    for prefix_length in range(N):  # l - 1
+        lengths = torch.full((len(rows),), prefix_length)
+        log_probs = parallel_log_probs(model, rows, orders_of_rows, lengths)
+        totals = log_probs.sum(dim=1).view(len(sequences), len(orders))
+        # n * (1/n) * the sum over l
+        middle -= totals.mean(dim=1) / (N - prefix_length)
+    difference = middle - ao_ar_by_enumeration(model, sequences)
+    assert difference.abs().max() < 1e-12
 
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
     """A distributed or compiled wrapper forwards, and has no other method of the
     model."""
     model = enumerable_system("AO-GPT", 0)[0]
-    tokens = random_tokens(V, 5, N, 0)
-    order = random_orders(5, N, 1)
+    tokens = random_tokens(V, batch_size=5, length=N, seed=0)
+    order = random_orders(batch_size=5, length=N, seed=1)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == ()
-    assert abs(loss + token_log_probs(model, tokens, order).mean()) < 1e-14
+    mean_log_prob = token_log_probs(model, tokens, order).mean()
+    assert abs(loss + mean_log_prob) < 1e-14
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
@@ -89,26 +98,38 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
 def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     model = enumerable_system("AO-GPT", 0)[0].float()
     rows = range(2, 7)
-    tokens = random_tokens(V, 5, N, seed=0)
-    order = orders_at(OrderConfig(kind), 3, 1, rows, N, SCORED_ORDERS)
-    nll = token_nll(model, tokens, OrderConfig(kind), 3, 1, rows, 9)
-    assert nll.dtype == torch.float64 and nll.shape == (5, N)
+    tokens = random_tokens(V, batch_size=5, length=N, seed=0)
+    config = OrderConfig(kind)
+    order = orders_at(config, seed=3, step=1, rows=rows, length=N, stream=SCORED_ORDERS)
+    nll = token_nll(model, tokens, config, seed=3, draw=1, rows=rows, total=9)
+    assert nll.dtype == torch.float64
+    assert nll.shape == (5, N)
     log_probs = token_log_probs(model, tokens, order).double()
     assert torch.equal(nll.gather(1, order), -log_probs)
-    late = token_nll(model, tokens, OrderConfig("l2r"), 3, 1, rows, 9, scored_from=1)
-    assert late[:, 0].isnan().all() and not late[:, 1:].isnan().any()
+    late = token_nll(
+        model,
+        tokens,
+        OrderConfig("l2r"),
+        seed=3,
+        draw=1,
+        rows=rows,
+        total=9,
+        scored_from=1,
+    )
+    assert late[:, 0].isnan().all()
+    assert not late[:, 1:].isnan().any()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_evaluation_masks_hide_every_number_of_positions_equally_often(seed):
     """In 24 sequences of 6 positions, 4 have 1 masked, 4 have 2, ...; in each draw, in
     any share of the rows."""
-    whole = evaluation_masks(seed, 3, range(24), 24, 6)
-    other = evaluation_masks(seed, 4, range(24), 24, 6)
+    whole = evaluation_masks(seed, step=3, rows=range(24), total=24, length=6)
+    other = evaluation_masks(seed, step=4, rows=range(24), total=24, length=6)
     counts = whole.masked.sum(dim=1)
     assert torch.bincount(counts).tolist() == [0, 4, 4, 4, 4, 4, 4]
     assert torch.equal(whole.weight, 6 / counts)
-    part = evaluation_masks(seed, 3, range(7, 20), 24, 6)
+    part = evaluation_masks(seed, step=3, rows=range(7, 20), total=24, length=6)
     assert torch.equal(part.masked, whole.masked[7:20])
     assert torch.equal(part.weight, whole.weight[7:20])
     assert not torch.equal(other.masked, whole.masked)

@@ -55,7 +55,8 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
     np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * left)
     assert learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
     both = learning_rates(17, change(config, optim__kind="muon", optim__muon_lr=1.5))
-    assert both["lr"] == rates[17] and both["muon_lr"] == pytest.approx(3 * rates[17])
+    assert both["lr"] == rates[17]
+    assert both["muon_lr"] == pytest.approx(3 * rates[17])
     for steps in (30, 130):  # the schedule may end beyond the run, or before it
         longer = change(config, train__steps=steps, optim__decay_steps=100)
         expected = [*rates, *[rates[100]] * 30][:steps]
@@ -132,20 +133,20 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_every_system_and_nothin
     assert len(owned) == len({id(p) for p in owned}) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_step_of_muon_reads_no_value_of_the_device(found):
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_step_of_muon_reads_no_value_of_the_device(found_inf):
     """Nor whether it is to be left out."""
     model = with_gradients(muon_config())
     _, optimizer = make_optimizers(model, muon_config())
     before = copy.deepcopy(model)
     matrices = muon_weights(model)
-    optimizer.found_inf = torch.tensor(found)
+    optimizer.found_inf = torch.tensor(found_inf)
     with NoHostReads():
         optimizer.step()
     for (name, p), old in zip(
         model.named_parameters(), before.parameters(), strict=True
     ):
-        assert torch.equal(p, old) == (bool(found) or name not in matrices)
+        assert torch.equal(p, old) == (bool(found_inf) or name not in matrices)
 
 
 def newton_schulz(gradient):
@@ -194,11 +195,11 @@ def test_two_steps_of_muon_and_adamw_follow_their_formulas(
             update = torch.cat([newton_schulz(part) for part in update.chunk(parts)])
             factor = math.sqrt(max(1, len(weight) / parts / weight.shape[1]))
             expected[name] = weight * (1 - 2e-2 * 0.5) - 2e-2 * factor * update
-    others = dict(plain.named_parameters())
+    plain_parameters = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         if name in expected:  # float32, through five products of matrices
             step = expected[name] - starts[name]
             error = (p.detach().double() - expected[name]).norm() / step.norm()
             assert error < 1e-4, (name, error)
         else:
-            assert torch.equal(p, others[name]), name
+            assert torch.equal(p, plain_parameters[name]), name

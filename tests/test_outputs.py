@@ -38,7 +38,8 @@ def test_what_exists_is_replaced_only_when_asked_and_keeps_its_mode_and_its_link
     empty = there.parent / "empty"
     link.symlink_to(there)
     write(link, overwrite=True)
-    assert link.is_symlink() and there.read_text() == ANSWER
+    assert link.is_symlink()
+    assert there.read_text() == ANSWER
     assert stat.S_IMODE(there.stat().st_mode) == 0o640
     empty.touch()  # holds nothing that could be lost
     with Outputs({"--json": empty}) as outputs:
@@ -152,14 +153,15 @@ def test_a_device_and_a_fifo_are_written_to_and_stay(tmp_path):
     write(Path("/dev/null"))
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     os.mkfifo(tmp_path / "fifo")
-    found = []
+    received = []
     reader = threading.Thread(
-        target=lambda: found.append((tmp_path / "fifo").read_text())
+        target=lambda: received.append((tmp_path / "fifo").read_text())
     )
     reader.start()
     write(tmp_path / "fifo")
     reader.join()
-    assert found == [ANSWER] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert received == [ANSWER]
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
 def test_what_cannot_be_written_is_told_before_the_work(there, tmp_path, monkeypatch):
@@ -197,7 +199,8 @@ def test_no_device_is_replaced_by_the_file_of_a_run(tmp_path, linked):
     link.symlink_to(fifo)
     with pytest.raises(FileExistsError, match="fifo is not a regular file"):
         write_atomically(link if linked else fifo, lambda file: file.write(b"1"))
-    assert fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
+    assert fifo.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_the_document_holds_its_data_whatever_the_text_and_names_no_other_resour
     document = render([in_one_step(HOSTILE), MIXED], settings)
     data = data_of(document)
     hostile, sample = data["samples"]
-    assert hostile["pieces"] == HOSTILE and data["settings"] == settings
+    assert hostile["pieces"] == HOSTILE
+    assert data["settings"] == settings
     assert (sample["pieces"], sample["step"]) == (MIXED.pieces, MIXED.step)
     assert sample["log_probs"] == [None, *MIXED.log_probs[1:]]  # JSON has no NaN
     assert not set("\x00\x07\x1b\x7f\u2028\u2029\u202e") & set(document)
@@ -83,7 +84,8 @@ def show(browser, tmp_path):
 
     yield show
     context.close()
-    assert set(requests) <= addresses | {"data:,"} and complaints == []
+    assert set(requests) <= addresses | {"data:,"}
+    assert complaints == []
 
 
 def state(tab) -> tuple[set[int], str]:
@@ -111,7 +113,8 @@ def test_it_opens_with_the_whole_text(show):
     shown = tab.locator("#text").evaluate("e => e.textContent")
     assert shown == "Once upon\n\n aé time"
     assert state(tab) == (set(range(7)), "step 4 of 4, 5 of 5 tokens (and 2 given)")
-    assert tab.locator("html").get_attribute("lang") == "en" and tab.title()
+    assert tab.locator("html").get_attribute("lang") == "en"
+    assert tab.title()
     assert tab.locator("#choice").is_hidden()
     tab.locator("summary").click()
     assert tab.locator("#settings").inner_text().split() == "mode mdm seed none".split()
@@ -193,7 +196,8 @@ def test_every_token_tells_its_probability(show):
 def test_the_fragment_is_the_state(show):
     samples = [in_one_step(["x"]), MIXED, PageSample(["y"], [-1], [0.0])]
     tab = show(samples, fragment="#sample=2&step=1")
-    assert state(tab)[0] == UNMASKED[1] and tab.locator("#sample").input_value() == "1"
+    assert state(tab)[0] == UNMASKED[1]
+    assert tab.locator("#sample").input_value() == "1"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**#sample=2&step=2")
     tab.evaluate("() => { location.hash = '#sample=1&step=0' }")
@@ -218,7 +222,8 @@ def test_hostile_text_is_shown_and_runs_nothing(show):
     assert texts[:5] + texts[6:] == HOSTILE[:5] + HOSTILE[6:]
     assert tab.locator("#settings dd").evaluate("e => e.textContent") == HOSTILE[0]
     assert tab.locator("#text *:not(span), #tip img, img").count() == 0
-    assert tab.title() == "Generation order" and tab.locator("body > *").count() == 9
+    assert tab.title() == "Generation order"
+    assert tab.locator("body > *").count() == 9
 
 
 @IN_BROWSER
@@ -237,7 +242,8 @@ def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(sh
     rows = [box[1] for box in boxes]
     assert all(columns[i] == columns[i % 4] for i in range(32))
     assert len(set(columns[:4])) == 4
-    assert all(rows[i] == rows[i - i % 4] for i in range(32)) and len(set(rows)) == 8
+    assert all(rows[i] == rows[i - i % 4] for i in range(32))
+    assert len(set(rows)) == 8
     gaps = [rows[4 * i + 4] - rows[4 * i] for i in range(7)]
     assert gaps[3] > 1.5 * max(gaps[:3] + gaps[4:])
     thick = tab.evaluate(

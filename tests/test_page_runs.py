@@ -87,11 +87,13 @@ def train_words(recipe, data, out):
 def configs(data, tmp_path_factory):
     """The config of a finished run of each recipe."""
     out = tmp_path_factory.mktemp("page")
-    found = {}
+    configs_by_recipe = {}
     for recipe in RECIPES:
-        found[recipe] = from_command_line(train_words(recipe, data, out), "")
-        train.train(found[recipe], ALONE)
-    return found
+        configs_by_recipe[recipe] = from_command_line(
+            train_words(recipe, data, out), ""
+        )
+        train.train(configs_by_recipe[recipe], ALONE)
+    return configs_by_recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,7 +108,7 @@ def statements_of_methods(path):
     text = path.read_text()
     lines = text.splitlines()
     names = {kind.__name__ for kind in CLASSES}
-    found = {}
+    statements = {}
     for kind in ast.parse(text).body:
         if not isinstance(kind, ast.ClassDef) or kind.name not in names:
             continue
@@ -119,8 +121,8 @@ def statements_of_methods(path):
                 )
                 if isinstance(node, ast.stmt) and node is not method:
                     if not is_docstring:
-                        found[node.lineno] = lines[node.lineno - 1].strip()
-    return found
+                        statements[node.lineno] = lines[node.lineno - 1].strip()
+    return statements
 
 
 def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tmp_path):

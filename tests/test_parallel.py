@@ -273,7 +273,8 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
     alone, shared = pairs[name]
     expected = torch.tensor(parallel_jobs.steps(alone, ALONE))
     ours = torch.tensor(result("steps", shared))
-    assert len(ours) == 4 and expected[0, 0] != expected[3, 0]
+    assert len(ours) == 4
+    assert expected[0, 0] != expected[3, 0]
     torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
     torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-4, atol=0)
 
@@ -322,7 +323,8 @@ def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(
     compiled = change(base, name="compiled", train__compile=True)
     do((2, [("run", eager), ("compiled", compiled)]))
     frames = result("compiled", compiled)
-    assert frames[0] > 0 and frames == [frames[0]] * 4
+    assert frames[0] > 0
+    assert frames == [frames[0]] * 4
     ours = metrics(compiled, "loss")
     expected = metrics(eager, "loss")
     # Fused kernels round differently (relative 1e-7), and AdamW's first steps amplify
@@ -336,7 +338,7 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
     config = system(short, name, model__dropout=0.3)
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
-    found = []
+    gradients = []
     torch.set_default_dtype(torch.float64)
     try:
         for kind in ("none", "selective", "block"):
@@ -344,13 +346,13 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
             model = parallel.build(changed, ALONE).double()
             torch.manual_seed(3)
             changed.objective.definition.loss(model, batch, changed.model).backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
-    expected, *others = found
+    expected, *recomputed = gradients
     assert any(g.abs().sum() > 0 for g in expected.values())
     # the same operations on the same numbers, summed in the same order
-    for ours in others:
+    for ours in recomputed:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
 
 
@@ -408,7 +410,9 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
         )
     (_, _), (before, updates), (spoilt, same), (after, more) = states
     assert_same(spoilt, before)
-    assert same == updates == 2 and more == 3 and state.progress.step == 4
+    assert same == updates == 2
+    assert more == 3
+    assert state.progress.step == 4
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
     for name in (
         "model.start",

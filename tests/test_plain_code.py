@@ -34,10 +34,15 @@ def is_text(node):
 
 
 def is_condition(node):
-    """A comparison, `and`, `or`, `not` or bool(...)."""
-    called = getattr(getattr(node, "func", None), "id", "")
-    is_operator = isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp)
-    return is_operator or called in ("bool", "isinstance")
+    """A comparison, `and`, `or`, `not`, bool(...), or what is named as a condition:
+    has_bos, config.is_encoder, text.startswith(...)."""
+    if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
+        return True
+    named = node.func if isinstance(node, ast.Call) else node
+    name = getattr(named, "id", "") or getattr(named, "attr", "")
+    if name.startswith(("is_", "has_")):
+        return True
+    return name in ("bool", "isinstance", "startswith", "endswith")
 
 
 def multiplied_texts(tree):
@@ -76,10 +81,78 @@ def is_gathered(value):
 def gathered_names(nodes):
     """The variables to which such a tuple or dict is assigned."""
     for node in nodes:
-        if isinstance(node, ast.Assign) and is_gathered(node.value):
-            for target in node.targets:
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):  # values: dict[str, Any] = {...}
+            targets = [node.target]
+        if targets and is_gathered(node.value):
+            for target in targets:
                 if isinstance(target, ast.Name):
                     yield target.id
+
+
+def is_starred_generator(argument):
+    """Whether an argument is *(... for ...): how many arguments it gives is not seen
+    in the call."""
+    return is_starred(argument) and isinstance(argument.value, ast.GeneratorExp)
+
+
+def starred_generators(tree):
+    """The lines on which a call unpacks a generator that is written there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(map(is_starred_generator, node.args)):
+            yield node.lineno
+
+
+# Names that say nothing of what a variable holds.
+EMPTY_NAMES = {"found", "told", "made", "how", "what", "others", "which", "of", "kept"}
+# Where `known` is the number or the mask of the known tokens; elsewhere it is empty.
+KNOWN_TOKENS = (
+    "aogpt/sampling/",
+    "aogpt/systems/",
+    "aogpt/scoring.py",
+    "aogpt/evaluation/ensembles.py",
+)
+# Keys of a file format: [ratios] of an experiment.
+ALLOWED_NAMES = {("studies/verdicts.py", "of")}
+# What is still to be changed. Only take entries out of these three.
+REMAINING_SPLATS = ("aogpt/sampling/modes.py",)
+REMAINING_GENERATORS = ("aogpt/sampling/alternatives.py",)
+REMAINING_NAMES = {
+    "aogpt/data/packing.py": {"kept", "known"},
+    "aogpt/data/sources.py": {"known"},
+    "aogpt/data/tokenizers.py": {"known"},
+    "aogpt/evaluation/harness.py": {"known"},
+    "aogpt/evaluation/text_measures.py": {"known"},
+    "aogpt/playground/fill.py": {"known"},
+    "aogpt/runtime/outputs.py": {"kept", "known"},
+    "aogpt/sampling/resampling.py": {"kept"},
+    "aogpt/sampling/simple.py": {"kept"},
+    "aogpt/sampling/token_choice.py": {"kept"},
+    "aogpt/text_model.py": {"known"},
+    "docs/site.py": {"found"},
+    "eval_tasks.py": {"known"},
+    "sample.py": {"kept"},
+    "studies/pages.py": {"others"},
+    "tests/test_findings.py": {"found", "how", "kept", "made", "others"},
+    "tests/test_task_pages.py": {"kept", "others"},
+}
+
+
+def empty_names(file, tree):
+    """(line, name) of each variable and parameter whose name says nothing."""
+    empty = set(EMPTY_NAMES)
+    if not file.startswith(KNOWN_TOKENS):
+        empty.add("known")
+    for node in ast.walk(tree):
+        name = None
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name in empty and (file, name) not in ALLOWED_NAMES:
+            yield node.lineno, name
 
 
 def splats(tree):
@@ -110,7 +183,10 @@ def is_starred(argument):
 
 def test_no_call_unpacks_what_the_file_has_gathered():
     places = [
-        f"{name}:{line}" for name, tree, _ in source_files() for line in splats(tree)
+        f"{name}:{line}"
+        for name, tree, _ in source_files()
+        for line in splats(tree)
+        if name not in REMAINING_SPLATS
     ]
     assert not places, "name the arguments in the call: " + ", ".join(places)
 
@@ -122,6 +198,25 @@ def test_no_text_or_list_is_multiplied_by_a_condition():
         for line in multiplied_texts(tree)
     ]
     assert not places, "write an if: " + ", ".join(places)
+
+
+def test_no_call_unpacks_a_generator():
+    places = [
+        f"{name}:{line}"
+        for name, tree, _ in source_files()
+        for line in starred_generators(tree)
+        if name not in REMAINING_GENERATORS
+    ]
+    assert not places, "write a loop: " + ", ".join(places)
+
+
+def test_names_say_what_a_variable_holds():
+    places = []
+    for file, tree, _ in source_files():
+        for line, name in empty_names(file, tree):
+            if name not in REMAINING_NAMES.get(file, ()):
+                places.append(f"{file}:{line}: {name}")
+    assert not places, "take a noun of the field: " + ", ".join(places)
 
 
 def test_assignments_of_several_values_are_rare():
@@ -147,3 +242,16 @@ def test_the_idioms_are_found():
         "f(**{key: 1})\n"
     )
     assert splats(tree) == [2, 5]
+    tree = ast.parse(
+        "a = [1] * has_bos\nb = 's' * name.endswith('x')\nc = [0] * count\n"
+    )
+    assert list(multiplied_texts(tree)) == [1, 2]
+    assert splats(ast.parse("sizes: dict = {'a': 1}\nf(**sizes)\n")) == [2]
+    assert list(starred_generators(ast.parse("f(*(i for i in x))\nf(*x)\n"))) == [1]
+    tree = ast.parse("found = known = 1\ndef f(what): seen = what\n")
+    assert sorted(empty_names("a.py", tree)) == [
+        (1, "found"),
+        (1, "known"),
+        (2, "what"),
+    ]
+    assert list(empty_names("aogpt/sampling/a.py", ast.parse("known = 1"))) == []

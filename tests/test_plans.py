@@ -38,7 +38,7 @@ LENGTHS = torch.tensor([9, 0, 4, 1, 7, 9, 9, 3, 5, 8])
 
 
 def rows_of(plan):
-    """(order, step) of every row, up to its length."""
+    """Return (order, step) of every row, up to its length."""
     rows = []
     for row, length in enumerate(plan.length.tolist()):
         order = plan.order[row, :length].tolist()
@@ -47,8 +47,9 @@ def rows_of(plan):
 
 
 def sizes_of(step):
-    """Sizes of the steps 0, 1, ... of one row, empty ones included."""
-    return [step.count(s) for s in range(max(step, default=-1) + 1)]
+    """Return the sizes of the steps 0, 1, ... of one row, empty ones included."""
+    steps = max(step, default=-1) + 1
+    return [step.count(s) for s in range(steps)]
 
 
 RANDOM = [mode for mode in MODES if "l2r" not in mode]
@@ -63,21 +64,25 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     plan = make_plan(mode, 10, lengths, given)
     length = torch.as_tensor(lengths).expand(10)
     existing = torch.arange(9) < length[:, None]
-    assert torch.equal(plan.length, length) and torch.equal(plan.valid, existing)
+    assert torch.equal(plan.length, length)
+    assert torch.equal(plan.valid, existing)
     assert torch.equal(plan.given, given & existing)
     assert torch.equal(plan.generated.sum(dim=1), (~given & existing).sum(dim=1))
-    for (order, step), row in zip(rows_of(plan), given.tolist(), strict=True):
-        context = [p for p in range(len(order)) if row[p]]
+    for (order, step), is_given in zip(rows_of(plan), given.tolist(), strict=True):
+        context = [p for p in range(len(order)) if is_given[p]]
         k = len(context)
-        assert order[:k] == context and step[:k] == [-1] * k
+        assert order[:k] == context
+        assert step[:k] == [-1] * k
         assert min(step[k:], default=0) >= 0
         assert sorted(order) == list(range(len(order)))
     for sizes, (_, step) in zip(group_sizes(plan).tolist(), rows_of(plan), strict=True):
-        expected = [n for n in sizes_of(step) if n]
-        assert sizes == expected + [0] * (len(sizes) - len(expected))
+        not_empty = [size for size in sizes_of(step) if size]
+        assert sizes[: len(not_empty)] == not_empty
+        assert not any(sizes[len(not_empty) :])
     assert group_sizes(plan)[:, -1].any(), "no column is empty"
     part = plan[1:3]
-    assert len(plan) == 10 and len(part) == 2
+    assert len(plan) == 10
+    assert len(part) == 2
     for name in ("order", "step", "length"):
         assert torch.equal(getattr(part, name), getattr(plan, name)[1:3])
     options = options_of(mode)
@@ -87,18 +92,22 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     one = make_plan(mode, 4, 16, seed=0)
     again = make_plan(mode, 4, 16, seed=0)
     other = make_plan(mode, 4, 16, seed=1)
-    assert torch.equal(one.order, again.order) and torch.equal(one.step, again.step)
+    assert torch.equal(one.order, again.order)
+    assert torch.equal(one.step, again.step)
     assert torch.equal(one.order, other.order) == (mode not in RANDOM)
 
 
 def test_group_sizes_leave_out_steps_that_unmask_nothing():
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 0, -1]]
     plan = Plan(
-        torch.arange(5).expand(4, 5), torch.tensor(steps), torch.tensor([5, 5, 5, 3])
+        order=torch.arange(5).expand(4, 5),
+        step=torch.tensor(steps),
+        length=torch.tensor([5, 5, 5, 3]),
     )
     assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
     assert plan.generated[3].tolist() == [True, True, True, False, False]
-    nothing = l2r_plan(2, torch.tensor([0, 3]), torch.ones(2, 3).bool())
+    all_given = torch.ones(2, 3, dtype=torch.bool)
+    nothing = l2r_plan(2, torch.tensor([0, 3]), all_given)
     assert group_sizes(nothing).shape == (2, 0)
     assert group_sizes(l2r_plan(0, 5)).shape == (0, 0)
 
@@ -109,11 +118,15 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     for seed, length in enumerate(lengths):
         apart.append(make_plan("entropy --group-size 2", 1, length, seed=seed))
     plan = stack_plans(apart)
-    assert plan.length.tolist() == lengths and plan.unmask_by == "entropy"
+    assert plan.length.tolist() == lengths
+    assert plan.unmask_by == "entropy"
     assert plan.order.shape == (4, 6)
     assert rows_of(plan) == [rows_of(one)[0] for one in apart]
-    drafted = stack_plans([speculative_plan(2, 5, 3), speculative_plan(1, 3, 3)])
-    assert len(drafted) == 3 and drafted.draft == 3
+    two_rows = speculative_plan(batch_size=2, length=5, draft=3)
+    one_row = speculative_plan(batch_size=1, length=3, draft=3)
+    drafted = stack_plans([two_rows, one_row])
+    assert len(drafted) == 3
+    assert drafted.draft == 3
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -132,18 +145,22 @@ def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
     orders."""
     length = torch.tensor([4, 5]).repeat(6000)
     given = torch.zeros(12_000, 5, dtype=torch.bool)
-    given[1::2, 1] = given[1::2, 4] = True
+    given[1::2, 1] = True
+    given[1::2, 4] = True
     plan = make_plan(mode, 12_000, length, given, seed)
+    of_length_4 = plan.order[::2, :4]
+    of_length_5 = plan.order[1::2]
     for rows, context, free in (
-        (plan.order[::2, :4], (), range(4)),
-        (plan.order[1::2], (1, 4), (0, 2, 3)),
+        (of_length_4, (), range(4)),
+        (of_length_5, (1, 4), (0, 2, 3)),
     ):
-        cell = {}
+        index = {}
         for i, order in enumerate(itertools.permutations(free)):
-            cell[(*context, *order)] = i
-        observed = torch.tensor([cell[tuple(row)] for row in rows.tolist()])
-        uniform = torch.full((len(cell),), 1 / len(cell), dtype=torch.float64)
-        assert accept(observed.bincount(minlength=len(cell)), uniform)
+            index[(*context, *order)] = i
+        observed = torch.tensor([index[tuple(row)] for row in rows.tolist()])
+        counts = observed.bincount(minlength=len(index))
+        uniform = torch.full((len(index),), 1 / len(index), dtype=torch.float64)
+        assert accept(counts, uniform)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -157,10 +174,12 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
     plan = mdm_plan(13, lengths, steps, seeded(0), given, even=True, schedule=schedule)
     for _, step in rows_of(plan):
         free = sum(s >= 0 for s in step)
-        if free and not (schedule == "cosine" and free in (3, 9) and free <= steps):
+        is_between = schedule == "cosine" and free in (3, 9) and free <= steps
+        if free and not is_between:
             sizes = sizes_of(step)
             expected = list(even_sizes(free, steps, schedule))
-            assert sizes + [0] * (len(expected) - len(sizes)) == expected
+            assert sizes == expected[: len(sizes)]
+            assert not any(expected[len(sizes) :])
             assert sum(sizes) == free
             if schedule == "linear":
                 assert max(sizes) - min(sizes) <= 1
@@ -174,18 +193,18 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
 def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
     """The joint distribution of order and steps for 3 positions, all 6 * compositions
     outcomes."""
-    made = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
-    cell = {}
+    plan = mdm_plan(12_000, 3, steps, seeded(seed), schedule=schedule)
+    index = {}
     expected = []
     for probability, order, counts in exact_plans(range(3), (), steps, schedule):
         step = []
         for number, count in enumerate(counts):
             step += [number] * count
-        cell[order, tuple(step)] = len(cell)
+        index[order, tuple(step)] = len(index)
         expected.append(float(probability))
-    observed = torch.zeros(len(cell))
-    for order, step in rows_of(made):
-        observed[cell[tuple(order), tuple(step)]] += 1
+    observed = torch.zeros(len(index))
+    for order, step in rows_of(plan):
+        observed[index[tuple(order), tuple(step)]] += 1
     assert accept(observed, torch.tensor(expected, dtype=torch.float64))
 
 

@@ -81,9 +81,9 @@ KINDS = {
 
 def of_bytes(bos="<|begin_of_text|>"):
     """As Llama 3's; without begin-of-text as Qwen's."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=300,
@@ -91,25 +91,25 @@ def of_bytes(bos="<|begin_of_text|>"):
         special_tokens=special,
         show_progress=False,
     )
-    made.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator(TEXT, trainer)
     if bos:
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, 0)]
         )
-    return made
+    return tokenizer
 
 
 def of_words():
     """As Llama 2's and Mistral's."""
     special = ["<unk>", "<s>", "</s>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
-    made.normalizer = normalizers.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -120,11 +120,11 @@ def of_words():
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=[*special, *fallback], show_progress=False
     )
-    made.train_from_iterator(TEXT, trainer)
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    return made
+    return tokenizer
 
 
 @torch.no_grad()
@@ -135,10 +135,10 @@ def write_model(
     hub."""
     name = kind.split()[0]
     if name == "Mistral":
-        made = of_words()
+        tokenizer = of_words()
     else:
-        made = of_bytes(None if "Qwen" in name else "<|begin_of_text|>")
-    starts = made.encode("").ids or [1]
+        tokenizer = of_bytes(None if "Qwen" in name else "<|begin_of_text|>")
+    starts = tokenizer.encode("").ids or [1]
     config = getattr(transformers, f"{name}Config")(
         hidden_size=24,
         intermediate_size=intermediate_size,
@@ -146,7 +146,7 @@ def write_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        vocab_size=made.get_vocab_size(),
+        vocab_size=tokenizer.get_vocab_size(),
         bos_token_id=starts[0],
         **KINDS[kind],
     )
@@ -157,7 +157,7 @@ def write_model(
     for parameter_name, p in model.named_parameters():
         p.copy_(0.3 * torch.randn_like(p) + ("norm" in parameter_name))
     model.to(dtype).save_pretrained(folder, **saving)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return in_transformers(folder)
 
 
@@ -211,10 +211,14 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     expected = theirs(inputs).logits[:, :-1]
     got = ours.logits(tokens, torch.arange(40).expand(2, 40))[:, loaded.scored_from :]
     # theirs are float32
-    assert expected.std() > 0.3 and (got - expected).abs().max() < 1e-4
+    assert expected.std() > 0.3
+    assert (got - expected).abs().max() < 1e-4
     expected = in_float64(theirs, ours.config)(inputs).logits[:, :-1]
     assert (got - expected).abs().max() < 1e-9
-    assert tokenizer.starts == [theirs.config.bos_token_id] * has_bos
+    if has_bos:
+        assert tokenizer.starts == [theirs.config.bos_token_id]
+    else:
+        assert tokenizer.starts == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +237,8 @@ def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
             pad_token_id=0,
         )
     got = greedy(loaded, prompt, 64)  # through the cache
-    assert got == expected[0, -64:].tolist() and len(set(got)) > 5
+    assert got == expected[0, -64:].tolist()
+    assert len(set(got)) > 5
 
 
 def greedy(loaded, prompt: list[int], count: int) -> list[int]:
@@ -242,8 +247,8 @@ def greedy(loaded, prompt: list[int], count: int) -> list[int]:
     tokens = torch.tensor([prompt + [0] * count])
     choice = TokenChoice(temperature=0)
     plan = l2r_plan(1, length, given=given)
-    made = generate(loaded.model, plan, tokens, choice=choice)
-    return made.tokens[0, len(prompt) :].tolist()
+    samples = generate(loaded.model, plan, tokens, choice=choice)
+    return samples.tokens[0, len(prompt) :].tolist()
 
 
 def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
@@ -376,10 +381,10 @@ def test_two_tensors_of_one_name_are_refused(llama, tmp_path):
 
 def test_a_tokenizer_that_begins_with_an_id_past_the_table_is_refused(llama, tmp_path):
     shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
-    made = json.loads((tmp_path / "tokenizer.json").read_text())
-    special = made["post_processor"]["special_tokens"]["<|begin_of_text|>"]
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    special = values["post_processor"]["special_tokens"]["<|begin_of_text|>"]
     special["ids"] = [100_000]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="begins a text with id 100000"):
         load(tmp_path)
 
@@ -434,17 +439,17 @@ print((peak() - before) / weights)
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory"
 )
 def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
-    made = of_bytes()
+    tokenizer = of_bytes()
     config = transformers.LlamaConfig(
         hidden_size=512,
         intermediate_size=2048,
         num_hidden_layers=12,
         num_attention_heads=8,
-        vocab_size=made.get_vocab_size(),
+        vocab_size=tokenizer.get_vocab_size(),
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     done = run_script("-c", PEAK, llama[1], tmp_path)
     assert 0.9 < float(done.stdout) < 1.3
 
@@ -486,7 +491,7 @@ def test_the_documented_warm_start_adds_no_weights_and_goes_back(
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", attn_implementation="sdpa"
     )
-    tokens = random_tokens(250, 2, 40, seed=3)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=40, seed=3)
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, theirs(tokens).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
@@ -514,7 +519,7 @@ def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_pat
     )
     model.load_state_dict(tensors, strict=not settings["tie_word_embeddings"])
     # In a text there is no begin-of-text.
-    tokens = random_tokens(250, 2, 20, seed=3).clamp(min=3)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=20, seed=3).clamp(min=3)
     start = torch.full((2, 1), tokenizer.starts[0])
     with torch.no_grad():
         expected = model(torch.cat([start, tokens], dim=1)).logits[:, :-1]
@@ -550,7 +555,7 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
     )
     model = build_model(config).double()
     warm_start(model, source)
-    tokens = random_tokens(250, 2, 50, seed=6)
+    tokens = random_tokens(vocab_size=250, batch_size=2, length=50, seed=6)
     order = torch.arange(50).expand(2, 50)
     contents = []
     model.blocks[-1].register_forward_hook(
@@ -574,22 +579,22 @@ def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
 @example("\n")
 @given(st.text(max_size=60))
 def test_tokenizers_give_text_back(text):
-    for tokenizer, made in TOKENIZERS.values():
+    for tokenizer, library_tokenizer in TOKENIZERS.values():
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text == "".join(tokenizer.pieces(ids))
         assert tokenizer.vocab_size > max(ids, default=0)
         if "<" not in text:
-            assert ids == made.encode(text, add_special_tokens=False).ids
+            assert ids == library_tokenizer.encode(text, add_special_tokens=False).ids
         first = tokenizer.encode("the")
         assert tokenizer.decode(first + tokenizer.encode_after(text)) == "the" + text
 
 
 def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path):
     path = tmp_path / "tokenizer.json"
-    made = of_bytes()
-    made.enable_truncation(3)
-    made.enable_padding(length=50)
-    made.save(str(path))
+    library_tokenizer = of_bytes()
+    library_tokenizer.enable_truncation(3)
+    library_tokenizer.enable_padding(length=50)
+    library_tokenizer.save(str(path))
     assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
     assert len(get_tokenizer(str(path)).encode("a")) == 1
     for text, words in (("{", "not a tokenizer.json"), (None, "there is no")):
@@ -606,7 +611,8 @@ def test_the_harness_divides_a_pair_before_the_next_word():
         )
         for context, continuation in (("the quick", " fox"), ("a", " zebra")):
             before, after = HarnessModel._encode_pair(asked, context, continuation)
-            assert tokenizer.decode(before) == context and asked.counts["spanning"] == 0
+            assert tokenizer.decode(before) == context
+            assert asked.counts["spanning"] == 0
             assert tokenizer.to_bytes(after).decode() == continuation
 
 
@@ -652,7 +658,8 @@ def test_rolling_windows_after_begin_of_text_fill_a_block(llama):
     tokens = lm.tokenizer.encode(TEXT[0] * 9)
     assert len(tokens) > 3 * lm.block_size
     ((context, whole),) = lm._windows(tokens[: lm.block_size])
-    assert context == [] and whole == tokens[: lm.block_size]
+    assert context == []
+    assert whole == tokens[: lm.block_size]
     windows = list(lm._windows(tokens))
     assert sum((new for _, new in windows), []) == tokens
     assert all(len(old) + len(new) <= lm.block_size for old, new in windows)
@@ -665,14 +672,14 @@ def test_rolling_windows_after_begin_of_text_fill_a_block(llama):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def made_tokenizers(tmp_path_factory):
+def tokenizer_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, make in (("bytes", of_bytes), ("words", of_words)):
-        made = make()
+        library_tokenizer = make()
         path = folder / name / "tokenizer.json"
         path.parent.mkdir()
-        made.save(str(path))
-        TOKENIZERS[name] = get_tokenizer(str(path)), made
+        library_tokenizer.save(str(path))
+        TOKENIZERS[name] = get_tokenizer(str(path)), library_tokenizer
 
 
 TOKENIZERS: dict = {}
@@ -713,14 +720,15 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()
     words += "--model.block-size 32 --eval.sequences 4 --train.no-compile".split()
     words += "--train.parallel ddp --train.device cpu".split()
-    told = run_main(train, monkeypatch, capsys, *words)
-    assert "started from the weights of" in told
-    told = run_main(train, monkeypatch, capsys, *words, "--train.steps", 3)
-    assert "resumed" in told
-    told = run_main(
+    printed = run_main(train, monkeypatch, capsys, *words)
+    assert "started from the weights of" in printed
+    printed = run_main(train, monkeypatch, capsys, *words, "--train.steps", 3)
+    assert "resumed" in printed
+    printed = run_main(
         sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox"
     )
-    assert "the quick" in told and "[MASK" not in told
+    assert "the quick" in printed
+    assert "[MASK" not in printed
 
     def loss(model, order):
         path = tmp_path / "loss.json"
@@ -759,7 +767,7 @@ def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
     writer.add_token_types([3 if i in special else 1 for i in range(len(vocabulary))])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     names = {theirs: ours for ours, theirs in gguf_file.BLOCK.items()}
-    others = {theirs: ours for ours, theirs in gguf_file.OTHERS.items()}
+    gguf_names = {theirs: ours for ours, theirs in gguf_file.OTHERS.items()}
     heads = {
         "attn_q": settings["num_attention_heads"],
         "attn_k": settings["num_key_value_heads"],
@@ -768,7 +776,7 @@ def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
         folder / "model.safetensors"
     ).items():
         module, _, leaf = name.rpartition(".")
-        ours = others.get(module)
+        ours = gguf_names.get(module)
         values = tensor.numpy()
         if ours is None:
             _, _, layer, part = module.split(".", 3)
@@ -795,8 +803,8 @@ def test_a_gguf_file_gives_the_model_of_its_folder(kind, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     monkeypatch.setitem(KINDS, "Llama", {})
     write_model(folder, kind)
-    made = of_bytes(None)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = of_bytes(None)
+    tokenizer.save(str(folder / "tokenizer.json"))
     expected = load(folder)
     (tmp_path / "file").mkdir()
     file = tmp_path / "file" / "model.gguf"
@@ -825,11 +833,11 @@ def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
     write_model(folder, "Qwen2", intermediate_size=64)
     write_gguf(tmp_path / "model.gguf", folder, quantised=True)
     expected = dict(load(folder).model.named_parameters())
-    found = dict(load(tmp_path / "model.gguf").model.named_parameters())
+    dequantised = dict(load(tmp_path / "model.gguf").model.named_parameters())
     name = "blocks.0.mlp.proj.weight"
-    difference = (found[name] - expected[name]).abs()
+    difference = (dequantised[name] - expected[name]).abs()
     assert 0 < difference.max() < 0.01
-    assert torch.equal(found["wte.weight"], expected["wte.weight"])
+    assert torch.equal(dequantised["wte.weight"], expected["wte.weight"])
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])

@@ -16,7 +16,8 @@ def test_the_page_is_what_the_rows_say():
 
 
 def test_the_rows_name_no_folder_of_a_machine():
-    assert '"/' not in ROWS.read_text() and " /" not in ROWS.read_text()
+    assert '"/' not in ROWS.read_text()
+    assert " /" not in ROWS.read_text()
     report = {
         "rows": [{"run": "/a/b", "tokenizer": "T of /a/b/c"}],
         "checkpoints": {"/a/c.bin": 1},
@@ -61,7 +62,8 @@ def test_last_words_have_intervals_and_are_compared_passage_by_passage():
     rows["lambada_ours"] = rows["lambada_part"]
     text = pretrained_page.lambada(rows)
     # mean 2, sample deviation 0.816: exp(2 ± 1.96 * 0.408)
-    assert "0.500 ± 0.490" in text and "7.39 (3.3 to 16.4)" in text
+    assert "0.500 ± 0.490" in text
+    assert "7.39 (3.3 to 16.4)" in text
     assert "agree on 1 of 2 words; log p differs by at most 5.0e-01" in text
     assert "changes the accuracy by +0.250 ± 0.490" in text
     assert "4 of 5,153" in pretrained_page.not_run(rows | {"starts": {}})
@@ -83,7 +85,8 @@ def test_starts_are_compared_over_the_steps_that_all_have():
     (row,) = [
         line for line in text.splitlines() if line.startswith("| at the target  ")
     ]
-    assert "8.000" in row and "not run" in row
+    assert "8.000" in row
+    assert "not run" in row
 
 
 def test_the_verdict_on_infilling_is_that_of_its_interval():

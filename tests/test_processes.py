@@ -67,7 +67,8 @@ def test_variables_that_cannot_be_right_are_named_in_one_line(
         monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=message) as error, processes("cpu"):
         pass
-    assert "unset RANK" in str(error.value) and "\n" not in str(error.value)
+    assert "unset RANK" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -78,11 +79,13 @@ def test_a_lonely_process_says_for_whom_it_waits_and_ends_at_ctrl_c(rank):
     process = start_of_two(rank, port)
     note = process.stderr.readline()
     assert "waiting for the other processes of a job of 2" in note
-    assert f"localhost:{port}" in note and "unset RANK" in note
+    assert f"localhost:{port}" in note
+    assert "unset RANK" in note
     process.send_signal(signal.SIGINT)
     interrupted = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in err
+    assert process.returncode == 130
+    assert "interrupted" in err
     assert time.monotonic() - interrupted < 15
 
 

@@ -128,7 +128,9 @@ def test_examples_are_prepared_one_a_block(tmp_path, capsys):
         )
     assert capsys.readouterr().out.count("nothing to do") == 1
     data = TokenDataset(folder, "test", 8, verify=True)
-    assert data.of_records and data.num_blocks == 32 and data.meta["format"] == 2
+    assert data.of_records
+    assert data.num_blocks == 32
+    assert data.meta["format"] == 2
     blocks = data.blocks([12, 30, 31])
     roles = data.roles([12, 30, 31])
     eot = 256
@@ -170,7 +172,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     folder = short(tmp_path / "data", source)
     assert "note: 6 records longer than a block are skipped" in capsys.readouterr().out
     data = TokenDataset(folder, "test", 8, verify=True)
-    assert data.num_blocks == 6 and data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
+    assert data.num_blocks == 6
+    assert data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
     assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -249,11 +252,15 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
     are float32."""
     model = make_system(system)
     config = config_of(system)
-    tokens = random_tokens(TOKENS, 4, 6, 0)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=0)
     roles = Roles.of(ROLES)
 
     def direct(stream):
-        order = roles.first_given(orders_at(config.order, 3, 5, range(4), 6, stream))
+        order = roles.first_given(
+            orders_at(
+                config.order, seed=3, step=5, rows=range(4), length=6, stream=stream
+            )
+        )
         total = 0.0
         for row, own, its_order in rows_of(tokens, order):
             scored = roles.predicted[row].gather(0, its_order[0])
@@ -270,7 +277,9 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
     assert torch.stack(losses).mean().item() == pytest.approx(
         direct(ORDERS) / 15, abs=1e-6
     )
-    nll = token_nll(model, tokens, config.order, 3, 5, range(4), 4, roles=roles)
+    nll = token_nll(
+        model, tokens, config.order, seed=3, draw=5, rows=range(4), total=4, roles=roles
+    )
     assert torch.equal(nll.isnan(), ~roles.predicted)
     assert nll.nansum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
 
@@ -281,10 +290,22 @@ def test_groups_begin_after_what_is_given(system, group):
     """Against each record alone, cut by hand: 1e-12, float64."""
     model = make_system(system)
     roles = Roles.of(ROLES)
-    tokens = random_tokens(TOKENS, 4, 6, 1)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=1)
     orders = OrderConfig("random")
-    nll = token_nll(model, tokens, orders, 3, 0, range(4), 4, group=group, roles=roles)
-    order = roles.first_given(orders_at(orders, 3, 0, range(4), 6, SCORED_ORDERS))
+    nll = token_nll(
+        model,
+        tokens,
+        orders,
+        seed=3,
+        draw=0,
+        rows=range(4),
+        total=4,
+        group=group,
+        roles=roles,
+    )
+    order = roles.first_given(
+        orders_at(orders, seed=3, step=0, rows=range(4), length=6, stream=SCORED_ORDERS)
+    )
     for row, own, its_order in rows_of(tokens, order):
         first = int(roles.given[row].sum())
         for step in range(first, LENGTHS[row]):
@@ -297,8 +318,10 @@ def test_groups_begin_after_what_is_given(system, group):
                 starts = group_starts(its_order, group, torch.tensor([first]))
                 expected = model(own, its_order, starts)[0, step]
             else:
-                known = torch.tensor([start])
-                expected = -parallel_log_probs(model, own, its_order, known)[0, step]
+                prompt_length = torch.tensor([start])
+                expected = -parallel_log_probs(model, own, its_order, prompt_length)[
+                    0, step
+                ]
             got = nll[row, its_order[0, step]].item()
             assert got == pytest.approx(expected.item(), abs=1e-12)
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
@@ -311,8 +334,18 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
     frequent."""
     roles = Roles.of(torch.tensor([[0, 1, 0, 0, 2]]).expand(6000, 5))
     for masks in (
-        masks_at(ObjectiveConfig("k_dce"), seed, 0, range(6000), 6000, 5, roles),
-        evaluation_masks(seed, 1, range(6000), 6000, 5, roles),
+        masks_at(
+            ObjectiveConfig("k_dce"),
+            seed,
+            step=0,
+            rows=range(6000),
+            total=6000,
+            length=5,
+            roles=roles,
+        ),
+        evaluation_masks(
+            seed, step=1, rows=range(6000), total=6000, length=5, roles=roles
+        ),
     ):
         assert not (masks.masked & ~roles.predicted).any()
         assert torch.equal(masks.lengths, torch.full((6000,), 4))
@@ -323,10 +356,10 @@ def test_masks_of_records_hide_every_set_of_predicted_tokens_as_they_should(seed
             *itertools.combinations((0, 2, 3), 2),
             (0, 2, 3),
         ]
-        found = collections.Counter(
+        counts = collections.Counter(
             tuple(row.nonzero().flatten().tolist()) for row in masks.masked
         )
-        observed = torch.tensor([found[s] for s in sets]).double()
+        observed = torch.tensor([counts[s] for s in sets]).double()
         expected = torch.tensor(
             [6000 / 3 / (3 if len(s) < 3 else 1) for s in sets]
         ).double()
@@ -339,9 +372,11 @@ def test_masks_where_all_is_predicted_are_those_of_text(kind):
     float64."""
     config = ObjectiveConfig(kind)
     rows = range(8)
-    plain = masks_at(config, 0, 3, rows, 8, 6)
+    plain = masks_at(config, seed=0, step=3, rows=rows, total=8, length=6)
     roles = Roles.of(torch.zeros(8, 6))
-    records = masks_at(config, 0, 3, rows, 8, 6, roles)
+    records = masks_at(
+        config, seed=0, step=3, rows=rows, total=8, length=6, roles=roles
+    )
     assert torch.equal(plain.masked, records.masked)
     torch.testing.assert_close(
         plain.weight.double(), records.weight.double(), rtol=1e-9, atol=0
@@ -354,7 +389,7 @@ def test_an_encoder_does_not_see_what_is_absent(system):
     model = make_system(system)
     config = config_of(system)
     roles = Roles.of(ROLES)
-    tokens = random_tokens(TOKENS, 4, 6, 2)
+    tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=2)
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
     batch = make_batch(tokens, config, 0, range(4), roles, 3.75)
     of_other = make_batch(other, config, 0, range(4), roles, 3.75)
@@ -412,7 +447,8 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     losses = metrics(config, "val_loss_l2r" if kind == "gpt" else "val_loss_random")
     # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that
     # counts, and 0 for the others would show.
-    assert losses.keys() == {5, 6} and all(4 < loss < 7 for loss in losses.values())
+    assert losses.keys() == {5, 6}
+    assert all(4 < loss < 7 for loss in losses.values())
 
 
 def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(

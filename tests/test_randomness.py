@@ -38,9 +38,13 @@ def bits(stream, rows, width):
 # 3.
 USES = {
     "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
-    "likelihoods": lambda: token_nll(MODEL, TOKENS, RANDOM, 7, 3, ROWS, 9),
-    "ELBO": lambda: evaluation_masks(7, 3, ROWS, 9, LENGTH),
-    "ensembles": lambda: cheap_gains(MODEL, TOKENS, (2,), 7, 3, ROWS, 9),
+    "likelihoods": lambda: token_nll(
+        MODEL, TOKENS, RANDOM, seed=7, draw=3, rows=ROWS, total=9
+    ),
+    "ELBO": lambda: evaluation_masks(seed=7, step=3, rows=ROWS, total=9, length=LENGTH),
+    "ensembles": lambda: cheap_gains(
+        MODEL, TOKENS, (2,), seed=7, draw=3, rows=ROWS, batch_size=9
+    ),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
@@ -76,10 +80,13 @@ def test_no_two_uses_of_a_seed_share_a_number(monkeypatch):
         monkeypatch.setattr(np.random, "Philox", Recorder)
         use()
     counts = Counter(number for numbers in taken.values() for number in set(numbers))
-    assert set(counts.values()) == {1} and all(taken.values())
+    assert set(counts.values()) == {1}
+    assert all(taken.values())
     assert len(set(taken["samples"])) == len(taken["samples"])
     # encoders have no orders
-    masks = masks_at(ObjectiveConfig("k_dce"), 7, 3, ROWS, 9, LENGTH)
+    masks = masks_at(
+        ObjectiveConfig("k_dce"), seed=7, step=3, rows=ROWS, total=9, length=LENGTH
+    )
     assert masks.masked.any()
 
 
@@ -129,13 +136,13 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
 def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order
     and id."""
-    made = {}
+    recorded = {}
     real = modes.generate_distributed
 
     def keep(model, planned, *arguments, **keywords):
-        made["plan"] = planned.plan
-        made["got"] = real(model, planned, *arguments, **keywords)
-        return made["got"]
+        recorded["plan"] = planned.plan
+        recorded["got"] = real(model, planned, *arguments, **keywords)
+        return recorded["got"]
 
     monkeypatch.setattr(modes, "generate_distributed", keep)
     model = make_system("AO-GPT", 0, torch.float32, vocab_size=257, block_size=8)
@@ -153,7 +160,7 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
     eval_infill.fill_in(loaded, passages, True, options, 0)
     place = torch.empty(N, 8).long()
-    place.scatter_(1, made["plan"].order, torch.arange(8).expand(N, 8))
-    cells = place // 2 * 4 + made["got"].tokens // 64
+    place.scatter_(1, recorded["plan"].order, torch.arange(8).expand(N, 8))
+    cells = place // 2 * 4 + recorded["got"].tokens // 64
     counts = cells.flatten().bincount(minlength=16)
     assert accept(counts, torch.full((16,), 1 / 16, dtype=torch.float64))

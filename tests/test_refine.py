@@ -71,23 +71,29 @@ def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
     if (system, mode) == ("AO-GPT", "l2r"):
         first = torch.arange(4).expand(SAMPLES, 4) == 0
         moved = redraw(decoder, before, first, uniforms, fresh)
-        assert chi_square_p(sequence_counts(moved.tokens, V), SAMPLES * expected) < 1e-6
+        counts = sequence_counts(moved.tokens, V)
+        assert chi_square_p(counts, SAMPLES * expected) < 1e-6
 
 
 def gibbs_chain(conditional):
-    """States (order, sequence), and the matrix of a round that moves one random
-    position to the end of the order and draws it anew given the others."""
+    """Return the index of each state (order, sequence), and the matrix of a round that
+    moves one random position to the end of the order and draws it anew given the
+    others."""
     orders = list(itertools.permutations(range(N)))
     sequences = list(itertools.product(range(V), repeat=N))
-    index = {state: i for i, state in enumerate(itertools.product(orders, sequences))}
+    states = itertools.product(orders, sequences)
+    index = {state: i for i, state in enumerate(states)}
     matrix = torch.zeros(len(index), len(index), dtype=torch.float64)
-    for (order, x), i in index.items():
+    for (order, tokens), i in index.items():
         for position in range(N):
-            kept = tuple(p for p in order if p != position)
+            context = tuple(p for p in order if p != position)
+            new_order = (*context, position)
             for token in range(V):
-                y = (*x[:position], token, *x[position + 1 :])
-                p = conditional[kept, position][sequences.index(y)]
-                matrix[i, index[(*kept, position), y]] += p / N
+                new_tokens = (*tokens[:position], token, *tokens[position + 1 :])
+                place = sequences.index(new_tokens)
+                probability = conditional[context, position][place]
+                j = index[new_order, new_tokens]
+                matrix[i, j] += probability / N
     return index, matrix
 
 
@@ -102,7 +108,8 @@ def gibbs_chain(conditional):
 def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
     model, conditional = enumerated(system, 1, length=N)
     index, matrix = gibbs_chain(conditional)
-    assert torch.allclose(matrix.sum(dim=1), torch.ones(len(index)).double())
+    ones = torch.ones(len(index), dtype=torch.float64)
+    assert torch.allclose(matrix.sum(dim=1), ones)
     uniforms = uniforms_for(SAMPLES, N, seed=5)
     samples = generate(model, l2r_plan(SAMPLES, N), uniforms=uniforms)
     start = torch.zeros(len(index), dtype=torch.float64)
@@ -121,14 +128,22 @@ def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
             states.append(index[tuple(order), tuple(text)])
         counts = torch.tensor(states).bincount(minlength=len(index))
         assert accept(counts, expected), rounds
-        scoring = N if system in ENCODERS else -(-SAMPLES // ROWS)
-        assert (after.nfe == N + rounds + (N if system in ENCODERS else 1)).all()
-        assert after.model_calls == N + rounds + scoring
-    assert accept(counts, stationary) and (expected - stationary).abs().sum() < 1e-3
+        # The text is scored at the end: a decoder in one pass for each batch of rows,
+        # an encoder in one for each position.
+        passes = 1
+        calls = -(-SAMPLES // ROWS)
+        if system in ENCODERS:
+            passes = N
+            calls = N
+        assert (after.nfe == N + rounds + passes).all()
+        assert after.model_calls == N + rounds + calls
+    assert accept(counts, stationary)
+    assert (expected - stationary).abs().sum() < 1e-3
     # It is another distribution than that of the samples: the conditionals have no
     # joint.
     of_sequences = SAMPLES * stationary.view(-1, V**N).sum(dim=0)
-    assert chi_square_p(sequence_counts(samples.tokens, V), of_sequences) < 1e-6
+    counts = sequence_counts(samples.tokens, V)
+    assert chi_square_p(counts, of_sequences) < 1e-6
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
@@ -139,40 +154,49 @@ def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
     B = 6
     T = 8
     length = torch.tensor([8, 8, 5, 8, 3, 7])
-    known = some_given(B, T, 1)
-    tokens = random_tokens(11, B, T, 3)
+    is_prompt = some_given(B, T, 1)
+    tokens = random_tokens(vocab_size=11, batch_size=B, length=T, seed=3)
     uniforms = uniforms_for(B, T, seed=4)
-    plan = random_plan(B, length, uniforms_for(B, T, seed=6), known)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=6), is_prompt)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
     generated = samples.step >= 0
     decoder = Decoder(model, vocab_size=11, batch_size=3)
     again, scores = given_others(decoder, samples)
     assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
     for b, p in generated.nonzero().tolist():
-        others = [q for q in samples.order[b, : length[b]].tolist() if q != p]
+        order = samples.order[b, : length[b]].tolist()
+        other_positions = [q for q in order if q != p]
         row = samples.tokens[b, : length[b]]
-        logits = logits_given(model, row, others, p)[:11]
+        logits = logits_given(model, row, other_positions, p)[:11]
         expected = logits.log_softmax(dim=-1)[row[p]]
         assert abs(float(scores[b, p]) - float(expected)) < 1e-5
     count = redrawn(generated, 0.4)
-    wanted = [round(0.4 * n) or min(n, 1) for n in generated.sum(dim=1).tolist()]
-    assert count.tolist() == wanted and count[1] == 0
+    expected_count = []
+    for size in generated.sum(dim=1).tolist():
+        # 40%, and at least one where there is any
+        expected_count.append(round(0.4 * size) or min(size, 1))
+    assert count.tolist() == expected_count
+    assert count[1] == 0
     for by, score in (("others", scores), ("drawn", samples.log_probs)):
         after = refine(decoder, samples, uniforms, 1, 0.4, by)
         moved = after.step > samples.step.amax(dim=1, keepdim=True)
         assert torch.equal(moved.sum(dim=1), count)
-        kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
-        assert (score.where(moved, -torch.inf).amax(dim=1) <= kept).all()
+        lowest_kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
+        highest_moved = score.where(moved, -torch.inf).amax(dim=1)
+        assert (highest_moved <= lowest_kept).all()
         assert torch.equal(after.tokens[~moved], samples.tokens[~moved])
         assert torch.equal(after.step[~moved], samples.step[~moved])
-        calls = 0 if by == "drawn" else generated.sum(dim=1)
+        choosing = 0
+        if by == "others":
+            choosing = generated.sum(dim=1)
         scoring = generated.any(dim=1)
         if model.config.is_encoder:
             scoring = generated.sum(dim=1)
-        assert torch.equal(after.nfe, samples.nfe + count + calls + scoring)
+        assert torch.equal(after.nfe, samples.nfe + choosing + count + scoring)
         for b in range(B):
             last = after.order[b, length[b] - count[b] : length[b]]
-            assert torch.equal(last.sort().values, moved[b].nonzero().flatten())
+            moved_positions = moved[b].nonzero().flatten()
+            assert torch.equal(last.sort().values, moved_positions)
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -185,12 +209,12 @@ def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, 
     T = 8
     length = torch.tensor([8, 8, 5, 3, 7])
     given_tokens = some_given(B, T, 1)
-    tokens = random_tokens(11, B, T, 3)
+    tokens = random_tokens(vocab_size=11, batch_size=B, length=T, seed=3)
     uniforms = uniforms_for(B, T, seed=4)
-    plan = random_plan(B, length, uniforms_for(B, T, seed=6), given_tokens, 3)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=6), given_tokens, group=3)
     samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
     decoder = Decoder(model, vocab_size=11, batch_size=2)
-    after = refine(decoder, samples, uniforms, 3, 0.4, by)
+    after = refine(decoder, samples, uniforms, rounds=3, share=0.4, by=by)
     for b in range(B):
         n = int(length[b])
         row = after.tokens[b, :n]
@@ -202,7 +226,8 @@ def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, 
                 expected = float(logits.log_softmax(dim=-1)[row[position]])
             assert abs(float(after.log_probs[b, position]) - expected) < 1e-4
     assert not torch.allclose(after.log_probs, samples.log_probs)
-    assert refine(Decoder(model), samples, uniforms, 0, 0.4, by) is samples
+    unchanged = refine(Decoder(model), samples, uniforms, rounds=0, share=0.4, by=by)
+    assert unchanged is samples
 
 
 @pytest.mark.parametrize("by", ["drawn", "others", "random"])
@@ -210,27 +235,27 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
     model = make_system("AO-GPT", 4)
     contexts = [[1, None, 2, None, None, None], [None] * 9]
 
-    def made(batch_size=None, **more):
+    def generated(batch_size=None, **more):
         options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
         options = modes.with_mode_defaults(options)
-        planned = modes.plan_samples(options, contexts, 5, 4)
+        planned = modes.plan_samples(options, contexts, seed=5, num_samples=4)
         return modes.generate_distributed(
             model, planned, options, 11, ALONE, end_token=3
         )
 
-    plain = made()
-    refined = made(refine=3, refine_share=0.3, refine_by=by)
-    full = made(refine=0)
+    plain = generated()
+    refined = generated(refine=3, refine_share=0.3, refine_by=by)
+    full = generated(refine=0)
     assert torch.equal(plain.tokens, full.tokens)
     assert torch.equal(plain.log_probs, full.log_probs)
     assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
     assert (refined.step[:4, [0, 2]] == -1).all()
     assert refined.model_calls > plain.model_calls
     for size in (1, 3):
-        alone = made(size, refine=3, refine_share=0.3, refine_by=by)
+        alone = generated(size, refine=3, refine_share=0.3, refine_by=by)
         for same in ("tokens", "nfe", "order", "step"):
             assert torch.equal(getattr(alone, same), getattr(refined, same))
-    assert torch.equal(made(3).order, plain.order)
+    assert torch.equal(generated(3).order, plain.order)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +276,9 @@ def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(b
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, message):
     status, _, err = script(sample, run, *words)
-    assert status == 2 and message in err and err.count("\n") == 1
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
@@ -259,39 +286,48 @@ def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
     assert "--refine needs a model that is conditioned on the target" in said
     words = ["--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2]
     out = printed(eval_gen, run, "--judge", run, *words)
-    assert "l2r 1, refined 2" in out and " 12.0 |" in out
+    assert "l2r 1, refined 2" in out
+    assert " 12.0 |" in out
 
 
 # ---- against repetition --------------------------------------------------------------
 
 
 def plain_logits(logits, text, position, choice):
-    """`without_repeats` of one row, word for word as the options are defined."""
+    """Return `without_repeats` of one row, word for word as the options are defined."""
     result = []
-    for v, logit in enumerate(logits.tolist()):
-        penalty = choice.repetition_penalty if v in text else 1
-        result.append(logit / penalty if logit > 0 else logit * penalty)
+    for token, logit in enumerate(logits.tolist()):
+        penalty = 1
+        if token in text:
+            penalty = choice.repetition_penalty
+        if logit > 0:
+            result.append(logit / penalty)
+        else:
+            result.append(logit * penalty)
+    texts_with = []  # for each token, the text in which it stands at the position
+    for token in range(len(result)):
+        texts_with.append([*text[:position], token, *text[position + 1 :]])
     if n := choice.no_repeat_ngram:
         starts = range(len(text) - n + 1)
-        there = [text[s : s + n] for s in starts if None not in text[s : s + n]]
+        ngrams = [text[s : s + n] for s in starts]
+        complete = [ngram for ngram in ngrams if None not in ngram]
         banned = []
-        for v in range(len(result)):
-            after = [*text[:position], v, *text[position + 1 :]]
-            windows = [after[s : s + n] for s in starts if s <= position < s + n]
-            banned.append(any(window in there for window in windows))
+        for text_with in texts_with:
+            windows = [text_with[s : s + n] for s in starts if s <= position < s + n]
+            banned.append(any(window in complete for window in windows))
         result = without(banned, result)
     if choice.banned:
+        words = [list(word) for word in choice.banned]
         banned = []
-        for v in range(len(result)):
-            after = [*text[:position], v, *text[position + 1 :]]
-            words = (list(word) for word in choice.banned)
-            banned.append(any(holds_through(after, word, position) for word in words))
+        for text_with in texts_with:
+            holds = [holds_through(text_with, word, position) for word in words]
+            banned.append(any(holds))
         result = without(banned, result)
     return torch.tensor(result, dtype=logits.dtype)
 
 
 def without(banned, logits):
-    """The logits with -inf for what is banned, unless nothing would be left."""
+    """Return the logits with -inf for what is banned, unless nothing would be left."""
     result = []
     for is_banned, logit in zip(banned, logits, strict=True):
         result.append(-math.inf if is_banned else logit)
@@ -299,13 +335,13 @@ def without(banned, logits):
 
 
 def holds_through(text, word, position):
-    """Whether a word stands in the text at a place that the position is part of."""
+    """Return whether a word stands in the text at a place that includes the
+    position."""
     n = len(word)
-    return any(
-        text[start : start + n] == word
-        for start in range(len(text) - n + 1)
-        if start <= position < start + n
-    )
+    for start in range(len(text) - n + 1):
+        if start <= position < start + n and text[start : start + n] == word:
+            return True
+    return False
 
 
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3)
@@ -330,10 +366,12 @@ def test_repeated_tokens_are_penalised_and_banned_as_they_are_defined(data, choi
     text[position] = None
     seed = data.draw(st.integers(0, 99))
     logits = torch.randn(1, vocab, generator=seeded(seed)).double()
-    logits[0, data.draw(st.integers(0, 4)) :][1:] = -torch.inf  # ids that are no tokens
+    last_token = data.draw(st.integers(0, 4))
+    logits[0, last_token + 1 :] = -torch.inf  # ids that are no tokens
     row = torch.tensor([[-1 if t is None else t for t in text]])
     got = without_repeats(logits, row, torch.tensor([position]), choice)
-    torch.testing.assert_close(got[0], plain_logits(logits[0], text, position, choice))
+    expected = plain_logits(logits[0], text, position, choice)
+    torch.testing.assert_close(got[0], expected)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -346,11 +384,11 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
     B = 7
     T = 9
     vocab = 5
-    known = some_given(B, T, 2)
-    tokens = random_tokens(vocab, B, T, 3)
+    is_prompt = some_given(B, T, 2)
+    tokens = random_tokens(vocab, batch_size=B, length=T, seed=3)
     uniforms = uniforms_for(B, T, seed=8)
     length = torch.tensor([9, 9, 4, 8, 9, 6, 9])
-    plan = random_plan(B, length, uniforms_for(B, T, seed=9), known, group)
+    plan = random_plan(B, length, uniforms_for(B, T, seed=9), is_prompt, group)
     choice = TokenChoice(0.9, 0.95, repetition_penalty=1.7, no_repeat_ngram=2)
     got = generate(model, plan, tokens, uniforms=uniforms, choice=choice, batch_size=3)
     for b in range(B):
@@ -361,10 +399,16 @@ def test_the_engine_draws_what_a_plain_loop_draws(system, group):
         for p in plan.given[b, :n].nonzero().flatten().tolist():
             text[p] = int(tokens[b, p])
         for step in sorted(set(steps) - {-1}):
-            context = [p for p, s in zip(order, steps, strict=True) if s < step]
+            context = []
+            group_positions = []
+            for p, s in zip(order, steps, strict=True):
+                if s < step:
+                    context.append(p)
+                elif s == step:
+                    group_positions.append(p)
             before = list(text)
             row = torch.tensor([0 if t is None else t for t in before])
-            for p in [p for p, s in zip(order, steps, strict=True) if s == step]:
+            for p in group_positions:
                 logits = logits_given(model, row, context, p)
                 changed = plain_logits(logits, before, p, choice)
                 token = choose_tokens(changed[None], uniforms[b, p, None], choice)
@@ -412,4 +456,5 @@ def test_no_ngram_repeats_and_a_choice_without_either_changes_no_bit(system, mod
 def test_numbers_of_rounds_are_those_of_no_other_use():
     uniforms = uniforms_for(1, 50)
     numbers = [fresh_uniforms(uniforms, salt) for salt in range(-40, 80)]
-    assert len(torch.cat(numbers).unique()) == 120 * 50
+    different = torch.cat(numbers).unique()
+    assert len(different) == 120 * 50

@@ -417,7 +417,8 @@ def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
         assert model.blocks[0].adaln.weight.abs().max() == 0
     else:
         logits = model.head_logits(model.norm_f(contents[0]))
-        assert nll.isfinite().all() and (nll - source(tokens, order)).abs().max() > 0.1
+        assert nll.isfinite().all()
+        assert (nll - source(tokens, order)).abs().max() > 0.1
     assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
 
 
@@ -468,12 +469,12 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
         path.write_bytes(original)
         flip_byte(path, rng.randrange(len(original)), rng.randrange(1, 256))
         try:
-            found = load_model(path)
+            model = load_model(path)
         except CheckpointError as error:
             assert str(path) in str(error)
             noticed += 1
         else:
-            same_weights(found, expected)
+            same_weights(model, expected)
     assert noticed == 40 if kind == "export" else noticed > 20
 
 
@@ -561,13 +562,15 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_contents_are_named(released, what):
-    contents = container("sigma-GPT" if what == "a head of its own" else "AO-GPT")[0]
-    change, words = WRONG[what]
+@pytest.mark.parametrize("mistake_name", WRONG)
+def test_wrong_contents_are_named(released, mistake_name):
+    contents = container(
+        "sigma-GPT" if mistake_name == "a head of its own" else "AO-GPT"
+    )[0]
+    change, words = WRONG[mistake_name]
     change(contents)
     torch.save(contents, released)
-    weights = "ema" if "average" in what else "raw"
+    weights = "ema" if "average" in mistake_name else "raw"
     refused(released, *words, "supported are", weights=weights)
 
 
@@ -633,12 +636,14 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
     convert(str(source), tmp_path / "export")
     loaded = load(tmp_path / "export")
     same_weights(loaded.model, original.model)
-    assert loaded.model.config == original.model.config and loaded.system == layout
+    assert loaded.model.config == original.model.config
+    assert loaded.system == layout
     for name in ("step", "weights", "tokenizer", "vocab_size", "scored_from", "system"):
         assert getattr(loaded, name) == getattr(original, name)
     assert loaded.path == str(tmp_path / "export" / "model.safetensors")
     out = capsys.readouterr().out
-    assert str(source) in out and f"wrote {tmp_path}/export" in out
+    assert str(source) in out
+    assert f"wrote {tmp_path}/export" in out
 
 
 @pytest.fixture(scope="module")
@@ -662,12 +667,14 @@ def run(tmp_path_factory):
 def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
     export = tmp_path / "new" / "raw"
     done = run_script("convert.py", run, export, "--weights", "raw")
-    assert "step 5, raw weights" in done.stdout and str(export) in done.stdout
+    assert "step 5, raw weights" in done.stdout
+    assert str(export) in done.stdout
     names = sorted(path.name for path in export.iterdir())
     assert names == ["config.json", "model.safetensors"]
     assert list(export.parent.iterdir()) == [export]
     settings = json.loads((export / "config.json").read_text())
-    assert settings["source"] == str(run) and settings["model"]["n_embd"] == 8
+    assert settings["source"] == str(run)
+    assert settings["model"]["n_embd"] == 8
     assert settings["weights"] == "raw"
     assert settings["step"] == 5
     assert settings["tokenizer"] == "bytes"
@@ -725,7 +732,8 @@ def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights
     exact = load_model(tmp_path / "float32")
     rounded = load_model(tmp_path / "bfloat16")
     for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
-        assert b.dtype == torch.float32 and torch.equal(b, a.bfloat16().float())
+        assert b.dtype == torch.float32
+        assert torch.equal(b, a.bfloat16().float())
 
 
 def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path):
@@ -756,7 +764,8 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
     message = "could not write .*new: another process has made it"
     with pytest.raises(CheckpointError, match=message):
         convert(str(run), tmp_path / "new")
-    assert load_model(tmp_path / "new") and len(list(tmp_path.iterdir())) == 1
+    assert load_model(tmp_path / "new")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @torch.no_grad()

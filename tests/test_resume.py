@@ -208,7 +208,8 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
     total = 5 * sum(sizes)
     train_data = TokenDataset(data, "train", 16)
     expected = train_data.indices(7, 0, range(total), total).tolist()
-    assert read == expected and len(set(read)) == total < train_data.num_blocks
+    assert read == expected
+    assert len(set(read)) == total < train_data.num_blocks
     assert newest(config)["sequences"] == total
     assert newest(config)["tokens"] == total * 16
     tokens = np.cumsum(np.repeat(sizes, 5)) * 16
@@ -316,15 +317,15 @@ TOKENIZERS = [  # ours, theirs, what is said; None: it starts
 
 
 @pytest.mark.parametrize(
-    "how, number",
+    "origin, number",
     some_slow(
         itertools.product(["started", "resumed", "exported"], range(len(TOKENIZERS))),
-        lambda how, number: how == "started" or number == 1,
+        lambda origin, number: origin == "started" or number == 1,
         "the same comparison",
     ),
 )
 def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
-    data, tmp_path, how, number
+    data, tmp_path, origin, number
 ):
     ours, theirs, words = TOKENIZERS[number]
     folders = []
@@ -340,18 +341,18 @@ def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
     config = tiny_config(folders[0], tmp_path / "out", steps=5)
     train.train(config, ALONE)
     source = str(config.run_folder)
-    if how == "exported":
+    if origin == "exported":
         convert(source, tmp_path / "export")
         source = str(tmp_path / "export")
     config = change(config, data__folder=str(folders[1]), train__steps=6)
-    if how != "resumed":
+    if origin != "resumed":
         config = change(
             config, name="new", train__init_from=source, model__block_size=8
         )
     if words is None:
         assert train.train(config, ALONE) == 0
         return
-    if how == "resumed":
+    if origin == "resumed":
         words = "the tokenizer of a run cannot change"
     with pytest.raises(UserError, match=words):
         train.train(config, ALONE)

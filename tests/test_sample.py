@@ -89,7 +89,9 @@ def check_given(line, *expected):
     rows = zip(line["tokens"], line["step"], line["log_probs"], given, strict=True)
     for token, step, log_prob, wanted in rows:
         if wanted is None:
-            assert 0 <= token < 257 and step >= 0 and log_prob < 0
+            assert 0 <= token < 257
+            assert step >= 0
+            assert log_prob < 0
         else:
             assert (token, step, log_prob) == (wanted, -1, 0)
 
@@ -102,7 +104,8 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     status, out, err = script(sample, run, *words, "--jsonl", path)
     assert status == 0
     lines = read_lines(path)
-    assert len(lines) == 3 and not out
+    assert len(lines) == 3
+    assert not out
     _, out, _ = script(sample, run, *words)
     assert out.count("=== sample") == 3
     expected = {
@@ -120,16 +123,20 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
         check_given(line, LENGTH)
         assert all(step < 5 for step in line["step"])
         assert (line["prompt_index"], line["prompt"]) == (0, "")
-        assert 1 <= line["model_calls"] <= 5 and line["token_forwards"] >= 3 * LENGTH
+        assert 1 <= line["model_calls"] <= 5
+        assert line["token_forwards"] >= 3 * LENGTH
         settings = line["settings"]
-        assert line["seconds"] > 0 and settings["dtype"] == "float32"
+        assert line["seconds"] > 0
+        assert settings["dtype"] == "float32"
         assert expected.items() <= settings.items()
         assert f"{store.find(run)[-1]} (step 40, ema weights)" in settings["checkpoint"]
         assert settings["versions"]["torch"] == torch.__version__
-    assert "3 samples of 16 tokens" in err and "model calls" in err
+    assert "3 samples of 16 tokens" in err
+    assert "model calls" in err
 
 
-EVERY_MODE = MODES | {
+EVERY_MODE = {
+    **MODES,
     "mdm by length": ["--mode", "mdm"],
     "even cosine by length": ["--mode", "even", "--schedule", "cosine"],
     "order": ["--mode", "order", "--order", "slots:block=3", "--group-size", 2],
@@ -257,11 +264,14 @@ def test_the_modes_unmask_positions_as_they_say(draw):
         return [np.bincount(line["step"]).tolist() for line in lines]
 
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
-    assert l2r["step"] == [-1, -1, *range(14)] and l2r["model_calls"] == 14
+    assert l2r["step"] == [-1, -1, *range(14)]
+    assert l2r["model_calls"] == 14
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
-    assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3] and l2r["model_calls"] == 4
+    assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3]
+    assert l2r["model_calls"] == 4
     (sizes,) = counts("even --steps 4 --schedule cosine", n=1)
-    assert sizes == sorted(sizes) and sizes[-1] > 4  # few at first, many at the end
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 4  # few at first, many at the end
     assert counts("random --group-size 6") == [[6, 6, 4]] * 3
     entropy = "adaptive --unmask-by entropy --group-size 6"
     assert counts(entropy) == [[6, 6, 4]] * 3
@@ -343,7 +353,8 @@ def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
         assert line["text"].startswith(prompt)
-        assert line["prompt"] == prompt and "infill" not in line
+        assert line["prompt"] == prompt
+        assert "infill" not in line
 
 
 INFILLS = {
@@ -368,7 +379,8 @@ def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
     expected = INFILLS[infill]
     for line in draw(*MODES[mode], "--infill", infill, "--num-samples", 2):
         check_given(line, *expected)
-        assert line["infill"] == infill and "prompt" not in line
+        assert line["infill"] == infill
+        assert "prompt" not in line
 
 
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
@@ -382,7 +394,8 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
     assert column(samples, "prompt_index") == [0, 0, 1, 1, 2, 2]
     for line in samples:
         prompt = texts[line["prompt_index"]]
-        assert line["prompt"] == prompt and line["settings"]["prompts"] == str(path)
+        assert line["prompt"] == prompt
+        assert line["settings"]["prompts"] == str(path)
         check_given(line, prompt, 12 - len(prompt.encode()))
 
 
@@ -397,7 +410,8 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
         kinds = {key: line[key] for key in ("prompt", "infill") if key in line}
         assert kinds.items() <= ROWS[number // 2].items()
     status, out, err = script(sample, run, *words)
-    assert status == 0 and "6 samples of 7 to 16 tokens" in err
+    assert status == 0
+    assert "6 samples of 7 to 16 tokens" in err
     assert all(line["text"] in out for line in samples)
     assert "=== sample 3 of prompt 2 ===" in out
 
@@ -414,7 +428,8 @@ def test_a_sample_may_end_where_its_text_does(draw):
         ends += 256 in a["tokens"]
         for key in ("tokens", "step", "log_probs"):
             assert b[key] == a[key][:end]
-        assert b["length"] == end and "<|endoftext|>" not in b["text"]
+        assert b["length"] == end
+        assert "<|endoftext|>" not in b["text"]
     assert ends
 
 
@@ -426,7 +441,8 @@ def test_an_encoder_takes_every_mode_but_speculation(draw, mistake, encoder, pro
             for line, expected in zip(samples, PARTS, strict=True):
                 check_given(line, *expected)
     said = mistake(sample, encoder, "--mode", "speculative")
-    assert "needs causal attention" in said and "take another mode" in said
+    assert "needs causal attention" in said
+    assert "take another mode" in said
 
 
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
@@ -456,7 +472,8 @@ def refused(script, run):
 
     def call(*arguments, path=run):
         status, out, err = script(sample, path, *arguments)
-        assert status == 2 and not out
+        assert status == 2
+        assert not out
         return " ".join(err.split())
 
     return call
@@ -557,7 +574,8 @@ def test_a_bad_file_of_prompts_is_an_error_that_names_file_and_line(
 
 def test_the_help_shows_defaults_as_they_are(script):
     shown = script(sample, "--help")[1]
-    assert "--prompt STR" in shown and "['None']" not in shown
+    assert "--prompt STR" in shown
+    assert "['None']" not in shown
 
 
 def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_path):
@@ -613,8 +631,8 @@ def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
             assert place >= 0 or log_prob == 0
         places = [place for place, step in enumerate(line["step"]) if step >= 0]
         assert [line["step"][place] for place in places] == [0, 1, 2]
-        found = [line["log_probs"][place] for place in places]
-        assert found == pytest.approx(along[places].tolist(), abs=1e-4)
+        log_probs = [line["log_probs"][place] for place in places]
+        assert log_probs == pytest.approx(along[places].tolist(), abs=1e-4)
     # the most probable filling is drawn most often of all, in proportion to its weight
     best = max(weights, key=weights.get)
     count = sum(tuple(line["tokens"]) == best for line in samples)
@@ -662,15 +680,16 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
         tokens = torch.tensor([line["tokens"]])
         order = line["order"]
         steps = [line["step"][position] for position in order]
-        assert sorted(order) == list(range(15)) and steps == sorted(steps)
+        assert sorted(order) == list(range(15))
+        assert steps == sorted(steps)
         assert len(set(steps)) == 4  # three of 4 positions after what is given
         for i, (position, step) in enumerate(zip(order, steps, strict=True)):
             if step < 0:
                 continue
-            known = torch.tensor([steps.index(step)])
+            known_count = torch.tensor([steps.index(step)])
             with torch.no_grad():
                 hidden = scoring.parallel_hidden(
-                    model, tokens, torch.tensor([order]), known
+                    model, tokens, torch.tensor([order]), known_count
                 )
                 log_probs = model.head_logits(hidden)[0, i, :257].log_softmax(-1)
             log_prob = float(log_probs[line["tokens"][position]])
@@ -689,7 +708,8 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
     assert column(lines, "tokens") == [first["tokens"], last["tokens"]]
     many = prompts("ok\n" + "x" * 40 + "\nany\n")
     _, _, err = script(sample, run, "--prompts", many)
-    assert "skipped 1 of 3 prompts" in err and "prompts.txt line 2" in err
+    assert "skipped 1 of 3 prompts" in err
+    assert "prompts.txt line 2" in err
     words = "--truncate left --new-tokens 5 --num-samples 1".split()
     cut = draw("--prompts", many, *words)
     check_given(cut[1], "x" * 11, 5)
@@ -734,8 +754,10 @@ def test_every_sample_holds_the_required_words(draw, mode):
     records = draw(*settings, "--num-samples", 6, "--prompt", "a ")
     for record in records:
         text = record["text"]
-        assert text.startswith("a ") and record["length"] == LENGTH
-        assert " zq" in text and " \u00e9" in text
+        assert text.startswith("a ")
+        assert record["length"] == LENGTH
+        assert " zq" in text
+        assert " \u00e9" in text
         given = [i for i, step in enumerate(record["step"]) if step < 0]
         assert len(given) == 2 + len(" zq \u00e9".encode())
     assert len({record["text"].index(" zq") for record in records}) > 2
@@ -749,10 +771,11 @@ def test_all_arrangements_of_required_words_are_equally_likely():
     options = dataclasses.replace(options, required=((1,), (2, 3)))
     context = [7, *[None] * 6]
     planned = modes.plan_samples(options, [context], 5, 10_000)
-    found = Counter(map(tuple, planned.tokens.tolist()))
-    assert len(found) == 20 and all(row[0] == 7 for row in found)
+    counts = Counter(map(tuple, planned.tokens.tolist()))
+    assert len(counts) == 20
+    assert all(row[0] == 7 for row in counts)
     deviation = (10_000 * 1 / 20 * 19 / 20) ** 0.5
-    assert all(abs(count - 500) < 4.5 * deviation for count in found.values())
+    assert all(abs(count - 500) < 4.5 * deviation for count in counts.values())
     # nothing else is given, and mdm takes a step for each of the other tokens
     assert planned.plan.generated.sum(dim=1).tolist() == [3] * 10_000
     assert modes.with_default_steps(options, [context]).steps == 3
@@ -776,7 +799,8 @@ def test_required_words_without_a_place_are_refused(mistake, run, words, message
 
 def test_a_plain_gpt_refuses_required_words(script, plain):
     status, _, err = script(sample, plain, "--device", "cpu", "--require", "a")
-    assert status == 2 and "--require needs a model of any order" in err
+    assert status == 2
+    assert "--require needs a model of any order" in err
     assert len(err.splitlines()) == 1
 
 
@@ -805,7 +829,8 @@ def test_a_banned_word_that_is_there_all_the_same_is_told(script, run):
     _, _, err = script(sample, run, *words, "--ban", "zq")
     assert "of --ban" not in err
     status, _, err = script(sample, run, *words, "--ban", "")
-    assert status == 2 and "--ban is empty" in err
+    assert status == 2
+    assert "--ban is empty" in err
 
 
 @pytest.mark.parametrize(
@@ -825,7 +850,8 @@ def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, not
     status, _, err = script(sample, run, "--num-samples", 1, "--until-end", *mode)
     assert status == 0
     if note:
-        assert note in err and "--block" in err
+        assert note in err
+        assert "--block" in err
     else:
         assert "note:" not in err
     _, _, err = script(sample, run, "--num-samples", 1, *mode)
@@ -862,7 +888,8 @@ def test_samples_in_parts_are_those_at_once_and_are_written_as_they_come(
     parts = read_lines(tmp_path / "parts.jsonl")
     for key in ("tokens", "prompt_index", "order", "text", "step"):
         assert column(parts, key) == column(whole, key)
-    assert seen[:3] == [0, 2, 4] and len(seen) == 3 * max(1, len(prompts) // 2 * 3)
+    assert seen[:3] == [0, 2, 4]
+    assert len(seen) == 3 * max(1, len(prompts) // 2 * 3)
     assert parts[-1]["token_forwards"] == whole[-1]["token_forwards"]
     status, out, _ = script(sample, *words)
     heads = [line for line in out.splitlines() if line.startswith("===")]

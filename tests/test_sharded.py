@@ -113,10 +113,15 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
         tensor.detach().fill_(7)
     assert not path.exists(), "it must not pass for a checkpoint yet"
     gate.set()
-    assert saver.wait() == path and names(path.parent) == [path.name] and not warnings
-    found = read_checkpoint(path)
-    assert_same(found["tensors"], {name: before[name] for name in found["tensors"]})
-    assert found["step"] == 3 and found["tensors"].keys() == before.keys()
+    assert saver.wait() == path
+    assert names(path.parent) == [path.name]
+    assert not warnings
+    contents = read_checkpoint(path)
+    assert_same(
+        contents["tensors"], {name: before[name] for name in contents["tensors"]}
+    )
+    assert contents["step"] == 3
+    assert contents["tensors"].keys() == before.keys()
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
@@ -130,7 +135,8 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
     for step, reason in ((4, "File too large"), (6, "not today"), (8, "not today")):
         said = f"warning: could not write {steps[step]}: "
         (line,) = [line for line in done.stderr.splitlines() if said in line]
-        assert reason in line and f"the last good checkpoint is {steps[2]}" in line
+        assert reason in line
+        assert f"the last good checkpoint is {steps[2]}" in line
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key)
         assert len(metrics(config, key)) >= 5
@@ -155,7 +161,8 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     monkeypatch.setattr(os, "rename", fail)
     state.progress.step = 4
     saver.save(state, {"step": 4, "loss": 1.0})
-    assert saver.wait() is None and state.progress.best is None
+    assert saver.wait() is None
+    assert state.progress.best is None
     assert len(warnings) == 1
     assert "no room; there is no earlier checkpoint" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
@@ -223,14 +230,14 @@ def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
 
 
 DAMAGES = {  # of a checkpoint, given its parts and those of the one before
-    "lose the first": lambda parts, others: parts[0].unlink(),
-    "cut the second": lambda parts, others: os.truncate(
+    "lose the first": lambda parts, older_parts: parts[0].unlink(),
+    "cut the second": lambda parts, older_parts: os.truncate(
         parts[1], parts[1].stat().st_size - 1
     ),
-    "mix in another": lambda parts, others: shutil.copy(
-        others[0], parts[0].with_name("shard-x.safetensors")
+    "mix in another": lambda parts, older_parts: shutil.copy(
+        older_parts[0], parts[0].with_name("shard-x.safetensors")
     ),
-    "swap in another": lambda parts, others: shutil.copy(others[1], parts[1]),
+    "swap in another": lambda parts, older_parts: shutil.copy(older_parts[1], parts[1]),
 }
 
 
@@ -261,7 +268,8 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(
                 assert_same(p.detach(), tensors[prefix + name], name)
             assert (loaded.step, loaded.weights) == (store.step_of(source), weights)
     status, out, _ = script(sample, best, "--num-samples", 1)
-    assert status == 0 and out
+    assert status == 0
+    assert out
     convert(str(config.run_folder), tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert_same(

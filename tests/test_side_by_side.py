@@ -16,13 +16,13 @@ def test_a_ratio_is_of_the_halves_of_pairs():
     assert ratio_of(seconds) == 1.5
 
 
-def test_the_interval_of_a_median_leaves_out_as_many_values_as_the_sign_test_allows():
+def test_the_interval_of_a_median_leaves_out_the_values_that_the_sign_test_allows():
     """2 P(at most k heads of n) <= 0.05: k + 1 values are left out at each end from
     n = 9 on."""
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert median_interval([float(i) for i in range(7)]) == (0.0, 6.0)
-    assert median_interval([float(i) for i in range(9)]) == (1.0, 7.0)
-    assert median_interval([float(i) for i in range(35)]) == (11.0, 23.0)
+    for count, interval in ((7, (0.0, 6.0)), (9, (1.0, 7.0)), (35, (11.0, 23.0))):
+        values = [float(i) for i in range(count)]
+        assert median_interval(values) == interval
 
 
 def test_the_table_of_speed_is_of_its_rows():
@@ -30,12 +30,14 @@ def test_the_table_of_speed_is_of_its_rows():
     rows = json.loads(file.read_text())["rows"]
     page = (ROOT / "results" / "speed.md").read_text()
     for row, line in zip(rows, table_of(rows)[2:], strict=True):
-        assert len(row["ratios"]) == 7 and min(row["ratios"]) == row["interval"][0]
+        assert len(row["ratios"]) == 7
+        assert min(row["ratios"]) == row["interval"][0]
         cells = [cell.strip() for cell in line.split("|")]
-        what = cells[1]
+        benchmark = cells[1]
         ratio = cells[4]
         interval = cells[5]
-        assert f"| {what}" in page and f"| {ratio} | {interval} |" in page
+        assert f"| {benchmark}" in page
+        assert f"| {ratio} | {interval} |" in page
 
 
 def test_another_folder_is_refused(tmp_path, monkeypatch):
@@ -47,10 +49,10 @@ def test_another_folder_is_refused(tmp_path, monkeypatch):
 @pytest.mark.slow(reason="four processes decode and train")
 def test_a_checkout_is_as_fast_as_itself(tmp_path, monkeypatch, capsys):
     turns = {}
-    for what, (turn, _) in side_by_side.TURNS.items():
-        if what in ("decoding, 256 steps", "decoding, 1,024 steps"):
+    for benchmark, (turn, _) in side_by_side.TURNS.items():
+        if benchmark in ("decoding, 256 steps", "decoding, 1,024 steps"):
             turn, _ = side_by_side.TURNS["decoding, 64 steps"]
-        turns[what] = (turn, 1)
+        turns[benchmark] = (turn, 1)
     monkeypatch.setattr(side_by_side, "TURNS", turns)
     file = tmp_path / "rows.json"
     words = ["side_by_side", str(ROOT), "--repeats", "2", "--json", str(file)]

@@ -124,7 +124,8 @@ def test_one_document_is_divided_near_the_place_of_its_share(tmp_path, text, end
     assert len(val) == pytest.approx(0.05 * len(text), rel=0.11)
     if end == "x":
         return
-    assert train[-1] in "ds" and val[0] in " \n"  # after a whole word or line
+    assert train[-1] in "ds"
+    assert val[0] in " \n"  # after a whole word or line
 
 
 def test_a_validation_split_far_from_its_share_is_noted(tmp_path, capsys):
@@ -278,7 +279,8 @@ def test_little_text_is_noted(tmp_path, capsys):
 
 
 def test_data_of_the_studies_is_made_by_their_command(tmp_path):
-    assert set(OF_STUDIES) == STUDIES.keys() and not set(OF_STUDIES) & DATASETS.keys()
+    assert set(OF_STUDIES) == STUDIES.keys()
+    assert not set(OF_STUDIES) & DATASETS.keys()
     with pytest.raises(UserError, match="is made by: python -m studies.prepare star"):
         prepare_module.prepare(prepare_module.Prepare("star", out=tmp_path / "o"))
 

@@ -43,7 +43,8 @@ def test_run_configs_of_a_shipped_benchmark_keep_to_it_and_to_their_tokens(name)
         assert configuration.differences(first, other).keys() == {"name", "seed"}
         assert first.data.folder == benchmark.base["data"]["folder"]
         assert first.model.block_size == benchmark.base["model"]["block_size"]
-        assert one.description and all(len(values) >= 3 for values in one.tune.values())
+        assert one.description
+        assert all(len(values) >= 3 for values in one.tune.values())
         assert first.train.steps % first.eval.interval == 0
         of_step = first.train.batch_size * first.model.block_size
         tokens[one.name] = first.train.steps * of_step
@@ -98,18 +99,18 @@ def made_up(losses, tokens=100, tuned=2):
 
 
 def test_what_one_change_gives_is_told_seed_by_seed():
-    known = {
+    rows = {
         "fast": made_up([2.0, 2.1, 2.2]),
         "fast-x4": made_up([1.0, 1.1, 1.2], tokens=400),
         "fast-a": made_up([1.9, 2.1, 2.05]),
         "fast-b": made_up([2.1]),
     }
-    lines = [line.split("|")[1:-2] for line in speedrun.ingredients(known)[3:]]
+    lines = [line.split("|")[1:-2] for line in speedrun.ingredients(rows)[3:]]
     assert [[cell.strip() for cell in line] for line in lines] == [
         ["fast-a", "-0.100, +0.000, -0.150"],
         ["fast-b", "+0.100"],
     ]
-    assert speedrun.ingredients({"paper": known["fast"]}) == []
+    assert speedrun.ingredients({"paper": rows["fast"]}) == []
 
 
 @pytest.fixture
@@ -168,7 +169,8 @@ def test_run_configs_are_tuned_and_trained(benchmark, tmp_path, monkeypatch, cap
         {"optim.lr": 1e-4},
         {"optim.lr": 1e-2},
     ]
-    assert faster["tuned"] == {"optim.lr": 1e-2} and still["tuning"] == []
+    assert faster["tuned"] == {"optim.lr": 1e-2}
+    assert still["tuning"] == []
     losses = [max(speedrun.losses_of(entry).values()) for entry in (faster, still)]
     assert losses[0] < losses[1] - 0.1
     assert mean_tokens_to(benchmark.goal, still["runs"], "random") is None
@@ -216,8 +218,11 @@ def test_time_is_measured_in_turn_and_told(benchmark, tmp_path, monkeypatch, cap
         patched.setattr(speedrun, "speed_of_short_run", pretended)
         run(monkeypatch, capsys, "tiny", "still", "moving", "--repetitions", 3)
     assert asked == [("still", 1e-4), ("moving", 1e-4)] * 3
-    kept = json.loads((tmp_path / "results" / "tiny.speeds.json").read_text())
-    assert kept["tokens_per_second"] == {"still": [10, 20, 25], "moving": [60, 60, 25]}
+    saved_speeds = json.loads((tmp_path / "results" / "tiny.speeds.json").read_text())
+    assert saved_speeds["tokens_per_second"] == {
+        "still": [10, 20, 25],
+        "moving": [60, 60, 25],
+    }
     rows = [line.split("|") for line in speedrun.time_table(benchmark)[2:]]
     still, moving = ([cell.strip() for cell in row] for row in rows)
     assert still[3:7] == ["0.02 (0.01 - 0.025)", "5", "1 (1 - 1)", "-"]
@@ -244,11 +249,13 @@ def test_a_run_that_ends_or_diverges_is_a_result_and_no_other(
                 runs.finished_run(config)
     monkeypatch.setattr(runs, "commit", lambda: "two")
     monkeypatch.setattr(runs, "run_alone", run_here)
-    assert runs.finished_run(config) and runs.trained_by(config) == "two"
+    assert runs.finished_run(config)
+    assert runs.trained_by(config) == "two"
     monkeypatch.setattr(speedrun, "TIMED_TOKENS", 1)
     monkeypatch.setattr(speedrun, "TIMED_STEPS", 10)
     config = change(config, name="timed")
-    assert speedrun.speed_of_short_run(config, 1) > 0 and not config.run_folder.exists()
+    assert speedrun.speed_of_short_run(config, 1) > 0
+    assert not config.run_folder.exists()
 
 
 def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
@@ -259,12 +266,14 @@ def test_a_benchmark_is_laid_over_the_one_that_it_is_from(benchmark, tmp_path):
     )
     smaller = load_benchmark("smaller")
     names = [*smaller.recipes[""]]
-    assert smaller.goal == 4.0 and names == ["still", "moving", "faster", "last"]
+    assert smaller.goal == 4.0
+    assert names == ["still", "moving", "faster", "last"]
     configs = {
         name: smaller.config("", one, 0, {})
         for name, one in smaller.recipes[""].items()
     }
-    assert configs["last"].optim.kind == "muon" and configs["moving"].optim.lr == 1e-3
+    assert configs["last"].optim.kind == "muon"
+    assert configs["moving"].optim.lr == 1e-3
     before = benchmark.config("", benchmark.recipes[""]["still"], 0, {})
     changed = configuration.differences(before, configs["still"])
     assert changed.keys() == {

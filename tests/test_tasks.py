@@ -46,7 +46,9 @@ def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
     assert result["group_size"] == 4
     assert result["temperature"] == 1.0
     rows = read_lines(samples)
-    assert len(rows) == 50 and result["records"] == 50 and result["nfe"] == 2
+    assert len(rows) == 50
+    assert result["records"] == 50
+    assert result["nfe"] == 2
     right = [TASKS["shuffle"].is_right(row["answer"], row["text"]) for row in rows]
     assert [row["right"] for row in rows] == right
     share = sum(right) / 50
@@ -58,7 +60,8 @@ def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
         assert row["answer"][:9] == row["text"][:9]
         assert row["step"][:9] == [-1] * 9
         assert sorted(row["step"][9:]) == [0] * 4 + [1] * 4
-    assert "shuffle" in out and f"{share:.4f}" in out
+    assert "shuffle" in out
+    assert f"{share:.4f}" in out
     assert "<script" in page.read_text()
 
 
@@ -81,7 +84,8 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
     assert torch.equal(first.roles.given[0], torch.arange(9) < 5)
     arguments = ["--tasks", data["reversal"], "--limit", 10]
     out = printed(eval_tasks, gpt, *arguments)
-    assert "| l2r" in out and "reversal" in out
+    assert "| l2r" in out
+    assert "reversal" in out
     said = mistake(eval_tasks, gpt, *arguments, "--mode", "confidence")
     assert "take --mode l2r" in said
 

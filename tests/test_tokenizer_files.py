@@ -33,11 +33,13 @@ SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
 def of_bytes():
     """A tokenizer of single bytes, and the SPECIAL tokens after them."""
     vocabulary = {letter: i for i, letter in enumerate(byte_letters())}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(SPECIAL)
-    return made
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
 
 
 def of_words(**options):
@@ -48,43 +50,43 @@ def of_words(**options):
     model = tokenizers.models.BPE(
         vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"
     )
-    made = tokenizers.Tokenizer(model)
-    made.normalizer = tokenizers.normalizers.Sequence(
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
         [
             tokenizers.normalizers.Prepend("▁"),
             tokenizers.normalizers.Replace(" ", "▁"),
         ]
     )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return made
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
 
 
 def lossy():
     """Lower case, no decoder, and the alphabet of an English text alone."""
     vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz.")}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.normalizer = tokenizers.normalizers.Lowercase()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["</s>"])
-    return made
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
 
 
-def saved(made, folder, **files):
+def saved(tokenizer, folder, **files):
     """Write a tokenizer and files of JSON beside it; returns its path."""
     folder.mkdir(exist_ok=True)
     for name, values in files.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
-def around(made, template):
+def around(tokenizer, template):
     """The same tokenizer, which writes tokens around a text."""
-    made.post_processor = tokenizers.processors.TemplateProcessing(
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=template,
-        special_tokens=[(token, made.token_to_id(token)) for token in SPECIAL],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in SPECIAL],
     )
-    return made
+    return tokenizer
 
 
 END = {"<|endoftext|>": 256, "<|im_end|>": 257, "<s>": 258}
@@ -156,9 +158,9 @@ def test_a_tokenizer_that_writes_ids_past_its_vocabulary_is_refused(
     tmp_path, template, token, words
 ):
     path = saved(around(of_bytes(), template), tmp_path)
-    made = json.loads(path.read_text())
-    made["post_processor"]["special_tokens"][token]["ids"] = [100_000]
-    path.write_text(json.dumps(made))
+    values = json.loads(path.read_text())
+    values["post_processor"]["special_tokens"][token]["ids"] = [100_000]
+    path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=words):
         get_tokenizer(str(path))
 
@@ -167,12 +169,12 @@ def test_a_tokenizer_that_writes_ids_past_its_vocabulary_is_refused(
 def test_an_id_that_would_take_much_memory_is_refused(tmp_path, largest):
     """Each id below the largest one needs memory, also where it is no token."""
     path = saved(of_bytes(), tmp_path)
-    made = json.loads(path.read_text())
-    made["model"]["vocab"]["!"] = 60_000
-    path.write_text(json.dumps(made))
+    values = json.loads(path.read_text())
+    values["model"]["vocab"]["!"] = 60_000
+    path.write_text(json.dumps(values))
     assert get_tokenizer(str(path)).vocab_size == 60_001
-    made["model"]["vocab"]["!"] = largest
-    path.write_text(json.dumps(made))
+    values["model"]["vocab"]["!"] = largest
+    path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=f"a token with the id {largest}: at most"):
         get_tokenizer(str(path))
 
@@ -204,7 +206,8 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
         prepare(out, source, end_token="<|im_end|>")
     out = prepare(tmp_path / "p", source, end_token="<|im_end|>")
     assert "<|im_end|> (id 257) ends a document" in capsys.readouterr().out
-    assert load_meta(out)["eot"] == 257 and read_tokens(out, "train")[-1] == 257
+    assert load_meta(out)["eot"] == 257
+    assert read_tokens(out, "train")[-1] == 257
     assert get_tokenizer("tokenizer.json", folder=out).eot == 257
     prepare(out, source, end_token="<|im_end|>")
     assert "nothing to do" in capsys.readouterr().out
@@ -284,9 +287,9 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
 
 
 def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
-    made = of_bytes()
-    made.normalizer = tokenizers.normalizers.Lowercase()
-    path = saved(made, tmp_path / "model")
+    tokenizer = of_bytes()
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    path = saved(tokenizer, tmp_path / "model")
     source = write_jsonl(tmp_path / "a.jsonl", ["THE cat", "the cat"])
     prepared("text", tmp_path / "o", source, tokenizer=str(path), split="train")
     said = capsys.readouterr().out
@@ -332,13 +335,15 @@ def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
     tokens = {}
     for token, i in gpt2.ranks.items():
         tokens["".join(letters[byte] for byte in token)] = i
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    assert is_gpt2s(get_tokenizer(str(saved(made, tmp_path / "same"))))
-    made.normalizer = tokenizers.normalizers.Lowercase()
-    assert not is_gpt2s(get_tokenizer(str(saved(made, tmp_path / "lower"))))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    assert is_gpt2s(get_tokenizer(str(saved(tokenizer, tmp_path / "same"))))
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    assert not is_gpt2s(get_tokenizer(str(saved(tokenizer, tmp_path / "lower"))))
     assert not is_gpt2s(get_tokenizer(str(saved(of_bytes(), tmp_path / "bytes"))))
 
 
@@ -394,13 +399,14 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     scored = np.arange(len(ids)) % 4 >= scored_from
     expected = counts[scored].sum() * lost
 
-    found = of_text.score(text)
-    assert found.scored == scored.sum() and found.bytes == round(expected)
-    nats = found.bits_per_byte * found.bytes * math.log(2)
-    assert nats == pytest.approx(found.nats)
+    scores = of_text.score(text)
+    assert scores.scored == scored.sum()
+    assert scores.bytes == round(expected)
+    nats = scores.bits_per_byte * scores.bytes * math.log(2)
+    assert nats == pytest.approx(scores.nats)
 
     if scored_from == 0:  # a lone surrogate is read as U+FFFD, three bytes
-        assert found.bytes == len(text.replace("\ud800", "\ufffd").encode())
+        assert scores.bytes == len(text.replace("\ud800", "\ufffd").encode())
 
     path = tmp_path / "result.json"
     monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: of_text)
@@ -408,7 +414,7 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     monkeypatch.setattr("sys.argv", words)
     commands.main()
     (row,) = json.loads(path.read_text())["results"]
-    assert row["bits_per_byte"] == pytest.approx(found.bits_per_byte)
+    assert row["bits_per_byte"] == pytest.approx(scores.bits_per_byte)
     nats = row["bits_per_byte"] * row["bytes"] * math.log(2)
     assert nats == pytest.approx(-row["log_prob"])
 
@@ -416,11 +422,11 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     words = ["x", "--text", text, "--json", path, "--overwrite"]
     run_main(eval_ppl, monkeypatch, capsys, *words)
     (row,) = json.loads(path.read_text())["results"]
-    assert row["nll"] * row["tokens"] == pytest.approx(found.nats, rel=1e-5)
+    assert row["nll"] * row["tokens"] == pytest.approx(scores.nats, rel=1e-5)
     size = row["bytes_per_token"] * row["tokens"]
     assert size == pytest.approx(expected)
     nats = row["bits_per_byte"] * size * math.log(2)
-    assert nats == pytest.approx(found.nats, rel=1e-5)
+    assert nats == pytest.approx(scores.nats, rel=1e-5)
 
     # The same of prepared data, where a document begins within a block.
     source = write_jsonl(tmp_path / "a.jsonl", [text] * 3)

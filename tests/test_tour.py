@@ -65,7 +65,8 @@ def test_the_committed_notebook_is_whole_and_names_no_machine(committed):
     assert [cell.execution_count for cell in cells] == list(range(1, CELLS + 1))
     assert [cell.cell_type for cell in committed.cells] == ["markdown", "code"] * CELLS
     for cell in cells:
-        assert len(cell.source.splitlines()) <= 17 and not cell.metadata
+        assert len(cell.source.splitlines()) <= 17
+        assert not cell.metadata
     assert NOTEBOOK.stat().st_size < 400_000
     assert set(committed.metadata) == {"kernelspec", "language_info"}
     shown = "\n".join([cell.source for cell in committed.cells] + printed(committed))
@@ -98,7 +99,8 @@ def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
 @EXECUTES
 def test_every_step_shows_what_it_says(fresh):
     texts = printed(fresh)
-    assert len(texts) == CELLS and all(texts[i] for i in range(CELLS) if i != 7)
+    assert len(texts) == CELLS
+    assert all(texts[i] for i in range(CELLS) if i != 7)
     # 3: probabilities and nats of tokens agree with each other and with the sum.
     rows = re.findall(r"' +([\d.]+) +([\d.]+) +[\d.]+$", texts[2], re.M)
     total = float(re.search(r"all: ([\d.]+) nats", texts[2])[1])
@@ -120,12 +122,15 @@ def test_every_step_shows_what_it_says(fresh):
     # helps.
     columns = re.findall(r"^ ?(\w+) +([\d.]+)% +([\d.]+)%$", texts[6], re.M)
     *candidates, (name, left, both) = columns
-    assert name == "sum" and len(candidates) == 6 and candidates[0][0] == "mother"
+    assert name == "sum"
+    assert len(candidates) == 6
+    assert candidates[0][0] == "mother"
     assert abs(sum(float(p) for *_, p in candidates) - float(both)) < 0.1
     assert float(left) < float(both) <= 100
     # 9: the loss rises as the steps fall.
     losses = [float(nats) for nats in re.findall(r"([\d.]+) nats/token", texts[8])]
-    assert len(losses) == 5 and losses == sorted(losses)
+    assert len(losses) == 5
+    assert losses == sorted(losses)
     # 10: any order is the harder task, and the intervals hold their perplexities.
     interval = r"perplexity ([\d.]+), 95% interval ([\d.]+) to ([\d.]+)"
     perplexities = []
@@ -148,7 +153,8 @@ def test_the_first_cell_changes_nothing_outside_a_clone(committed, tmp_path):
     for folder in (ROOT, NOTEBOOK.parent):
         assert run(folder).stdout.startswith("ready")
     done = run(tmp_path)
-    assert done.returncode == 1 and "AssertionError: set REPOSITORY" in done.stderr
+    assert done.returncode == 1
+    assert "AssertionError: set REPOSITORY" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

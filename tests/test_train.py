@@ -173,7 +173,8 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
     if system == "decoder":  # no row of a position past the end was touched
         touched = model.wpe.weight.grad
-        assert touched[1:length].any() and not touched[length + 1 :].any()
+        assert touched[1:length].any()
+        assert not touched[length + 1 :].any()
 
 
 @pytest.mark.parametrize("size", [1, 20])
@@ -184,10 +185,13 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
     exact = [next(e for e in eighths if e >= n) for n in range(1, size + 1)]
     shares = {e: 0.25 * exact.count(e) / size for e in exact}
     shares[size] += 0.75
-    found = batch_lengths(3, range(1000, 2600), size, 0.25)  # of seed and step alone
-    np.testing.assert_array_equal(found, lengths[1000:2600])
+    drawn_lengths = batch_lengths(
+        3, range(1000, 2600), size, 0.25
+    )  # of seed and step alone
+    np.testing.assert_array_equal(drawn_lengths, lengths[1000:2600])
     values, counts = np.unique(lengths, return_counts=True)
-    assert set(values.tolist()) == shares.keys() and len(values) <= 8
+    assert set(values.tolist()) == shares.keys()
+    assert len(values) <= 8
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
         share = shares[length]
         deviation = math.sqrt(40_000 * share * (1 - share))  # of a binomial
@@ -211,7 +215,7 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
         checkpoint__interval=100,
     )
     train.train(whole, ALONE)
-    lengths = batch_lengths(7, range(20), 16, 0.5)
+    lengths = batch_lengths(seed=7, steps=range(20), block_size=16, random_prob=0.5)
     assert len(set(lengths.tolist())) > 3
     expected = dict(zip(range(1, 21), (8 * lengths.cumsum()).tolist(), strict=True))
     assert metrics(whole, "tokens") == expected
@@ -243,8 +247,10 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     for line in training:
         assert line["lr"] == learning_rate(line["step"] - 1, reference)
         assert line["tokens"] == line["step"] * 8 * 16
-        assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0
-        assert line["skipped_steps"] == 0 and line["mfu"] is None
+        assert line["tokens_per_second"] > 0
+        assert line["grad_norm"] > 0
+        assert line["skipped_steps"] == 0
+        assert line["mfu"] is None
         assert 2**20 < line["memory_bytes"] < 2**40  # Python with PyTorch in it
     nothing_learned = math.log(320)
     assert training[0]["loss"] == pytest.approx(nothing_learned, abs=0.1)
@@ -402,13 +408,13 @@ class Driver:
         ended it."""
         return self.ask()
 
-    def run(self, path, **how):
-        self.start(path, **how)
+    def run(self, path, **options):
+        self.start(path, **options)
         return self.status()
 
-    def done(self, path, **how):
+    def done(self, path, **options):
         """The finished run, with what it wrote to stderr."""
-        status = self.run(path, **how)
+        status = self.run(path, **options)
         return subprocess.CompletedProcess(
             path, status, stderr=self.errors_of(path).read_text()
         )
@@ -526,7 +532,7 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     assert metrics(resumed) == metrics(undisturbed)
 
 
-def spoil(monkeypatch, bad_steps, what):
+def spoil(monkeypatch, bad_steps, target):
     """Make the loss, or only its gradient, non-finite at some steps (of two
     micro-batches), as a bad batch would."""
     calls = [0]
@@ -536,7 +542,7 @@ def spoil(monkeypatch, bad_steps, what):
         calls[0] += 1
         if calls[0] / 2 not in bad_steps:
             return plain(model, tokens, order)
-        if what == "loss":
+        if target == "loss":
             return plain(model, tokens, order) * math.nan
 
         def spoil_once(gradient):
@@ -549,15 +555,15 @@ def spoil(monkeypatch, bad_steps, what):
     monkeypatch.setattr(objectives, "ao_ar_loss", loss)
 
 
-@pytest.mark.parametrize("what, empty", [("loss", "loss"), ("gradient", "grad_norm")])
+@pytest.mark.parametrize("target, empty", [("loss", "loss"), ("gradient", "grad_norm")])
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
-    data, tmp_path, monkeypatch, what, empty
+    data, tmp_path, monkeypatch, target, empty
 ):
     config = tiny_config(
         data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3
     )
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
-    spoil(monkeypatch, {4, 5, 7, 8}, what)  # never three in a row
+    spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
     seen = {}
     update = train.update
 
@@ -609,7 +615,8 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
     monkeypatch.setattr(train, "update", ruin)
     status, _, err = script(train, path)
     monkeypatch.setattr(train, "update", update)
-    assert status == 2 and "gradient of 4 steps in a row is not finite at step 9" in err
+    assert status == 2
+    assert "gradient of 4 steps in a row is not finite at step 9" in err
     named = re.search(r"the last good checkpoint is (\S+)\. Lower --optim.lr", err)
     assert (named and store.step_of(Path(named[1]))) == good
     if good is None:
@@ -670,8 +677,11 @@ def test_a_full_disk_keeps_the_earlier_checkpoint_and_costs_nothing_later(
     last = store.find(config.run_folder)[-1]
     with limited_file_size(size):
         status, _, err = script(train, path)
-    assert status == 2 and "could not write" in err and "free some disk space" in err
-    assert f"the last good checkpoint is {last}" in err and "disk full" in err
+    assert status == 2
+    assert "could not write" in err
+    assert "free some disk space" in err
+    assert f"the last good checkpoint is {last}" in err
+    assert "disk full" in err
     # nothing unfinished is left, and only at its last step may the run end in an error
     assert files(config.run_folder / "checkpoints") == before
     assert max(metrics(config, "loss")) == 47
@@ -688,7 +698,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
     flip_byte(weights, weights.stat().st_size // 2)
     train.train(config, ALONE)
     said = capsys.readouterr()
-    assert f"warning: {broken}" in said.err and f"resumed from {older}" in said.out
+    assert f"warning: {broken}" in said.err
+    assert f"resumed from {older}" in said.out
     assert_same_run(config, reference)
     for path in store.find(config.run_folder):
         os.truncate(path / "model.safetensors", 1000)
@@ -721,12 +732,12 @@ WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
 }
 
 
-@pytest.mark.parametrize("how", WRONG_STATES)
+@pytest.mark.parametrize("mistake", WRONG_STATES)
 def test_a_state_that_is_not_the_runs_is_named_and_nothing_goes_on_from_it(
-    reference, tmp_path, how
+    reference, tmp_path, mistake
 ):
     config = copy_of(reference, tmp_path, train__steps=50)
-    change_tensors, words = WRONG_STATES[how]
+    change_tensors, words = WRONG_STATES[mistake]
     rewrite(store.find(config.run_folder)[-1], change_tensors)
     before = files(config.run_folder)
     with pytest.raises(CheckpointError, match=re.escape(words)):
@@ -788,10 +799,10 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
         train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpoint(
-    data, tmp_path, monkeypatch, split, how
+    data, tmp_path, monkeypatch, split, damage
 ):
     data = shutil.copytree(data, tmp_path / "data")
     config = tiny_config(
@@ -803,7 +814,9 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
     def change_the_file(state, *arguments):
         update(state, *arguments)
         if state.progress.step == 9:
-            path.write_bytes(bytes(path.stat().st_size if how == "overwritten" else 0))
+            path.write_bytes(
+                bytes(path.stat().st_size if damage == "overwritten" else 0)
+            )
 
     monkeypatch.setattr(train, "update", change_the_file)
     with pytest.raises(UserError, match=f"{split}.bin has changed since it was opened"):
@@ -893,7 +906,8 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
     lines = [json.dumps(row) for row in rows if row["step"] <= steps]
     lines.append('{"step": 5, "lo')  # half written
     (config.run_folder / "metrics.jsonl").write_text("\n".join(lines))
-    assert train.train(config, ALONE) == 0 and metrics(config) == before
+    assert train.train(config, ALONE) == 0
+    assert metrics(config) == before
 
 
 @pytest.mark.parametrize(
@@ -967,7 +981,8 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
         assert "step 10 (validation loss 3.2500), which scripts use" in out
         assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
     status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
-    assert status == 0 and "step_00000005 (step 5, ema weights)" in out + err
+    assert status == 0
+    assert "step_00000005 (step 5, ema weights)" in out + err
     status, out, _ = script(train, write_config(config), "--train.steps", "15")
     assert "the newest checkpoint, step 15 (validation loss 1.0000), is the best" in out
 
