@@ -661,6 +661,10 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
         total = min(total, block_size)
         room = min(a.new_tokens or (total + 1) // 2, total)
         prompt = prompt[max(0, len(prompt) + room - total) :]
+    if total > block_size and not prompt:
+        raise gaps.TooLong(
+            f"{option} is {total}, but the model takes at most {block_size}"
+        )
     if not len(prompt) < total <= block_size:
         raise gaps.TooLong(
             f"the prompt has {len(prompt)} tokens and {option} is {total}: it must "

@@ -93,7 +93,8 @@ class OrderConfig(Table):
             raise UserError("order.mixed is 'mixture'; give another kind")
         if kind == "file" and not self.file:
             raise UserError(
-                "order.kind is 'file': name a .npy file of orders with order.file"
+                "order.kind is 'file': name a .npy file of orders with order.file, in "
+                "an option as file:file=ORDERS.npy"
             )
         if self.block < ORDER_KINDS[kind].least_block:
             raise UserError(
@@ -115,6 +116,8 @@ class OrderConfig(Table):
     @property
     def is_any_order(self) -> bool:
         """Return whether every permutation may be drawn."""
+        if self.kind == "mixture" and self.l2r_prob == 1:
+            return ORDER_KINDS[self.mixed].covers_all
         return ORDER_KINDS[self.kind].covers_all
 
     def check_length(self, length: int) -> None:
@@ -139,6 +142,8 @@ def orders_at(
     of `runtime.randomness`."""
     if length < 1:
         raise UserError(f"an order needs at least one position, but length is {length}")
+    if seed < 0 or step < 0:
+        raise UserError(f"seed {seed} and step {step} of orders must not be negative")
     B = len(rows)
     identity = torch.arange(length).expand(B, length)
     match config.kind:  # kinds that draw nothing
@@ -278,7 +283,10 @@ def parse_order(text: str, option: str) -> OrderConfig:
     slots:block=8."""
     settings = ORDER_KINDS.get(text.partition(":")[0], OrderFacts()).settings
     types = {key: type(getattr(OrderConfig, key)) for key in settings}
-    example = f"{settings[0]}=1" if settings else ""
+    example = ""
+    if settings:
+        value = "orders.npy" if types[settings[0]] is str else 1
+        example = f"{settings[0]}={value}"
     kind, values = parse_settings(text, types, example, option)
     try:
         return OrderConfig(kind, **values)

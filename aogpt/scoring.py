@@ -110,6 +110,10 @@ def masked_logits(
         return encoder.head_logits(encoder.masked_hidden(tokens, masked)[masked])
     if order is None:
         order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+    check_permutations(order)
+    is_masked = masked.gather(1, order)
+    if (is_masked[:, :-1] & ~is_masked[:, 1:]).any():
+        raise UserError("an order must have the masked positions after the others")
     x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
@@ -223,6 +227,8 @@ def groups_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each group, the step where it begins in each row (B,) and its steps,
     BoolTensor (B, T)."""
+    if group < 1:
+        raise UserError(f"the group is {group}; give a number of at least 1")
     B, T = order.shape
     if prompt_lengths is None:
         prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)

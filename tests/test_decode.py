@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from aogpt.evaluation.likelihood import decoding_nll, importance_weighted
 from aogpt.orders import Roles
 from aogpt.runtime import devices
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Engine,
     Plan,
@@ -1481,3 +1482,15 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     if "l2r" in mode:
         assert short.nfe.sum() < whole.nfe.sum()
         assert short.token_forwards < whole.token_forwards
+
+
+def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
+    model = make_system("AO-GPT", 0, torch.float64)
+    order = torch.arange(4)
+    uniforms = torch.full((4,), 0.9, dtype=torch.float64)
+    greedy, _ = simple_generate(model, order, [1] * 4, uniforms, temperature=0)
+    for settings in ({"top_p": 0.0}, {"temperature": 1e-320}):
+        tokens, _ = simple_generate(model, order, [1] * 4, uniforms, **settings)
+        assert torch.equal(tokens, greedy)
+    with pytest.raises(UserError, match="pass their tokens"):
+        simple_generate(model, order, [2], uniforms)

@@ -46,8 +46,8 @@ def test_auto_is_mps_where_that_is_all_there_is(monkeypatch):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("mps", "PyTorch sees 0 GPUs here; use --device cpu"),
-        ("cuda:9", "PyTorch sees . GPUs here; use --device cpu"),
+        ("mps", "PyTorch sees 0 GPUs here; take the device cpu"),
+        ("cuda:9", "PyTorch sees . GPUs here; take the device cpu"),
         ("meta", "'meta' is not known; give auto, cpu"),
         ("gpu", "'gpu' is not known; give auto, cpu"),
         ("cuda:x", "'cuda:x' is not known; give auto, cpu"),

@@ -20,10 +20,26 @@ from aogpt.orders import (
     orders_at,
     parse_order,
 )
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
 NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding", "infill")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
+
+
+def test_a_mixture_of_one_kind_alone_is_of_that_kind():
+    left_to_right = OrderConfig("mixture", l2r_prob=1.0)
+    assert left_to_right.is_fixed
+    assert not left_to_right.is_any_order
+    assert OrderConfig("mixture", l2r_prob=0.5).is_any_order
+    assert OrderConfig("mixture", l2r_prob=1.0, mixed="random").is_any_order
+
+
+def test_orders_of_a_negative_seed_or_step_are_a_user_error():
+    with pytest.raises(UserError, match="seed -1"):
+        orders_at(OrderConfig("random"), -1, 0, range(2), 4)
+    with pytest.raises(UserError, match="step -1"):
+        orders_at(OrderConfig("random"), 0, -1, range(2), 4)
 
 
 def test_every_kind_is_tested_here():

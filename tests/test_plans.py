@@ -11,15 +11,18 @@ from reference import (
     even_sizes,
     exact_plans,
     make_plan,
+    make_system,
     modes,
     options_of,
     seeded,
     some_given,
 )
 
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Plan,
     adaptive_plan,
+    generate,
     group_sizes,
     l2r_plan,
     mdm_plan,
@@ -257,3 +260,28 @@ RULES = "'order', 'confidence', 'entropy'"
 def test_what_is_not_a_plan_is_refused_by_name(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: mdm_plan(1, 4, 0, seeded(0)), "steps must be at least 1"),
+        (lambda: l2r_plan(1, 4, group=0), "the group"),
+        (lambda: speculative_plan(1, 4, draft=0), "the draft"),
+        (
+            lambda: adaptive_plan(1, 4, "confidence", seeded(0), threshold=2.0),
+            "the threshold is 2",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_a_user_error(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_samples_that_cannot_be_are_a_user_error():
+    model = make_system("AO-GPT", 0)
+    with pytest.raises(UserError, match="no samples"):
+        generate(model, l2r_plan(0, 4))
+    with pytest.raises(UserError, match="vocab_size"):
+        generate(model, l2r_plan(1, 4), vocab_size=0)

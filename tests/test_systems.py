@@ -47,10 +47,12 @@ from aogpt.objectives import (
     token_score_entropy,
 )
 from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import Plan, generate
 from aogpt.scoring import (
     group_starts,
     masked_log_probs,
+    masked_logits,
     token_log_probs,
 )
 from aogpt.systems import (
@@ -739,3 +741,16 @@ def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line
     config = configuration.from_command_line([str(path), "--objective.group", "2"], "")
     assert config.schedule == CURRICULUM
     assert config.objective.group == 2
+
+
+def test_orders_and_groups_that_do_not_fit_are_a_user_error():
+    model = make_system("AO-GPT", 0)
+    tokens = torch.tensor([[0, 1, 2]])
+    masked = torch.tensor([[True, False, False]])
+    with pytest.raises(UserError, match="permutation"):
+        masked_logits(model, tokens, masked, order=torch.tensor([[0, 0, 2]]))
+    with pytest.raises(UserError, match="masked positions after the others"):
+        masked_logits(model, tokens, masked, order=torch.tensor([[0, 1, 2]]))
+    order = torch.tensor([[1, 2, 0]])
+    with pytest.raises(UserError, match="the group"):
+        token_log_probs(model, tokens, order, group=0)

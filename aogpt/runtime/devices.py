@@ -38,7 +38,7 @@ def pick_device(device: str | torch.device, local_rank: int = 0) -> torch.device
     count = module.device_count() if module.is_available() else 0
     if chosen.index >= count:
         raise UserError(
-            f"device {device!r}: PyTorch sees {count} GPUs here; use --device cpu or "
+            f"device {device!r}: PyTorch sees {count} GPUs here; take the device cpu or "
             "fewer processes"
         )
     if hasattr(module, "set_device"):  # mps has one device only

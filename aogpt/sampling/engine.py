@@ -21,6 +21,7 @@ from ..model import AOGPT, head_chunk
 from ..runtime import devices
 from ..runtime.command_line import show
 from ..runtime.errors import UserError
+from ..runtime.validation import Count, check_value
 from ..systems import log_linear_noise
 from . import cached as caching
 from .adaptive import adapt
@@ -239,6 +240,8 @@ def check_inputs(
     given = plan.given
     if model.training:
         raise UserError("the model is in training mode; call model.eval() first")
+    if B == 0:
+        raise UserError("the plan has no samples")
     if T > c.block_size:
         raise UserError(
             f"samples of {T} tokens, but the model takes up to {c.block_size}"
@@ -311,6 +314,8 @@ class Engine:
         device = weight.device
         self.B = batch_size
         self.T = length
+        if vocab_size is not None:
+            check_value(vocab_size, Count, "vocab_size")
         self.vocab_size = vocab_size
         self.end_token = end_token
         self.choice = choice or TokenChoice()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import UserError
-from ..runtime.validation import check_value
+from ..runtime.validation import Count, check_value
 from .scores import RuleScore, Score, rule_of
 
 Schedule = Literal["linear", "cosine"]
@@ -205,6 +205,8 @@ def mdm_plan(
     end (MaskGIT)."""
     check_value(schedule, Schedule, "the schedule")
     steps = torch.as_tensor(steps).cpu()
+    if (steps < 1).any():
+        raise UserError("the number of steps must be at least 1")
     steps = steps.expand(batch_size)
     steps = steps[:, None]
     samples = _Samples(
@@ -274,6 +276,8 @@ def adaptive_plan(
         return replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
+    if threshold is not None:
+        check_threshold(by, threshold)
     samples = _Samples(
         batch_size,
         length,
@@ -305,6 +309,7 @@ def speculative_plan(
     the same model (self-speculation, Guo & Ermon 2025); left to right, or in a random
     order if a generator is given. Samples follow the joint distribution of one position
     a step."""
+    check_value(draft, Count, "the draft")
     if generator is None:
         plan = l2r_plan(
             batch_size,
@@ -424,6 +429,7 @@ class _Samples:
 
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key, `group` in a step."""
+        check_value(group, Count, "the group")
         order, index = self.order_by(key)
         step = index // group
         return self.plan(order, index, step)

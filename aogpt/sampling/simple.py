@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..model import AOGPT
+from ..runtime.errors import UserError
 from .cached import KVCache, predict_next
 from .race import draw
 
@@ -39,7 +40,7 @@ def simple_generate(
         tokens: LongTensor (T,), by position; those that are given are read.
         temperature: 0 takes the most probable tokens.
         vocab_size: no id from it on is drawn.
-        top_p: tokens are drawn from the `nucleus` of this probability, above 0."""
+        top_p: tokens are drawn from the `nucleus` of this probability."""
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
@@ -47,6 +48,8 @@ def simple_generate(
     log_probs = torch.zeros(T, device=order.device)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     known = T - sum(sizes)  # tokens that are given: the first ones of the order
+    if known > 0 and tokens is None:
+        raise UserError("the first positions of the order are given: pass their tokens")
     for size in sizes:
         # 1. Predict the next positions of the order, each from all tokens known so far.
         #    Keys and values of inputs that stay are in the cache.
@@ -56,7 +59,7 @@ def simple_generate(
         # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
         allowed = logits[:, :vocab_size]
-        if temperature == 0:
+        if temperature < 1e-10 or top_p == 0:  # it may overflow
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
