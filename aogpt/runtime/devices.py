@@ -38,8 +38,8 @@ def pick_device(device: str | torch.device, local_rank: int = 0) -> torch.device
     count = module.device_count() if module.is_available() else 0
     if chosen.index >= count:
         raise UserError(
-            f"device {device!r}: PyTorch sees {count} GPUs here; take the device cpu or "
-            "fewer processes"
+            f"device {device!r}: PyTorch sees {count} GPUs here; take the device cpu "
+            "or fewer processes"
         )
     if hasattr(module, "set_device"):  # mps has one device only
         module.set_device(chosen)

@@ -59,7 +59,7 @@ def simple_generate(
         # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
         allowed = logits[:, :vocab_size]
-        if temperature < 1e-10 or top_p == 0:  # it may overflow
+        if temperature < 1e-10 or top_p == 0:  # logits could overflow
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
