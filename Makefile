@@ -136,19 +136,19 @@ $(VENV)/.requirements: requirements.txt pyproject.toml
 	@$(call install,$(PY),$(THIS_PACKAGE))
 	@touch $@
 
-$(VENV)/.requirements-dev: requirements-dev.txt requirements-harness.txt $(VENV)/.requirements
+$(VENV)/.requirements-dev: requirements-dev.txt requirements/harness.txt $(VENV)/.requirements
 	@echo "== requirements of the tests: about 0.5 GB"
 	@$(call install,$(PY),-r requirements-dev.txt)
 	@touch $@
 
-$(VENV)/.requirements-playground: requirements-playground.txt $(VENV)/.requirements
+$(VENV)/.requirements-playground: requirements/playground.txt $(VENV)/.requirements
 	@echo "== requirements of the playground: about 0.1 GB"
-	@$(call install,$(PY),-r requirements-playground.txt)
+	@$(call install,$(PY),-r requirements/playground.txt)
 	@touch $@
 
-$(DOCS_VENV)/.requirements: requirements-docs.txt
+$(DOCS_VENV)/.requirements: requirements/docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	@$(call install,$(DOCS_VENV)/bin/python,-r requirements-docs.txt)
+	@$(call install,$(DOCS_VENV)/bin/python,-r requirements/docs.txt)
 	@touch $@
 
 clean:

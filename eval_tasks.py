@@ -8,7 +8,7 @@
 
 A task is a prepared data set with prompts, by name or folder (data/prepare.py records;
 puzzles with several right answers: python -m studies.puzzle_answers), or a task of the
-harness, which needs: pip install -r requirements-harness.txt.
+harness, which needs: pip install -r requirements/harness.txt.
 
 The YAML file of a task can run code (Python functions, Jinja templates): use only files
 that you trust."""

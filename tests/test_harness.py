@@ -43,7 +43,7 @@ EXACT = 1e-9
 def adapter(monkeypatch):
     """Make a `HarnessModel` of a system, bytes as tokens, or of a model."""
     pytest.importorskip(
-        "lm_eval", reason="needs: pip install -r requirements-harness.txt"
+        "lm_eval", reason="needs: pip install -r requirements/harness.txt"
     )
 
     def make(system="AO-GPT", **options):
@@ -390,7 +390,7 @@ run_script(eval_tasks.main)
 
 def test_without_lm_eval_help_works_and_the_rest_names_the_command_that_installs_it():
     done = run_script("-c", WITHOUT_LM_EVAL, check=False)
-    message = "this needs the package lm_eval: pip install -r requirements-harness"
+    message = "this needs the package lm_eval: pip install -r requirements/harness"
     assert_user_error(done, message)
     assert "--num-orders" in done.stdout
 

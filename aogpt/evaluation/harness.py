@@ -8,7 +8,7 @@ script:
     settings = "run=out/NAME,order=random"
     lm_eval.simple_evaluate(model="aogpt", model_args=settings, tasks=["piqa"])
 
-The harness is the package lm_eval: pip install -r requirements-harness.txt.
+The harness is the package lm_eval: pip install -r requirements/harness.txt.
 
 Shapes: B rows of a batch, T positions, D width, N scored tokens."""
 
@@ -549,5 +549,5 @@ def require_lm_eval() -> None:
     """Raise UserError where lm-evaluation-harness is not installed."""
     if lm_eval is None:
         raise UserError(
-            "this needs the package lm_eval: pip install -r requirements-harness.txt"
+            "this needs the package lm_eval: pip install -r requirements/harness.txt"
         )

@@ -245,7 +245,7 @@ def rouge(pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
     except ImportError:
         raise UserError(
             "ROUGE needs the package rouge_score: "
-            "pip install -r requirements-harness.txt"
+            "pip install -r requirements/harness.txt"
         ) from None
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores: dict[str, list[float]] = {"rouge_1": [], "rouge_2": [], "rouge_l": []}
