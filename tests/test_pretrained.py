@@ -205,7 +205,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     assert loaded.system == f"{kind.split()[0]}ForCausalLM"
     tokenizer = loaded.get_tokenizer()
     ours = loaded.model.double()
-    tokens = random_tokens(loaded.vocab_size, 2, 40, seed=3)
+    tokens = random_tokens(loaded.vocab_size, batch_size=2, length=40, seed=3)
     start = torch.full((2, has_bos), theirs.config.bos_token_id)
     inputs = torch.cat([start, tokens], 1)
     expected = theirs(inputs).logits[:, :-1]
@@ -398,7 +398,7 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
     theirs = in_transformers(tmp_path)
     loaded = load(tmp_path)
     assert loaded.model.config.block_size == 16
-    tokens = random_tokens(loaded.vocab_size, 1, 24, seed=3)
+    tokens = random_tokens(loaded.vocab_size, batch_size=1, length=24, seed=3)
     start = torch.full((1, 1), theirs.config.bos_token_id)
     with torch.no_grad():
         expected = theirs(torch.cat([start, tokens], dim=1)).logits[:, :-1]

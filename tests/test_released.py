@@ -778,8 +778,10 @@ def test_the_weights_in_this_repository_know_english_in_every_order():
     text += "who was sitting by the fire."
     tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
     length = tokens.shape[1]
-    orders = torch.stack([torch.arange(length), *random_orders(3, length, 0)])
+    orders = torch.stack(
+        [torch.arange(length), *random_orders(batch_size=3, length=length, seed=0)]
+    )
     nll = -token_log_probs(loaded.model, tokens.expand_as(orders), orders).mean(dim=1)
     assert (nll < 4.5).all()
-    mixed = tokens[:, random_orders(1, length, 1)[0]]
+    mixed = tokens[:, random_orders(batch_size=1, length=length, seed=1)[0]]
     assert -token_log_probs(loaded.model, mixed, orders[:1]).mean() > nll[0] + 2

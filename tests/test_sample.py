@@ -163,7 +163,9 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
             text += ":" if text == kind else ","
             text += f"{key}={settings[key]}"
     order = parse_order(text, "--order")
-    orders = orders_at(order, 5, 0, range(3), LENGTH, PLANS).tolist()
+    orders = orders_at(
+        order, seed=5, step=0, rows=range(3), length=LENGTH, stream=PLANS
+    ).tolist()
     words = ["--order", text, "--seed", 5, "--num-samples", 3]
     assert column(draw(*words), "order") == orders
     filled = draw(*words, "--infill", "[MASK:2]the[MASK:11]")

@@ -138,7 +138,9 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     torch.manual_seed(config.seed)
     plain = build_model(config.model)
     if system == "encoder":
-        masks = masks_at(config.objective, 7, step, rows, 8, length)
+        masks = masks_at(
+            config.objective, seed=7, step=step, rows=rows, total=8, length=length
+        )
         expected = masked_nll(plain, tokens, masks).mean()
     else:
         order = orders_at(config.order, 7, step, rows, length)
