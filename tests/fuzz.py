@@ -60,7 +60,7 @@ NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
 @dataclass
 class Arguments:
     cases: Count = 2000
-    """Of all seeds together."""
+    """Number of cases of all seeds together."""
     seeds: tuple[NonNegative, ...] = (0, 1, 2)
     show: bool = False
     """Print every case, and the last line that the script printed."""

@@ -20,7 +20,7 @@ from studies.runner import Results
 from studies.speedrun import load_benchmark
 
 BENCHMARKS = sorted(path.stem for path in speedrun.CONFIGS.glob("*.toml"))
-# Of the tokens of a run config without such an ending.
+# How many times the tokens of the run config whose name has no such ending.
 SHARES = {
     "-x4": 4,
     "-x5": 5,

@@ -349,7 +349,7 @@ def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
 
 @pytest.mark.parametrize("make", [of_bytes, of_words, lossy])
 def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
-    """Of the whole split exactly, whatever the tokenizer adds or loses."""
+    """The bytes of the whole split, whatever the tokenizer adds or loses."""
     path = saved(make(), tmp_path / "model")
     texts = ["the cat.", "a café", "No", " x"] * 9
     source = write_jsonl(tmp_path / "a.jsonl", texts)
