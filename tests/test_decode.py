@@ -91,7 +91,8 @@ enumerated = functools.cache(enumerable_system)
 
 @functools.cache
 def expected_distribution(mode, system, seed, choice=None, prompt=()):
-    """The joint of a mode of `make_plan`; prompt: pairs of position and token."""
+    """Return the joint of a mode of `make_plan`; prompt: pairs of position and
+    token."""
     conditional = enumerated(system, seed)[1]
     if choice is not None:
         conditional = reference.with_choice(conditional, choice, V, N)
@@ -600,7 +601,7 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 
 
 def fits(system, mode):
-    """Whether a system decodes in a mode: without targets all positions have one
+    """Return whether a system decodes in a mode: without targets all positions have one
     prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
     if conditioned:
@@ -665,8 +666,8 @@ QUICK_ALONE = {
 
 @torch.no_grad()
 def adaptive_reference(model, tokens, context, mode):
-    """Step and log-probability of every position of one finished row (T,), without a
-    cache."""
+    """Return step and log-probability of every position of one finished row (T,),
+    without a cache."""
     options = options_of(mode)
     by = options.unmask_by
     steps = [-1] * len(tokens)

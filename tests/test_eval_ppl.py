@@ -58,13 +58,14 @@ def by_name(report):
 
 
 def blocks_of(data, count):
-    """The blocks that --max-sequences chooses."""
+    """Return the blocks that --max-sequences chooses."""
     dataset = TokenDataset(data, "val", LENGTH)
     return dataset.blocks(spread(count, dataset.num_blocks))
 
 
 def direct(run, data, kind, draws, seed, count, weights="ema"):
-    """Nats per token (count, draws, T) in sequence order, from the model alone."""
+    """Return nats per token (count, draws, T) in sequence order, from the model
+    alone."""
     model = load_model(run, weights)
     rows = range(count)
     nll = []

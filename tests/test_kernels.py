@@ -187,7 +187,7 @@ def bfloat16_products(monkeypatch):
 
 
 def masked_attention(q, k, v, keys, values, step, hide_start):
-    """The reference in float64: (N, H D)."""
+    """Return the reference in float64: (N, H D)."""
     row, column, _ = ragged(step.count, step.inputs)
     slot = step.cached[row] + column
     source = torch.minimum(slot, step.known[row])[:, None]

@@ -131,8 +131,8 @@ def of_words():
 def write_model(
     folder: Path, kind: str, dtype=torch.float32, intermediate_size=40, **saving
 ) -> torch.nn.Module:
-    """A random tiny model of transformers and its tokenizer, in a folder as on the
-    hub."""
+    """Write a random tiny model of transformers and its tokenizer to a folder, as on
+    the hub, and return the model."""
     name = kind.split()[0]
     if name == "Mistral":
         tokenizer = of_words()
@@ -162,7 +162,7 @@ def write_model(
 
 
 def in_transformers(folder):
-    """The model of a folder, loaded by transformers in float32."""
+    """Return the model of a folder, loaded by transformers in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )

@@ -258,7 +258,7 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
 
 def test_the_modes_unmask_positions_as_they_say(draw):
     def counts(mode, n=3):
-        """How many positions each step of each sample unmasks."""
+        """Return how many positions each step of each sample unmasks."""
         lines = draw("--mode", *mode.split(), "--num-samples", n)
         calls = max(len(set(line["step"])) for line in lines)
         # few rows share a batch
@@ -482,7 +482,7 @@ def refused(script, run):
 
 
 def words(text):
-    """Arguments or parts of a message, with bars between."""
+    """Return arguments or parts of a message, with bars between."""
     return text.split(" | ")
 
 

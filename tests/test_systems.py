@@ -526,7 +526,7 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
 
 
 def training_inputs(system, model, batch, seed):
-    """Arguments of the training pass, as train.py gives them."""
+    """Return arguments of the training pass, as train.py gives them."""
     tokens = random_tokens(TOKENS, batch, LENGTH, seed)
     if system in ENCODERS:
         kind = "score_entropy" if model.config.noise else "lambda_dce"
@@ -572,7 +572,7 @@ def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system)
 
 
 def dead_by_design(system, name, p):
-    """Elements of a parameter that cannot learn, and why."""
+    """Return a mask of the elements of a parameter that cannot learn."""
     dead = torch.zeros_like(p, dtype=torch.bool)
     if system in ENCODERS and name in ("head.weight", "head.bias"):
         dead[TOKENS] = True  # [MASK] is never predicted

@@ -86,14 +86,14 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """An undisturbed run of 40 steps."""
+    """Return an undisturbed run of 40 steps."""
     config = tiny_config(data, tmp_path_factory.mktemp("reference"))
     train.train(config, ALONE)
     return config
 
 
 def copy_of(reference, out, **changes):
-    """The finished run, copied to another folder, to be damaged or continued."""
+    """Return the finished run, copied to another folder, to be damaged or continued."""
     shutil.copytree(reference.run_folder, out / reference.name)
     return change(reference, out=str(out), **changes)
 
@@ -372,7 +372,7 @@ while line := sys.stdin.readline():
 
 
 def has_reached(config, step):
-    """Whether metrics.jsonl has the line of a step (the last line may be half
+    """Return whether metrics.jsonl has the line of a step (the last line may be half
     written)."""
     path = config.run_folder / "metrics.jsonl"
     return path.exists() and f'{{"step": {step}, "loss"' in path.read_text()
@@ -392,8 +392,8 @@ class Driver:
     def start(
         self, path, operation=None, file_size=None, output=os.devnull, **environment
     ):
-        """The process id of a run that is to die before that operation or past that
-        file size."""
+        """Return the process id of a run that is to die before that operation or past
+        that file size."""
         order = {
             "path": str(path),
             "operation": operation,
@@ -414,7 +414,7 @@ class Driver:
         return self.status()
 
     def done(self, path, **options):
-        """The finished run, with what it wrote to stderr."""
+        """Return the finished run, with what it wrote to stderr."""
         status = self.run(path, **options)
         return subprocess.CompletedProcess(
             path, status, stderr=self.errors_of(path).read_text()
