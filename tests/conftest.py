@@ -64,8 +64,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def real_data():
-    """The folder of real text that AOGPT_DATA names; tests that need it are skipped
-    without it."""
+    """Return the folder of real text that AOGPT_DATA names; tests that need it are
+    skipped without it."""
     folder = os.environ.get("AOGPT_DATA")
     if not folder:
         pytest.skip("AOGPT_DATA is not set: no real text at hand")
@@ -79,7 +79,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(data, tmp_path_factory):
-    """A run folder whose averaged and last weights differ."""
+    """Return a run folder whose averaged and last weights differ."""
     config = tiny_config(data, tmp_path_factory.mktemp("out"), checkpoint__interval=20)
     train.train(config, ALONE)
     return config.run_folder
@@ -87,7 +87,7 @@ def run(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plain(run, data):
-    """A run of a model that is not conditioned on its target position."""
+    """Return a run of a model that is not conditioned on its target position."""
     config = tiny_config(
         data,
         run.parent,
@@ -102,7 +102,7 @@ def plain(run, data):
 
 @pytest.fixture(scope="session")
 def encoder(run, data):
-    """A run of a model with full attention."""
+    """Return a run of a model with full attention."""
     config = encoder_config(tiny_config(data, run.parent, "encoder", steps=6))
     train.train(config, ALONE)
     return config.run_folder

@@ -60,7 +60,7 @@ NEWEST = f"{CHECKPOINTS}/step_{STEPS:08d}"
 @dataclass
 class Arguments:
     cases: Count = 2000
-    """Of all seeds together."""
+    """Number of cases of all seeds together."""
     seeds: tuple[NonNegative, ...] = (0, 1, 2)
     show: bool = False
     """Print every case, and the last line that the script printed."""
@@ -232,7 +232,7 @@ def change_file(path, change, rng):
 
 
 def changed_tree(path, text, change, rng):
-    """The text of a TOML, JSON or JSON lines file with one value, key or level
+    """Return the text of a TOML, JSON or JSON lines file with one value, key or level
     changed."""
     lines = text.splitlines() if path.suffix != ".json" else [text]
     if path.suffix == ".toml":
@@ -410,8 +410,8 @@ class Campaign:
 
 
 def run_folder(config):
-    """The folder that holds the run of a config file, of the name by default if it has
-    none. config: its bytes; anything else is refused."""
+    """Return the folder that holds the run of a config file, of the name by default if
+    it has none. config: its bytes; anything else is refused."""
     try:
         values = tomllib.loads(config.decode())
     except (AttributeError, ValueError, RecursionError):
@@ -444,7 +444,7 @@ def write_release():
 
 
 def result(folder, name):
-    """The part of a command's result that depends only on what it reads."""
+    """Return the part of a command's result that depends only on what it reads."""
     path = folder / COMMANDS[name][2]
     if name.startswith("sample"):
         return [json.loads(line)["tokens"] for line in path.read_text().splitlines()]

@@ -56,8 +56,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 def make_data(folder, words=4000, seed=0):
-    """A prepared dataset of bytes: random English words, so that there is something to
-    learn."""
+    """Prepare a dataset of bytes and return its folder: random English words, so that
+    there is something to learn."""
     rng = random.Random(seed)
     vocabulary = "any order model token mask block step learn the of predict".split()
     text = folder / "text.txt"
@@ -66,8 +66,8 @@ def make_data(folder, words=4000, seed=0):
 
 
 def shell_lines(text):
-    """The lines of commands of a shell: continued ones joined, and the variables that
-    the text sets in the place of their names."""
+    """Return the lines of commands of a shell: continued ones joined, and the variables
+    that the text sets in the place of their names."""
     text = re.sub(r"\\\n\s*", "", text)
     for name, value in re.findall(r'^\s*([A-Z]+)="(.*)"$', text, re.M):
         text = text.replace(f"${name} ", f"{value} ")
@@ -75,8 +75,8 @@ def shell_lines(text):
 
 
 def some_slow(cases, is_quick, reason):
-    """Parameters of a test: the cases, those marked as slow for which is_quick(*case)
-    is false."""
+    """Return the parameters of a test: the cases, those marked as slow for which
+    is_quick(*case) is false."""
     marked = []
     for case in cases:
         marks = [] if is_quick(*case) else [pytest.mark.slow(reason=reason)]
@@ -94,7 +94,8 @@ def prepared(name, out, *source, tokenizer="bytes", **options):
 
 
 def documents(folder, split="test"):
-    """The text of every document of a prepared split, whose checksum is right."""
+    """Return the text of every document of a prepared split, whose checksum is
+    right."""
     tokens = read_tokens(folder, split, verify=True)
     text = get_tokenizer(load_meta(folder)["tokenizer"]).decode(tokens)
     return text.split("<|endoftext|>")[:-1]
@@ -113,8 +114,8 @@ def write_jsonl(path, texts, field="text"):
 
 
 def tiny_config(data, out, name="run", steps=40, **changes):
-    """A run of a second. Dropout is on: its random numbers, too, must survive a
-    resume."""
+    """Return the config of a run of a second. Dropout is on: its random numbers, too,
+    must survive a resume."""
     config = configuration.Config(
         name=name,
         out=str(out),
@@ -146,7 +147,7 @@ def tiny_config(data, out, name="run", steps=40, **changes):
 
 
 def change(config, **changes):
-    """change(config, optim__lr=1.0) sets optim.lr."""
+    """Return a changed config: change(config, optim__lr=1.0) sets optim.lr."""
     for key, value in changes.items():
         table, _, name = key.rpartition("__")
         owner = getattr(config, table) if table else config
@@ -156,7 +157,8 @@ def change(config, **changes):
 
 
 def encoder_config(config):
-    """The same run of a model with full attention, trained on random masks."""
+    """Return the config of the same run of a model with full attention, trained on
+    random masks."""
     model = replace(config.model, attention="full", target="none", mask_token=257)
     objective = ObjectiveConfig("lambda_dce")
     order = OrderConfig("random")
@@ -192,7 +194,7 @@ def run_main(module, monkeypatch, capsys, *words):
 
 
 def torchrun(processes, *arguments, **keywords):
-    """`run_script` under torchrun with that many processes on this machine."""
+    """Run a script under torchrun, in this number of processes on this machine."""
     return run_script(
         "-m",
         "torch.distributed.run",
@@ -204,7 +206,8 @@ def torchrun(processes, *arguments, **keywords):
 
 
 def assert_user_error(done, *words):
-    """The script ended as for a user's mistake: status 2, these words, no traceback."""
+    """Check that a script ended as for a user's mistake: status 2, these words, no
+    traceback."""
     assert done.returncode == 2, (
         f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
@@ -215,7 +218,7 @@ def assert_user_error(done, *words):
 
 @contextlib.contextmanager
 def chromium():
-    """A browser of playwright; skips the test where there is none."""
+    """Yield a browser of playwright; skip the test where there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     names = "chromium", "chromium-browser", "google-chrome"
     path = next(filter(None, map(shutil.which, names)), None)
@@ -239,13 +242,13 @@ def wait_for(condition, process=None):
 
 
 def read_lines(path):
-    """The objects of a JSONL file."""
+    """Return the objects of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics(config, key=None):
-    """The lines of metrics.jsonl without times; with `key`, {step: value} of those with
-    it."""
+    """Return the lines of metrics.jsonl without times; with `key`, {step: value} of
+    those with it."""
     lines = read_lines(config.run_folder / "metrics.jsonl")
     if key:
         return {line["step"]: line[key] for line in lines if key in line}
@@ -254,7 +257,8 @@ def metrics(config, key=None):
 
 
 def assert_same(a, b, where=""):
-    """Nested dicts and lists that are equal, tensors bit for bit (and of one dtype)."""
+    """Check that nested dicts and lists are equal, tensors bit for bit (and of one
+    dtype)."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
@@ -271,7 +275,7 @@ def assert_same(a, b, where=""):
 
 
 def assert_same_losses(config, reference, tolerance):
-    """Two runs have the same training and validation losses."""
+    """Check that two runs have the same training and validation losses."""
     for key in ("loss", "val_loss_l2r", "val_loss_random"):
         ours = metrics(config, key)
         expected = metrics(reference, key)
@@ -304,7 +308,7 @@ def limited_file_size(size):
 
 
 class Hostile:
-    """Unpickled by a reader that trusts it, it creates a file."""
+    """An object that creates a file when a reader that trusts it unpickles it."""
 
     def __init__(self, target):
         self.target = target
@@ -314,8 +318,8 @@ class Hostile:
 
 
 def read_checkpoint(path):
-    """What a checkpoint holds, its tensors under "tensors", without what depends on
-    processes."""
+    """Return the values of a checkpoint, its tensors under "tensors", without those
+    that depend on the number of processes."""
     values = store.read_values(path)
     contents = {k: v for k, v in values.items() if k not in ("parts", "sha256")}
     contents["tensors"] = store.read_all(path, values)
@@ -323,7 +327,7 @@ def read_checkpoint(path):
 
 
 def newest(config):
-    """What the newest checkpoint of a run holds."""
+    """Return the values of the newest checkpoint of a run."""
     return read_checkpoint(store.find(config.run_folder)[-1])
 
 
@@ -346,7 +350,7 @@ def column(samples, key):
 
 
 def data_of(document: str) -> dict:
-    """What the page's own script gets to read, found by an HTML parser."""
+    """Return the data that the script of a page reads, found by an HTML parser."""
     tags = []
     scripts = []
     parser = html.parser.HTMLParser()
@@ -365,7 +369,7 @@ def data_of(document: str) -> dict:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a device: to read values, or sizes of
+    """Refuse what makes the host wait for a device: to read values, or sizes of
     them."""
 
     WAITS = (

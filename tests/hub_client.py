@@ -102,12 +102,13 @@ def alone_and_together(function, inputs, mask):
 
 
 def output(result):
-    """The tensor of a call: logits, or sequences."""
+    """Return the tensor of a call: logits, or sequences."""
     return getattr(result, "logits", result).detach()
 
 
 def lacking(folder: Path) -> dict:
-    """The arguments of from_pretrained for a copy of a folder without one tensor."""
+    """Return the arguments of from_pretrained for a copy of a folder without one
+    tensor."""
     copy = folder.with_name(f"{folder.name}-lacking")
     shutil.copytree(folder, copy)
     tensors = safetensors.torch.load_file(copy / "model.safetensors")

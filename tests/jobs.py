@@ -74,7 +74,8 @@ class Job:
         }
 
     def starts(self):
-        """The step that the run went on from, for every time that it was started."""
+        """Return the step that the run went on from, for every time that it was
+        started."""
         steps = []
         resumed = 0
         for step in re.findall(r"resumed from \S*step_(\d+)|parameters: \d", self.said):
@@ -99,8 +100,8 @@ class Job:
 
 
 def two_nodes(number, settings="last_call_timeout=30"):
-    """Options of two torchruns that stand for two nodes ("2" or "1:2"), and their
-    store's port."""
+    """Return options of two torchruns that stand for two nodes ("2" or "1:2"), and
+    their store's port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -119,7 +120,7 @@ def is_open(port):
 
 
 def random_moments(seed, count):
-    """A seeded generator, and `count` kinds of moments in random order, each as
+    """Return a seeded generator, and `count` kinds of moments in random order, each as
     often."""
     rng = random.Random(seed)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
@@ -128,7 +129,7 @@ def random_moments(seed, count):
 
 
 def last_step(config):
-    """The last step whose loss is written."""
+    """Return the last step whose loss is written."""
     lines = read_metrics(config.run_folder / "metrics.jsonl")
     return max((line["step"] for line in lines if "loss" in line), default=0)
 

@@ -38,14 +38,14 @@ from aogpt.training.saving import StopRequest
 
 
 def full(tensor):
-    """A tensor as it was, all of it."""
+    """Return a whole tensor, also of a sharded one."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
 
 
 def full_state(state):
-    """Every tensor of a training state, whole, by its name in a checkpoint."""
+    """Return every tensor of a training state, whole, by its name in a checkpoint."""
     return {name: full(tensor) for name, tensor in states.named_tensors(state).items()}
 
 
@@ -77,8 +77,8 @@ def moved(config, procs):
 
 
 def steps(config, procs):
-    """Losses and gradient norms of all steps, and how often gradients were reduced in
-    each."""
+    """Return losses and gradient norms of all steps, and how often gradients were
+    reduced in each."""
     if procs.main:  # a finished run of this name would have no steps left
         shutil.rmtree(config.run_folder, ignore_errors=True)
     procs.gather(None)

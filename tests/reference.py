@@ -41,9 +41,10 @@ LEVEL = 1e-4
 
 
 def log_probs(config, params, tokens, order, group=1):
-    """log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order, differentiable in
-    `params` (name -> tensor). group: of decoders with queries of their own (two_stream,
-    mask_query), whose step i is predicted from the groups before its own."""
+    """Return log p(x[order[i]] | x[order[:i]]), (B, T) in prediction order,
+    differentiable in `params` (name -> tensor). group: of decoders with queries of
+    their own (two_stream, mask_query), whose step i is predicted from the groups before
+    its own."""
     rows = zip(tokens.tolist(), order.tolist(), strict=True)
     return torch.stack(
         [_Formulas(config, params).decoded(x, s, group) for x, s in rows]
@@ -51,8 +52,8 @@ def log_probs(config, params, tokens, order, group=1):
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
-    """Outputs of the head for every token before [MASK], (B, T, [MASK]), with [MASK] in
-    place of the masked tokens. sigma: (B,) noise levels, for SEDD."""
+    """Return the outputs of the head for every token before [MASK], (B, T, [MASK]),
+    with [MASK] in place of the masked tokens. sigma: (B,) noise levels, for SEDD."""
     sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
     outputs = []
     for row, hidden, noise in zip(
@@ -64,8 +65,8 @@ def encoder_outputs(config, params, tokens, masked, sigma=None):
 
 
 class _Formulas:
-    """The formulas for one sequence. A stream is a list of vectors, one for each
-    input."""
+    """Compute the formulas for one sequence. A stream is a list of vectors, one for
+    each input."""
 
     def __init__(self, config, params):
         self.config = config
@@ -118,10 +119,10 @@ class _Formulas:
         return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
 
     def query_stream(self, content, seen, own, order, targets, group, first):
-        """Final states of the query stream: a learned vector plus its position (row 0
-        of the table is the start's), which reads the contents of the groups before its
-        own, inputs `first` (0 is [None]) to the group's start. Both streams share all
-        weights; queries are never keys."""
+        """Return the final states of the query stream: a learned vector plus its
+        position (row 0 of the table is the start's), which reads the contents of the
+        groups before its own, inputs `first` (0 is [None]) to the group's start. Both
+        streams share all weights; queries are never keys."""
         queries = [self.params["query"]] * len(targets)
         if self.config.position != "rotary":
             queries = [
@@ -144,8 +145,8 @@ class _Formulas:
         return queries
 
     def decoded_by_mask_queries(self, tokens, order, group):
-        """2T inputs, contents and then their [MASK] queries, of which each sees those
-        that an explicit 2T x 2T table allows."""
+        """Return the final states of the queries among 2T inputs, contents and then
+        their [MASK] queries. Each sees those that an explicit 2T x 2T table allows."""
         T = len(order)
         vectors = [self.params["wte.weight"][tokens[p]] for p in order]
         vectors += [self.params["query"]] * T
@@ -185,8 +186,8 @@ class _Formulas:
         return torch.stack(self.outputs(stream, conditions))[:, : config.mask_token]
 
     def noise_condition(self, sigma):
-        """MLP with SiLU of 128 cosines and 128 sines of sigma, frequencies 1 to 10000
-        ** (-127 / 128)."""
+        """Apply an MLP with SiLU to 128 cosines and 128 sines of sigma, frequencies 1
+        to 10000 ** (-127 / 128)."""
         angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
         waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
         x = torch.tensor(waves, dtype=self.params["wte.weight"].dtype)
@@ -239,9 +240,9 @@ class _Formulas:
     def attention(
         self, name, stream, seen, key_positions, query_positions, queries=None
     ):
-        """Output of every step of `queries` (the stream itself by default), which sees
-        the inputs seen[i] and no other. The positions count where keys and queries are
-        rotated."""
+        """Return the output of every step of `queries` (the stream itself by default),
+        which sees the inputs seen[i] and no other. The positions count where keys and
+        queries are rotated."""
         c = self.config
         size = c.head_width or c.n_embd // c.n_head
         group = c.n_head // (c.n_kv_head or c.n_head)
@@ -296,8 +297,8 @@ class _Formulas:
 
 
 def _rotated(config, x, position):
-    """Coordinates i and i + size / 2 turned by the angle position * base ** (-2 i /
-    size), or by less for slow ones (Llama 3.1)."""
+    """Return a vector with coordinates i and i + size / 2 turned by the angle position
+    * base ** (-2 i / size), or by less for slow ones (Llama 3.1)."""
     if config.position == "learned":
         return x
     half = len(x) // 2
@@ -363,7 +364,8 @@ def random_orders(batch_size, length, seed):
 
 
 def order_through(context, target, length):
-    """The order (context, target, all others): step len(context) predicts `target`."""
+    """Return the order (context, target, all others): step len(context) predicts
+    `target`."""
     rest = [p for p in range(length) if p not in context and p != target]
     return [*context, target, *rest]
 
@@ -372,14 +374,14 @@ def order_through(context, target, length):
 
 
 def all_sequences(vocab_size, length):
-    """Every sequence, (vocab_size ** length, length), the last position running
+    """Return every sequence, (vocab_size ** length, length), the last position running
     fastest."""
     return torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
 
 
 def listed_contexts(length):
-    """Every (context, target): positions in every order, and a position that is not
-    among them."""
+    """Return every (context, target): positions in every order, and a position that is
+    not among them."""
     listed = []
     for size in range(length):
         for context in itertools.permutations(range(length), size):
@@ -389,8 +391,8 @@ def listed_contexts(length):
 
 
 def conditionals(model, vocab_size, length):
-    """{(context, target): float64 (V ** T,)}: p(x_target | x_context listed in that
-    order) for every sequence x. Of two_stream also {(context, sizes, target): ...}
+    """Return {(context, target): float64 (V ** T,)}: p(x_target | x_context listed in
+    that order) for every sequence x. Of two_stream also {(context, sizes, target): ...}
     (`given_groups`)."""
     sequences = all_sequences(vocab_size, length)
     keys = listed_contexts(length)
@@ -418,19 +420,19 @@ def conditionals(model, vocab_size, length):
 
 
 def in_groups(model):
-    """Whether it matters to a model what was predicted in one step."""
+    """Return whether it matters to a model what was predicted in one step."""
     return model.config.target == "two_stream" and model.config.group_attention
 
 
 def ordered_sums(total):
-    """All ways to write `total` as an ordered sum of positive integers."""
+    """Return all ways to write `total` as an ordered sum of positive integers."""
     parts = range(1, total + 1)
     return [(n, *rest) for n in parts for rest in ordered_sums(total - n)] or [()]
 
 
 def group_starts(sizes, length):
-    """LongTensor (length,): the first step of every step's group, groups of these
-    sizes, then of one."""
+    """Return LongTensor (length,): the first step of every step's group, groups of
+    these sizes, then of one."""
     starts = []
     for size in sizes:
         starts += [len(starts)] * size
@@ -439,7 +441,7 @@ def group_starts(sizes, length):
 
 
 def given_groups(conditional, context, sizes, target):
-    """p(x_target | x_context in groups of these sizes, perhaps 0), (V ** T,)."""
+    """Return p(x_target | x_context in groups of these sizes, perhaps 0), (V ** T,)."""
     context = tuple(context)
     grouped = (context, tuple(size for size in sizes if size), target)
     if grouped in conditional:
@@ -448,8 +450,8 @@ def given_groups(conditional, context, sizes, target):
 
 
 def encoder_conditionals(model, vocab_size, length):
-    """The same dictionary for an encoder: a context listed in another order is the same
-    context."""
+    """Return the same dictionary for an encoder: a context listed in another order is
+    the same context."""
     sequences = all_sequences(vocab_size, length)
     result = {}
     for masked in mask_sets(length):
@@ -463,7 +465,7 @@ def encoder_conditionals(model, vocab_size, length):
 
 
 def mask_sets(length):
-    """Every non-empty set of masked positions, as a tuple."""
+    """Return every non-empty set of masked positions, as a tuple."""
     sets = []
     for size in range(1, length + 1):
         sets += itertools.combinations(range(length), size)
@@ -471,14 +473,16 @@ def mask_sets(length):
 
 
 def mdm_weight(masked, length):
-    """int_0^1 (1/t) t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!, exactly."""
+    """Return int_0^1 (1/t) t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!,
+    exactly."""
     m = len(masked)
     product = math.factorial(m - 1) * math.factorial(length - m)
     return Fraction(product, math.factorial(length))
 
 
 def compositions(total, parts):
-    """All ways to write `total` as an ordered sum of `parts` non-negative integers."""
+    """Return all ways to write `total` as an ordered sum of `parts` non-negative
+    integers."""
     if parts == 1:
         return [(total,)]
     firsts = range(total + 1)
@@ -486,9 +490,10 @@ def compositions(total, parts):
 
 
 def exact_plans(free, given, steps, schedule="linear"):
-    """Every (probability, order, group sizes) when each position of `free` unmasks at
-    its own U(0, 1) time, observed in `steps` equal steps. With the cosine schedule the
-    share of masked positions at time t is sin(pi t / 2), t falling from 1 to 0."""
+    """Yield every (probability, order, group sizes) when each position of `free`
+    unmasks at its own U(0, 1) time, observed in `steps` equal steps. With the cosine
+    schedule the share of masked positions at time t is sin(pi t / 2), t falling from 1
+    to 0."""
     masked = [Fraction(steps - i, steps) for i in range(steps + 1)]
     if schedule == "cosine":
         masked = [math.sin(math.pi / 2 * float(t)) for t in masked]
@@ -502,9 +507,9 @@ def exact_plans(free, given, steps, schedule="linear"):
 
 
 def even_sizes(n, steps, schedule="linear"):
-    """Sizes of the groups of an even plan: differences of the number of positions
-    unmasked, n (1 - t) rounded up, or by the cosine schedule n (1 - sin(pi t / 2))
-    rounded."""
+    """Return the sizes of the groups of an even plan: differences of the number of
+    positions unmasked, n (1 - t) rounded up, or by the cosine schedule n (1 - sin(pi t
+    / 2)) rounded."""
     steps = min(n, steps)
     unmasked = []
     for i in range(steps + 1):
@@ -517,17 +522,17 @@ def even_sizes(n, steps, schedule="linear"):
 
 
 def fixed_plans(free, given, counts):
-    """Every (probability, order, group sizes) of a uniformly random order in groups of
-    given sizes."""
+    """Yield every (probability, order, group sizes) of a uniformly random order in
+    groups of given sizes."""
     probability = Fraction(1, math.factorial(len(free)))
     for perm in itertools.permutations(free):
         yield probability, (*given, *perm), counts
 
 
 def plan_distribution(conditional, plans, n_given=0):
-    """Distribution over all sequences, (V ** T,), of decoding by a random plan: tokens
-    of a group are independent, each given the groups before it in the order in which
-    they were unmasked."""
+    """Return the distribution over all sequences, (V ** T,), of decoding by a random
+    plan: tokens of a group are independent, each given the groups before it in the
+    order in which they were unmasked."""
     total = 0
     for probability, order, counts in plans:
         product = torch.ones_like(next(iter(conditional.values())))
@@ -544,8 +549,8 @@ def plan_distribution(conditional, plans, n_given=0):
 
 
 def one_stage_distribution(conditional, length, steps):
-    """Distribution over all sequences, (V ** T,), of the reverse process in its plain
-    form (the paper, Lemma 4.1).
+    """Return the distribution over all sequences, (V ** T,), of the reverse process in
+    its plain form (the paper, Lemma 4.1).
 
     From time t to s < t every masked position stays masked with probability s/t and
     takes token v with probability (1 - s/t) p(v | context). Positions unmasked together
@@ -581,9 +586,9 @@ def one_stage_distribution(conditional, length, steps):
 
 
 def _certainty(conditional, target, vocab_size, length, by):
-    """For the distribution at `target` that each sequence belongs to: its highest
-    probability, minus its entropy, or how far its highest probability is above the
-    second."""
+    """Return, for the distribution at `target` that each sequence belongs to, its
+    highest probability, minus its entropy, or how far its highest probability is above
+    the second."""
     probs = conditional.view((vocab_size,) * length)
     ranked = probs.sort(target, descending=True).values
     certain = {
@@ -595,9 +600,9 @@ def _certainty(conditional, target, vocab_size, length, by):
 
 
 def paced_distribution(conditional, vocab_size, length, options, given=()):
-    """Distribution over all sequences, (V ** T,), of decoding where the model chooses
-    the positions of a step (`paced_choice`). Equals are ranked in uniformly random
-    order."""
+    """Return the distribution over all sequences, (V ** T,), of decoding where the
+    model chooses the positions of a step (`paced_choice`). Equals are ranked in
+    uniformly random order."""
 
     def probability(x, context, sizes):
         free = [p for p in range(length) if p not in context]
@@ -631,9 +636,9 @@ def paced_distribution(conditional, vocab_size, length, options, given=()):
 
 
 def paced_choice(scores, certain, options):
-    """The positions of the next step, best first, of those left {position: score},
-    equals (to seven digits: the same number, rounded differently) in their order;
-    certain: minus the entropy of each; options: what bounds a step."""
+    """Return the positions of the next step, best first, of those left {position:
+    score}, equals (to seven digits: the same number, rounded differently) in their
+    order; certain: minus the entropy of each; options: what bounds a step."""
     block = options.block
     if block is not None:
         first = min(scores) // block
@@ -660,10 +665,10 @@ def paced_choice(scores, certain, options):
 
 
 def truncated(probs, choice):
-    """What is kept of a list of probabilities: sort (lower id first among equals), keep
-    top_k, and of it what min_p keeps, renormalise, keep the shortest head whose mass
-    reaches top_p, without its last where that is to be dropped for passing top_p, and
-    at least one token; renormalise."""
+    """Return a list of probabilities with zeros for the tokens that are cut off: sort
+    (lower id first among equals), keep top_k, and of it what min_p keeps, renormalise,
+    keep the shortest head whose mass reaches top_p, without its last where that is to
+    be dropped for passing top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
     ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
@@ -688,7 +693,7 @@ def tempered(logits, temperature):
 
 
 def with_choice(conditional, choice, vocab_size, length):
-    """The conditionals after temperature, top-k and nucleus, by the definitions
+    """Return the conditionals after temperature, top-k and nucleus, by the definitions
     above."""
     result = {}
     cache = {}
@@ -712,9 +717,9 @@ def with_choice(conditional, choice, vocab_size, length):
 
 
 def chi_square_p(observed, expected):
-    """p-value of Pearson's test of counts (K,) against expected counts (K,) of the same
-    total. Cells are merged, smallest first, until each expects 5; what cannot be but
-    was observed is p = 0."""
+    """Return the p value of Pearson's test of counts (K,) against expected counts (K,)
+    of the same total. Cells are merged, smallest first, until each expects 5; what
+    cannot be but was observed is p = 0."""
     observed = observed.double()
     expected = expected.double()
     assert abs(float(observed.sum() - expected.sum())) < 1e-6 * float(expected.sum())
@@ -738,8 +743,8 @@ def chi_square_p(observed, expected):
 
 
 def accept(counts, distribution):
-    """Whether counts (K,) pass for draws from a distribution (K,); 1e-5: SEDD's is of
-    float32 sums."""
+    """Return whether counts (K,) pass for draws from a distribution (K,); 1e-5: SEDD's
+    is of float32 sums."""
     total = float(distribution.sum())
     assert abs(total - 1) < 1e-5
     return chi_square_p(counts, counts.sum() * distribution / total) > LEVEL
@@ -846,8 +851,8 @@ OTHERS = {
 
 
 def tiny_model(system, tokens=None, **settings):
-    """The config of a small model of a system. tokens: how many, beside [MASK] of an
-    encoder."""
+    """Return the config of a small model of a system. tokens: their number, beside
+    [MASK] of an encoder."""
     values = dict(TINY)
     values.update(SYSTEMS[system] if system in SYSTEMS else OTHERS[system])
     values.update(settings)
@@ -862,7 +867,7 @@ def tiny_model(system, tokens=None, **settings):
 def make_system(
     system, seed=0, dtype=torch.float64, scale=1.0, tokens=None, **settings
 ):
-    """A small random model of a system; see `tiny_model`."""
+    """Return a small random model of a system; see `tiny_model`."""
     config = tiny_model(system, tokens, **settings)
     return randomise(build_model(config).to(dtype), seed, scale)
 
@@ -870,7 +875,7 @@ def make_system(
 def enumerable_system(
     system, seed, length=4, tokens=3, n_head=2, n_embd=8, cond_dim=4, **settings
 ):
-    """A float64 model of 4 positions and 3 tokens, 81 sequences, and its
+    """Return a float64 model of 4 positions and 3 tokens, 81 sequences, and its
     conditionals."""
     model = make_system(
         system,
@@ -887,7 +892,7 @@ def enumerable_system(
 
 
 def modes(text):
-    """The modes in a list that is separated by commas."""
+    """Return the modes in a list that is separated by commas."""
     return re.split(r",\s+", text.strip())
 
 
@@ -896,7 +901,8 @@ def seeded(seed):
 
 
 def some_given(batch_size, length, seed):
-    """Rows with nothing given, everything given and random subsets given."""
+    """Return masks (B, T) of given positions: rows with nothing given, everything given
+    and random subsets given."""
     given = torch.rand(batch_size, length, generator=seeded(seed)) < 0.4
     given[0] = False
     given[1] = True
@@ -905,8 +911,8 @@ def some_given(batch_size, length, seed):
 
 @functools.cache
 def options_of(mode):
-    """The options of decoding that words of the command line mean, such as "mdm --steps
-    3 --schedule cosine"."""
+    """Return the options of decoding that words of the command line mean, such as "mdm
+    --steps 3 --schedule cosine"."""
     options = tyro.cli(DecodingOptions, args=["--mode", *mode.split()])
     return with_mode_defaults(options)
 
@@ -922,7 +928,7 @@ PACED = modes("""
 
 
 def make_plan(mode, batch_size, length, given=None, seed=0):
-    """A plan of a mode, words of the command line."""
+    """Return a plan of a mode, which is named by words of the command line."""
     o = options_of(mode)
     generator = seeded(seed)
     if o.mode == "l2r":
@@ -956,8 +962,8 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
-    """The distribution over all sequences that a plan of `make_plan` must give; prompt:
-    {position: token}."""
+    """Return the distribution over all sequences that a plan of `make_plan` must give;
+    prompt: {position: token}."""
     o = options_of(mode)
     free = [p for p in range(length) if p not in prompt]
     context = tuple(sorted(prompt))
@@ -984,15 +990,15 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
 
 
 def prompt_rows(prompt, batch_size, length):
-    """given and tokens, (B, T) both, of a prompt {position: token} that every row
-    has."""
+    """Return given and tokens, (B, T) both, of a prompt {position: token} that every
+    row has."""
     tokens = torch.tensor([prompt.get(p, 0) for p in range(length)])
     given = torch.tensor([p in prompt for p in range(length)])
     return given.expand(batch_size, length), tokens.expand(batch_size, length)
 
 
 def sequence_counts(tokens, vocab_size):
-    """How often each sequence of `all_sequences` occurs among tokens (B, T)."""
+    """Return how often each sequence of `all_sequences` occurs among tokens (B, T)."""
     length = tokens.shape[1]
     place = torch.tensor([vocab_size ** (length - 1 - i) for i in range(length)])
     return (tokens * place).sum(dim=1).bincount(minlength=vocab_size**length)
@@ -1007,8 +1013,9 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
 
 
 def uncached_log_probs(model, tokens, plan):
-    """Each unmasked position under the order (known before its group, it, the rest), in
-    one uncached pass each; of two_stream, in the groups of the steps."""
+    """Return the log-probability of each unmasked position under the order (known
+    before its group, it, the rest), in one uncached pass each; of two_stream, in the
+    groups of the steps."""
     result = torch.zeros(tokens.shape)
     for b in range(len(tokens)):
         order = plan.order[b].tolist()
@@ -1031,8 +1038,8 @@ def uncached_log_probs(model, tokens, plan):
 
 
 def logits_given(model, tokens, context, target, sizes=()):
-    """Logits (V,) at one position of a row (T,) given its tokens at `context`, which
-    were predicted in groups of these sizes."""
+    """Return logits (V,) at one position of a row (T,) given its tokens at `context`,
+    which were predicted in groups of these sizes."""
     length = len(tokens)
     if model.config.is_encoder:
         masked = torch.tensor([[p not in context for p in range(length)]])
@@ -1050,8 +1057,8 @@ def logits_given(model, tokens, context, target, sizes=()):
 
 
 def sizes_of(steps):
-    """How many positions each step unmasked, of a list of steps in order; given ones,
-    step -1, are groups of one."""
+    """Return how many positions each step unmasked, from a list of steps in order.
+    Given positions, step -1, are groups of one."""
     sizes = []
     for step, equal in itertools.groupby(steps):
         count = len(list(equal))
@@ -1060,10 +1067,10 @@ def sizes_of(steps):
 
 
 def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Ensembles of orders by definition (aogpt/evaluation/ensembles.py): -log of the
-    mean probability of every token along one order of each sequence, (B, T, S), in
-    sequence order. Step i is scored from the original context and max(sizes) - 1
-    permutations of it, with a full pass each."""
+    """Return the loss of ensembles of orders by definition
+    (aogpt/evaluation/ensembles.py): -log of the mean probability of every token along
+    one order of each sequence, (B, T, S), in sequence order. Step i is scored from the
+    original context and max(sizes) - 1 permutations of it, with a full pass each."""
     T = tokens.shape[1]
     members = max(sizes)
     order = orders_at(orders, seed, draw, rows, T)

@@ -34,7 +34,7 @@ SHAPE = ModelConfig(vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=8)
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """The configuration of a run of adapters, and the folder of its base."""
+    """Return the configuration of a run of adapters, and the folder of its base."""
     folder = tmp_path_factory.mktemp("adapters")
     config = tiny_config(make_data(folder), folder / "out", name="base", steps=6)
     config = change(

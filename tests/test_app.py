@@ -40,7 +40,7 @@ SETTINGS = sessions.Settings(
 
 
 def small(system, dtype=torch.float64):
-    """A random model over bytes."""
+    """Return a random model over bytes."""
     model = make_system(system, 3, tokens=257, block_size=32, dtype=dtype).eval()
     return aogpt.TextModel(Loaded(model, "x", 0, "raw", "bytes", 257))
 

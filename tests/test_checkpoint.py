@@ -40,8 +40,8 @@ def tiny_model(seed=0):
 
 
 def tiny_state(step):
-    """A model after one update, its average and its optimizer; every step has other
-    weights."""
+    """Return a model after one update, its average and its optimizer; every step has
+    other weights."""
     model = tiny_model(step)
     ema = EMA(model, 0.9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

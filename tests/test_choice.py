@@ -276,7 +276,8 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
     if vocab == 10:
         logits = logits[:9].repeat(400, 1)
         uniforms = even_uniforms(400).repeat_interleave(9)
-    choices = [TokenChoice(top_p=top_p) for top_p in TOP_P[1::2]]
+    # from a nucleus of few tokens to one of nearly all
+    choices = [TokenChoice(top_p=top_p) for top_p in (0.0123, 0.505, 0.9137, 1 - 1e-9)]
     choices.append(TokenChoice(temperature=0.7, top_p=0.777, top_k=9))
     for choice in choices:
         by_row = choose_tokens(logits, uniforms, choice)

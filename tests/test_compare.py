@@ -26,14 +26,14 @@ SENTENCE = "the order of any mask"  # 21 bytes: a block of 16 and a row of 5
 
 @pytest.fixture(scope="module")
 def raw(run):
-    """The last weights of the run, as a model of its own."""
+    """Return the folder of the last weights of the run, as a model of its own."""
     convert(str(run), run.parent / "raw", "raw")
     return run.parent / "raw"
 
 
 @pytest.fixture(scope="module")
 def longer(data, run):
-    """A model of twice the block size."""
+    """Return a model of twice the block size."""
     config = tiny_config(
         data, run.parent, "longer", steps=6, model__block_size=2 * LENGTH
     )

@@ -524,7 +524,7 @@ def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):
 
 
 def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
-    """Of 2,000 sequences exactly 0.7, 0.2 and 0.1; in any batches, from any step on."""
+    """Exactly 0.7, 0.2 and 0.1 of 2,000 sequences, in any batches, from any step on."""
     starts = {"a": 0, "b": 10_000, "c": 20_000}
     for name, start in starts.items():
         write_dataset(tmp_path / name, np.arange(start, start + 600), vocab_size=60_000)

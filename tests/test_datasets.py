@@ -60,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def big_text(tmp_path_factory) -> Path:
-    """A file of about 60 MB, in rows."""
+    """Return the path of a file of about 60 MB, in rows."""
     path = tmp_path_factory.mktemp("big") / "big.jsonl"
     return write_jsonl(path, ["a file in want of a test must be large" * 4] * 350_000)
 
@@ -359,8 +359,8 @@ def test_rows_of_every_kind_of_file(tmp_path):
 
 
 def rows_of(name: str, split: str, numbers: tuple, **place) -> list[str]:
-    """The rows of a dataset that is read from another hub or url, and has published
-    numbers of rows of its own."""
+    """Return the rows of a dataset that is read from another hub or url, and has
+    published numbers of rows of its own."""
     dataset = replace(catalogue.DATASETS[name], numbers=numbers, **place)
     request = catalogue.Request(name, sources.Reading(dataset.field), split=split)
     return list(dataset.corpora(request)[split].documents)

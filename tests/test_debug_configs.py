@@ -19,7 +19,7 @@ SYSTEMS = sorted((ROOT / "configs" / "debug").glob("*.toml"))
 
 
 def short(steps):
-    """Options that cut a debug config down to a few steps."""
+    """Return options that cut a debug config down to a few steps."""
     options = (
         f"--train.steps {steps} --optim.warmup-steps 2 --eval.interval 4 "
         "--eval.sequences 8 --checkpoint.interval 4 --train.log-interval 1"

@@ -92,7 +92,8 @@ enumerated = functools.cache(enumerable_system)
 
 @functools.cache
 def expected_distribution(mode, system, seed, choice=None, prompt=()):
-    """The joint of a mode of `make_plan`; prompt: pairs of position and token."""
+    """Return the joint of a mode of `make_plan`; prompt: pairs of position and
+    token."""
     conditional = enumerated(system, seed)[1]
     if choice is not None:
         conditional = reference.with_choice(conditional, choice, V, N)
@@ -601,7 +602,7 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 
 
 def fits(system, mode):
-    """Whether a system decodes in a mode: without targets all positions have one
+    """Return whether a system decodes in a mode: without targets all positions have one
     prediction."""
     conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
     if conditioned:
@@ -666,8 +667,8 @@ QUICK_ALONE = {
 
 @torch.no_grad()
 def adaptive_reference(model, tokens, context, mode):
-    """Step and log-probability of every position of one finished row (T,), without a
-    cache."""
+    """Return step and log-probability of every position of one finished row (T,),
+    without a cache."""
     options = options_of(mode)
     by = options.unmask_by
     steps = [-1] * len(tokens)
@@ -756,7 +757,7 @@ def test_the_simple_sampler_is_the_engine(system, mode):
     model = text_model(system, torch.float64)
     given = some_given(4, LENGTH, seed=3)
     plan = make_plan(mode, 4, LENGTH, given, seed=2)
-    tokens = random_tokens(TOKENS, 4, LENGTH, 1)
+    tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=1)
     uniforms = uniforms_for(4)
     got = generate(model, plan, tokens, uniforms=uniforms)
     for b, sizes in enumerate(group_sizes(plan).tolist()):
@@ -1100,14 +1101,14 @@ def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps(
     ]
     plan = Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step))
     model = text_model()
-    tokens = random_tokens(17, 2, LENGTH, seed=6)
+    tokens = random_tokens(vocab_size=17, batch_size=2, length=LENGTH, seed=6)
     got = generate(model, plan, tokens, generator=seeded(1))
     expected = reference.uncached_log_probs(model, got.tokens, plan)
     assert (got.log_probs - expected).abs().max() < 1e-5
 
 
 def test_where_there_is_nothing_to_generate_no_call_is_made():
-    tokens = random_tokens(17, 2, LENGTH, seed=0)
+    tokens = random_tokens(vocab_size=17, batch_size=2, length=LENGTH, seed=0)
     all_given = torch.ones(2, LENGTH).bool()
     for plan, given in (
         (l2r_plan(2, 0), None),

@@ -101,7 +101,7 @@ MADE = (
 
 
 def commands_of(text):
-    """The command lines in the code of a page, without what is around them in a
+    """Return the command lines in the code of a page, without what is around them in a
     shell."""
     snippets = re.findall(r"`([^`\n]+)`", text)
     for line in shell_lines(text):
@@ -131,8 +131,8 @@ PARSED = COMMANDS | commands_on([*RESULTS, ROOT / "studies" / "README.md"])
 
 
 def script_of(words):
-    """The words after python or torchrun and its options: the script or module, its
-    arguments. The command `aogpt` is `python -m aogpt`."""
+    """Return the words after python or torchrun and its options: the script or module,
+    its arguments. The command `aogpt` is `python -m aogpt`."""
     rest = [word for word in words[1:] if word != "-m"]
     if words[0] == "aogpt":
         rest = list(words)
@@ -143,8 +143,8 @@ def script_of(words):
 
 
 def cases_of(commands):
-    """Parameters of a test of {words: page}. A command is slow if earlier ones have its
-    script and all of its options."""
+    """Return parameters of a test of {words: page}. A command is slow if earlier ones
+    have its script and all of its options."""
     covered = set()
     cases = []
     for words, page in commands.items():
@@ -238,7 +238,7 @@ def test_commands_name_scripts_and_files_that_exist():
 
 
 def has_options(words):
-    """Whether a command runs a script of ours with arguments to parse."""
+    """Return whether a command runs a script of ours with arguments to parse."""
     if words[0] not in ("python", "torchrun"):
         return False
     script, arguments = script_of(words)
@@ -338,7 +338,8 @@ LEFT_OUT = {
 
 
 def small_commands():
-    """The commands to run, in small: of those that differ in values alone the first."""
+    """Return the commands to run, in small: of those that differ in values alone the
+    first."""
     shortened = {}
     for words in COMMANDS:
         if words[0] not in ("python", "torchrun"):
@@ -436,7 +437,7 @@ def without_code(text):
 
 
 def anchors(text):
-    """Anchors of the headings of a page, as GitHub and the site make them."""
+    """Return anchors of the headings of a page, as GitHub and the site make them."""
     titles = re.findall(r"^#+ (.*)", text, re.M)
     return {
         re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")

@@ -27,7 +27,8 @@ needs_proc = pytest.mark.skipif(
 
 
 def undisturbed(data, out, **changes):
-    """An undisturbed run of two processes that kept the checkpoint of every step."""
+    """Return an undisturbed run of two processes that kept the checkpoint of every
+    step."""
     config = tiny_config(
         data, out, checkpoint__interval=1, checkpoint__keep=99, **changes
     )
@@ -43,7 +44,8 @@ def undisturbed_ddp(data, tmp_path_factory):
 
 @pytest.fixture
 def start():
-    """A function that starts a job; what is left of it after the test is ended."""
+    """Yield a function that starts a job; what is left of it after the test is
+    ended."""
     started = []
 
     def call(*arguments, **keywords):

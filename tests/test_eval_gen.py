@@ -70,7 +70,7 @@ def save_tokenizer(folder, symbols, start=False, end="<|endoftext|>"):
 
 
 def save_bigram(folder, context=64, start=False):
-    """A GPT-2 whose blocks do nothing and whose head knows the next symbol's
+    """Save a GPT-2 whose blocks do nothing and whose head knows the next symbol's
     distribution."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -108,7 +108,7 @@ def bigram(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_judge(tmp_path_factory):
-    """A random GPT-2 with the ids of our bytes."""
+    """Return a random GPT-2 with the ids of our bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -153,7 +153,7 @@ def report(script, tmp_path):
 
 
 def with_ids(text):
-    """A row of a file of samples with its tokens, which are bytes."""
+    """Return a row of a file of samples with its tokens, which are bytes."""
     return {"text": text, "tokens": list(text.encode())}
 
 
@@ -252,7 +252,7 @@ def test_samples_are_compared_to_the_n_grams_of_a_reference(
 
 @pytest.fixture
 def pages(tmp_path):
-    """A data set of letters, and its text."""
+    """Return a data set of letters, and its text."""
     source = tmp_path / "pages.txt"
     letters = np.random.default_rng(0).choice(list("aaabbc  e"), 20_000)
     source.write_text("".join(letters))
@@ -528,7 +528,7 @@ def test_a_run_in_another_mode_sweeps_what_that_mode_has(
 
 @pytest.fixture
 def fails(script):
-    """The message of a user's mistake."""
+    """Return the message of a user's mistake."""
 
     def call(*arguments):
         status, _, err = script(eval_gen, *arguments)

@@ -58,13 +58,14 @@ def by_name(report):
 
 
 def blocks_of(data, count):
-    """The blocks that --max-sequences chooses."""
+    """Return the blocks that --max-sequences chooses."""
     dataset = TokenDataset(data, "val", LENGTH)
     return dataset.blocks(spread(count, dataset.num_blocks))
 
 
 def direct(run, data, kind, draws, seed, count, weights="ema"):
-    """Nats per token (count, draws, T) in sequence order, from the model alone."""
+    """Return nats per token (count, draws, T) in sequence order, from the model
+    alone."""
     model = load_model(run, weights)
     rows = range(count)
     nll = []
@@ -298,7 +299,14 @@ def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
     tokens = blocks_of(data, len(rows))
     # else an ELBO
     for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:
-        order = orders_at(OrderConfig(name), 0, 0, rows, LENGTH, SCORED_ORDERS)
+        order = orders_at(
+            OrderConfig(name),
+            seed=0,
+            step=0,
+            rows=rows,
+            length=LENGTH,
+            stream=SCORED_ORDERS,
+        )
         nll = 0.0
         step_of = order.argsort(dim=1)
         for start in range(0, LENGTH, size):

@@ -59,7 +59,7 @@ class Copy:
         return self.run("train.py", f"configs/{config}.toml", *options, *words)
 
     def losses(self, *words):
-        """The losses of eval_ppl.py, by the name of the order."""
+        """Return the losses of eval_ppl.py, by the name of the order."""
         data = ["--datasets", self.data, "--max-sequences", 4]
         self.run("eval_ppl.py", "out/run", *data, *words, "--json", "losses.json")
         results = json.loads((self.folder / "losses.json").read_text())["results"]
@@ -67,7 +67,7 @@ class Copy:
         return {row["orders"]: row["nll"] for row in results}
 
     def samples(self, *words):
-        """The records of samples of sample.py."""
+        """Return the records of samples of sample.py."""
         self.run("sample.py", "out/run", "--jsonl", "samples.jsonl", *words)
         lines = (self.folder / "samples.jsonl").read_text().splitlines()
         (self.folder / "samples.jsonl").unlink()
@@ -176,7 +176,7 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     project.train("aogpt_small")
 
     def least(samples):
-        """The least log-probability of a token of the samples."""
+        """Return the least log-probability of a token of the samples."""
         return min(min(sample["log_probs"]) for sample in samples)
 
     rule = ["--above-mean", 1.25]

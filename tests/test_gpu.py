@@ -49,7 +49,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", DEVICES)]
 
 
 def small_configs():
-    """Every shipped config with a small model of its kind, by name, each kind once."""
+    """Return every shipped config with a small model of its kind, by name, each kind
+    once."""
     configs = {}
     for file in sorted((ROOT / "configs").glob("*_small*.toml")):
         config = load_toml(file)

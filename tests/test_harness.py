@@ -66,7 +66,7 @@ def requests_of(texts, ends):
 
 
 def tokens_of(context, end):
-    """Context and continuation as tokens, by the harness's conventions."""
+    """Return context and continuation as tokens, by the harness's conventions."""
     stripped = context.rstrip()
     context_ids = BYTES.encode(stripped)
     new = BYTES.encode(context[len(stripped) :] + end)
@@ -80,7 +80,7 @@ def left_to_right(model, context_ids, new):
 
 
 def any_order(model, context_ids, new):
-    """The mean over all orders of the continuation of its log-probability."""
+    """Return the mean over all orders of the continuation of its log-probability."""
     c = len(context_ids)
     n = len(new)
     tokens = torch.tensor([context_ids + new])
@@ -276,7 +276,7 @@ def test_greedy_generation_left_to_right_whatever_the_batches(adapter):
 
 
 def ascii_model(system="AO-GPT"):
-    """A model that says little else than lower-case letters and spaces."""
+    """Return a model that says little else than lower-case letters and spaces."""
     model = make_system(system, tokens=BYTES.vocab_size, block_size=BLOCK)
     with torch.no_grad():
         model.head.bias[[*range(97, 123), 32]] += 30
@@ -422,8 +422,8 @@ ROLLING = (
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch, adapter, run):
-    """A folder of three tasks, one of each kind; two of four answers of generation are
-    right."""
+    """Return a folder of three tasks, one of each kind; two of four answers of
+    generation are right."""
     import lm_eval.tasks
 
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
@@ -455,7 +455,7 @@ def tasks(tmp_path, monkeypatch, adapter, run):
 
 
 def expected_results(lm):
-    """Accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
+    """Return accuracy and bits per byte of ROWS, from the adapter's log-likelihoods."""
     right = 0
     for row in ROWS:
         asked = [request(row["text"], choice) for choice in row["choices"]]

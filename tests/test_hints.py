@@ -46,7 +46,7 @@ END = re.compile(r"\s{2,}|;|\)|`|, (?:or|then) | \(as | makes ")  # of the comma
 
 
 def texts(path):
-    """The strings of a source file, docstrings and messages alike."""
+    """Yield the strings of a source file, docstrings and messages alike."""
     tree = ast.parse(path.read_text())
     parts = set()
     for node in ast.walk(tree):

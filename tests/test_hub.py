@@ -72,7 +72,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def write_export(folder, model, **changes):
-    """A folder as convert.py writes it, of a model of this process."""
+    """Write a folder as convert.py does, of a model of this process."""
     folder.mkdir()
     weights = folder / "model.safetensors"
     tensors = {name: p.detach() for name, p in model.named_parameters()}
@@ -167,8 +167,8 @@ def inputs_of(system):
 
 
 def library_file(folder):
-    """A pretrained model's tokenizer.json: bytes, and a begin-of-text that it writes
-    itself."""
+    """Return the tokenizer of a pretrained model's tokenizer.json: bytes, and a
+    begin-of-text that it writes itself."""
     from tokenizers import Tokenizer, processors
 
     values = json.loads(hub.library_tokenizer(get_tokenizer("bytes")).to_str())
@@ -612,7 +612,7 @@ def test_a_changed_export_in_a_folder_is_refused(tmp_path):
 
 @pytest.fixture
 def own(tmp_path):
-    """The folder of a model with a vocabulary of the user's."""
+    """Return the folder of a model with a vocabulary of the user's."""
     vocabulary = tmp_path / "mine.tiktoken"
     lines = get_tokenizer("english").file.splitlines(True)
     vocabulary.write_bytes(b"".join(lines[:300]))

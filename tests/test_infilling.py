@@ -146,7 +146,7 @@ def test_intervals_are_by_document_where_these_differ():
 
 @pytest.fixture
 def said(tmp_path):
-    """A data set of short sentences."""
+    """Return a data set of short sentences."""
     words = tmp_path / "said.txt"
     words.write_text("It is. We go. Oh no! Is it you? We are. " * 60)
     return prepared("text", tmp_path / "said", words, split="val")

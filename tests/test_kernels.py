@@ -187,7 +187,7 @@ def bfloat16_products(monkeypatch):
 
 
 def masked_attention(q, k, v, keys, values, step, hide_start):
-    """The reference in float64: (N, H D)."""
+    """Return the reference in float64: (N, H D)."""
     row, _, slot = ragged(step.cached, step.count, total=step.inputs, unused=-1)
     source = torch.minimum(slot, step.known[row])[:, None]
     slots = torch.arange(keys.shape[1] - 1)

@@ -33,8 +33,8 @@ PACKAGES = {
 
 
 def imports(path):
-    """The first words of what a file imports; of the package's own modules, without
-    "aogpt"."""
+    """Yield the first words of what a file imports; of the package's own modules,
+    without "aogpt"."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

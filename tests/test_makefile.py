@@ -13,7 +13,8 @@ TARGET = ".venv/.requirements"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the Makefile and no requirements, and programs of its own."""
+    """Return a folder with the Makefile and no requirements, and programs of its
+    own."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").write_text("")
     (tmp_path / "pyproject.toml").write_text("")

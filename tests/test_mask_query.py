@@ -37,8 +37,8 @@ def parameters(model):
 @torch.no_grad()
 def test_a_step_depends_on_the_tokens_before_it_and_on_no_other(settings):
     model = make_system("mask_query", 4, **settings)
-    tokens = random_tokens(TOKENS, 1, LENGTH, 0)
-    order = random_orders(1, LENGTH, 1)
+    tokens = random_tokens(TOKENS, batch_size=1, length=LENGTH, seed=0)
+    order = random_orders(batch_size=1, length=LENGTH, seed=1)
     before = model.head_logits(model.hidden(tokens, order))
     for step in range(LENGTH):
         changed = tokens.clone()
@@ -51,8 +51,8 @@ def test_a_step_depends_on_the_tokens_before_it_and_on_no_other(settings):
 def test_dropout_acts_in_training_only_on_attention_too():
     """With dropout, attention takes the path with a mask: at a rate near 0 it is the
     same."""
-    tokens = random_tokens(TOKENS, 2, LENGTH, 0)
-    order = random_orders(2, LENGTH, 0)
+    tokens = random_tokens(TOKENS, batch_size=2, length=LENGTH, seed=0)
+    order = random_orders(batch_size=2, length=LENGTH, seed=0)
     exact = token_log_probs(make_system("mask_query, rotary"), tokens, order)
     model = make_system("mask_query, rotary", dropout=0.5)
     assert torch.equal(token_log_probs(model, tokens, order), exact)
@@ -63,8 +63,8 @@ def test_dropout_acts_in_training_only_on_attention_too():
 
 def test_a_training_step_in_bfloat16_is_near_the_exact_one():
     model = make_system("mask_query, rotary", dtype=torch.float32)
-    tokens = random_tokens(TOKENS, 4, LENGTH, 0)
-    order = random_orders(4, LENGTH, 0)
+    tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=0)
+    order = random_orders(batch_size=4, length=LENGTH, seed=0)
     exact = model(tokens, order)
     exact.mean().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -88,8 +88,8 @@ def test_its_parameters_and_its_length():
         set_block_size(model, LENGTH + 1)
     model = make_system("mask_query, rotary")
     set_block_size(model, LENGTH + 3)
-    tokens = random_tokens(TOKENS, 2, LENGTH + 3, 0)
-    order = random_orders(2, LENGTH + 3, 1)
+    tokens = random_tokens(TOKENS, batch_size=2, length=LENGTH + 3, seed=0)
+    order = random_orders(batch_size=2, length=LENGTH + 3, seed=1)
     expected = log_probs(model.config, parameters(model), tokens, order)
     assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-9
 
@@ -114,7 +114,7 @@ def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
     config = tiny_model("mask_query", position=position)
     model = build_model(config).double().eval()
     warm_start(model, source)
-    tokens = random_tokens(TOKENS, 2, LENGTH, 0)
+    tokens = random_tokens(TOKENS, batch_size=2, length=LENGTH, seed=0)
     order = torch.arange(LENGTH).expand(2, LENGTH)
     states = []
     for each in (model, source):

@@ -91,7 +91,14 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
     for kind, group in (("own", 4), ("random", 1)):
         draws = [
             token_nll(
-                model, tokens, OrderConfig("random"), 7, draw, range(7), 7, group=group
+                model,
+                tokens,
+                OrderConfig("random"),
+                seed=7,
+                draw=draw,
+                rows=range(7),
+                total=7,
+                group=group,
             )
             for draw in range(2)
         ]
@@ -237,7 +244,9 @@ def test_more_draws_give_the_mean_over_orders_or_masks_and_its_error(
     means = []
     for draw in range(3):
         if system == "encoder":
-            masks = evaluation_masks(7, draw, range(7), 7, LENGTH)
+            masks = evaluation_masks(
+                seed=7, step=draw, rows=range(7), total=7, length=LENGTH
+            )
             nll = -masked_log_probs(model, tokens, masks.masked) * masks.weight[:, None]
         else:
             order = orders_at(RANDOM, 7, draw, range(7), LENGTH, SCORED_ORDERS)

@@ -112,8 +112,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
 )
 def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
     model = make_variant(variant, 3)
-    tokens = random_tokens(TOKENS, 3, 7, seed=4)
-    order = random_orders(3, 7, seed=5)
+    tokens = random_tokens(TOKENS, batch_size=3, length=7, seed=4)
+    order = random_orders(batch_size=3, length=7, seed=5)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=seeded(6))
     names, values = zip(*parameters(model).items(), strict=True)
     expected = log_probs(model.config, parameters(model), tokens, order)
@@ -128,8 +128,8 @@ def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(va
 
 def test_dropout_acts_in_training_only():
     model = make_system("AO-GPT", dropout=0.5)
-    tokens = random_tokens(TOKENS, 2, 9, seed=0)
-    order = random_orders(2, 9, seed=0)
+    tokens = random_tokens(TOKENS, batch_size=2, length=9, seed=0)
+    order = random_orders(batch_size=2, length=9, seed=0)
     exact = token_log_probs(make_system("AO-GPT"), tokens, order)
     assert torch.equal(token_log_probs(model, tokens, order), exact)
     model.train()
@@ -178,7 +178,7 @@ def test_head_loss_is_cross_entropy_with_its_gradients_in_chunks(
         3, 200, 12, generator=generator, dtype=torch.float64, requires_grad=True
     )
     weights = torch.randn(3, 200, generator=generator, dtype=torch.float64)
-    targets = random_tokens(TOKENS, 3, 200, seed=2)
+    targets = random_tokens(TOKENS, batch_size=3, length=200, seed=2)
     chunks = []
     model.head.register_forward_hook(
         lambda module, inputs, output: chunks.append(len(output))
@@ -266,7 +266,7 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
     )
     model = build_model(config).eval()
     tokens = random_tokens(vocab_size=96, batch_size=2, length=length, seed=0)
-    order = random_orders(2, length, 0)
+    order = random_orders(batch_size=2, length=length, seed=0)
     with (
         torch.no_grad(),
         sdpa_kernel(SDPBackend.MATH),
@@ -372,7 +372,7 @@ def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
     expected = token_log_probs(model, tokens, order)
     set_block_size(model, 2 * LENGTH)
     assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-12
-    longer = random_tokens(TOKENS, 2, 2 * LENGTH, 3)
+    longer = random_tokens(TOKENS, batch_size=2, length=2 * LENGTH, seed=3)
     order = random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (token_log_probs(model, longer, order) - reference).abs().max() < 1e-9

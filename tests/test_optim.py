@@ -33,7 +33,7 @@ def muon_config(**changes):
 
 
 def with_gradients(config, seed=0):
-    """A model whose gradients are random numbers, always the same."""
+    """Return a model whose gradients are random numbers, always the same."""
     torch.manual_seed(1)
     model = build_model(config.model)
     generator = torch.Generator().manual_seed(seed)
@@ -51,8 +51,10 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
     rates = [learning_rate(step, config) for step in range(101)]
     np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11))
     progress = np.arange(91) / 90
-    left = (1 + np.cos(np.pi * progress)) / 2 if kind == "cosine" else 1 - progress
-    np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * left)
+    remaining = 1 - progress
+    if kind == "cosine":
+        remaining = (1 + np.cos(np.pi * progress)) / 2
+    np.testing.assert_allclose(rates[10:], 0.1 + 0.4 * remaining)
     assert learning_rate(0, change(config, optim__warmup_steps=0)) == 0.5
     both = learning_rates(17, change(config, optim__kind="muon", optim__muon_lr=1.5))
     assert both["lr"] == rates[17]
@@ -80,11 +82,12 @@ def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(
             expected = 0.5 - 0.4 * (step - start) / (end - start)
         assert learning_rate(step, config) == pytest.approx(expected)
         if step < start:
-            assert learning_rate(step, change(config, train__steps=2 * end)) == expected
+            extended = change(config, train__steps=2 * end)
+            assert learning_rate(step, extended) == expected
 
 
 def muon_weights(model):
-    """The weights that Muon takes, by name."""
+    """Return the weights that Muon takes, by name."""
     matrices = {p for p, _ in matrices_of(model)}
     return {name: p for name, p in model.named_parameters() if p in matrices}
 
@@ -99,7 +102,9 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     config = change(config, optim__kind=kind)
     model = build_model(config.model)
     optimizers = make_optimizers(model, config)
-    matrices = muon_weights(model) if kind == "muon" else {}
+    matrices = {}
+    if kind == "muon":
+        matrices = muon_weights(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         # then either optimizer moves a weight by its decay alone
@@ -107,8 +112,12 @@ def test_weight_decay_shrinks_every_matrix_and_nothing_else(target, tied, kind):
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
-        rate = 2e-2 if name in matrices else 3e-3
-        factor = 1 - rate * 0.5 if p.dim() >= 2 else 1.0
+        rate = 3e-3
+        if name in matrices:
+            rate = 2e-2
+        factor = 1.0
+        if p.dim() >= 2:
+            factor = 1 - rate * 0.5
         torch.testing.assert_close(
             p.detach(), before[name] * factor, rtol=1e-6, atol=0, msg=name
         )
@@ -143,25 +152,26 @@ def test_a_step_of_muon_reads_no_value_of_the_device(found_inf):
     optimizer.found_inf = torch.tensor(found_inf)
     with NoHostReads():
         optimizer.step()
-    for (name, p), old in zip(
-        model.named_parameters(), before.parameters(), strict=True
-    ):
-        assert torch.equal(p, old) == (bool(found_inf) or name not in matrices)
+    old_values = dict(before.named_parameters())
+    for name, p in model.named_parameters():
+        is_unchanged = bool(found_inf) or name not in matrices
+        assert torch.equal(p, old_values[name]) == is_unchanged
 
 
 def newton_schulz(gradient):
-    """Five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64 (Jordan et
+    """Return five steps of X <- a X + b (X X') X + c (X X')^2 X, in float64 (Jordan et
     al.)."""
-    x = (
-        gradient.double()
-        if gradient.shape[0] <= gradient.shape[1]
-        else gradient.double().T
-    )
+    is_tall = gradient.shape[0] > gradient.shape[1]
+    x = gradient.double()
+    if is_tall:
+        x = x.T
     x = x / x.norm()
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
-    return x if gradient.shape[0] <= gradient.shape[1] else x.T
+    if is_tall:
+        return x.T
+    return x
 
 
 @pytest.mark.parametrize("momentum, elements", [(0.0, 2**26), (0.95, 2**26), (0.95, 1)])

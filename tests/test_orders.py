@@ -51,7 +51,13 @@ def test_every_kind_is_tested_here():
 def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_position(
     kind, length
 ):
-    order = orders_at(OrderConfig(kind, block=5, l2r_prob=0.3), 3, 9, range(50), length)
+    order = orders_at(
+        OrderConfig(kind, block=5, l2r_prob=0.3),
+        seed=3,
+        step=9,
+        rows=range(50),
+        length=length,
+    )
     identity = torch.arange(length).expand(50, length)
     assert order.shape == (50, length)
     assert order.dtype == torch.int64
@@ -70,14 +76,16 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path)
     permutations = [np.random.permutation(33) for _ in range(64)]
     np.save(file, np.stack(permutations))
     config = OrderConfig(kind, block=3, l2r_prob=0.3, file=str(file))
-    whole = orders_at(config, 5, 7, range(60), length)
+    whole = orders_at(config, seed=5, step=7, rows=range(60), length=length)
     for size in (1, 4, 60):  # 60: nothing is kept between calls
         parts = []
         for start in range(0, 60, size):
             rows = range(start, start + size)
-            parts.append(orders_at(config, 5, 7, rows, length))
+            parts.append(orders_at(config, seed=5, step=7, rows=rows, length=length))
         assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(orders_at(config, 5, 7, range(5), length), whole[:5])
+    assert torch.equal(
+        orders_at(config, seed=5, step=7, rows=range(5), length=length), whole[:5]
+    )
     if kind == "file":
         for seed, step in ((6, 7), (5, 8)):
             other = orders_at(config, seed, step, range(60), length)
@@ -140,9 +148,11 @@ def test_fixed_blockwise_keeps_blocks_left_to_right_and_permutes_each_alike(
 ):
     for seed in range(5):
         config = OrderConfig("fixed_blockwise", block=block, seed=seed)
-        order = orders_at(config, 1, 2, range(1), length)[0]
+        order = orders_at(config, seed=1, step=2, rows=range(1), length=length)[0]
         assert torch.equal(order // block, torch.arange(length) // block)
-        whole = orders_at(config, 1, 2, range(1), block)[0].tolist()
+        whole = orders_at(config, seed=1, step=2, rows=range(1), length=block)[
+            0
+        ].tolist()
         for start in range(0, length, block):
             inside = (order[start : start + block] - start).tolist()
             assert inside == [p for p in whole if start + p < length]
@@ -154,7 +164,9 @@ def test_fixed_blockwise_is_never_left_to_right_and_else_uniform(block):
     counts = collections.Counter()
     for seed in range(600):
         config = OrderConfig("fixed_blockwise", block=block, seed=seed)
-        (order,) = orders_at(config, 0, 0, range(1), block).tolist()
+        (order,) = orders_at(
+            config, seed=0, step=0, rows=range(1), length=block
+        ).tolist()
         counts[tuple(order)] += 1
     assert tuple(range(block)) not in counts
     assert len(counts) == math.factorial(block) - 1

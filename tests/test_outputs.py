@@ -22,7 +22,7 @@ def write(path, *inputs, overwrite=False):
 
 @pytest.fixture
 def there(tmp_path):
-    """A file of the user's."""
+    """Return a file of the user's."""
     path = tmp_path / "o.json"
     path.write_text("mine")
     return path

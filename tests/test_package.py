@@ -23,7 +23,7 @@ BUILDS = pytest.mark.slow(reason="builds and installs a wheel")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder with the installed package, and the wheel."""
+    """Return a folder with the installed package, and the wheel."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()

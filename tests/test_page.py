@@ -89,7 +89,8 @@ def show(browser, tmp_path):
 
 
 def state(tab) -> tuple[set[int], str]:
-    """Positions whose text can be seen, by its computed colour, and the counter."""
+    """Return positions whose text can be seen, by its computed colour, and the
+    counter."""
     seen = tab.evaluate(
         """() => [...document.querySelectorAll("#text .token")].flatMap((token, i) =>
             getComputedStyle(token).color === "rgba(0, 0, 0, 0)" ? [] : [i])"""

@@ -85,7 +85,7 @@ def train_words(recipe, data, out):
 
 @pytest.fixture(scope="module")
 def configs(data, tmp_path_factory):
-    """The config of a finished run of each recipe."""
+    """Return the config of a finished run of each recipe."""
     out = tmp_path_factory.mktemp("page")
     configs_by_recipe = {}
     for recipe in RECIPES:
@@ -104,7 +104,8 @@ def test_a_recipe_builds_the_class_on_the_page(configs, recipe):
 
 
 def statements_of_methods(path):
-    """The first line of each statement in the methods of CLASSES, {number: text}."""
+    """Return the first line of each statement in the methods of CLASSES, {number:
+    text}."""
     text = path.read_text()
     lines = text.splitlines()
     names = {kind.__name__ for kind in CLASSES}

@@ -59,8 +59,8 @@ MOVED = 5
 
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory):
-    """The runs of all places, {place: configuration}. Seven validation sequences are no
-    multiple of the processes."""
+    """Return the runs of all places, {place: configuration}. Seven validation sequences
+    are no multiple of the processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
     base = change(base, train__micro_batch_size=2, eval__interval=4)
@@ -74,7 +74,7 @@ def undisturbed(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def moves(undisturbed):
-    """The runs that go on elsewhere, {(from, to): configuration}."""
+    """Return the runs that go on elsewhere, {(from, to): configuration}."""
     configs = {}
     for source, to in MOVES:
         name = f"{undisturbed[source].name}_to_{undisturbed[to].name}"
@@ -83,7 +83,7 @@ def moves(undisturbed):
 
 
 def moved(moves, source, to):
-    """The jobs of the moves between these numbers of processes."""
+    """Return the jobs of the moves between these numbers of processes."""
     return [
         ("moved", config)
         for (start, end), config in moves.items()
@@ -125,7 +125,7 @@ def on_four(everywhere, undisturbed, moves):
 
 
 def places(values):
-    """Parameters of a test; those of four processes are slow."""
+    """Return parameters of a test; those of four processes are slow."""
     slow = pytest.mark.slow(reason="starts four processes")
     return [
         pytest.param(*value, marks=[slow] if "4" in str(value) else [])

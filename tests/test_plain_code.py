@@ -9,7 +9,8 @@ from helpers import ROOT
 
 @functools.cache
 def source_files():
-    """(name, syntax tree, number of lines) of every Python file of the project."""
+    """Return (name, syntax tree, number of lines) of every Python file of the
+    project."""
     files = []
     listing = subprocess.run(
         ["git", "ls-files", "*.py"],
@@ -27,15 +28,15 @@ def source_files():
 
 
 def is_text(node):
-    """A text or a list of what is written there."""
+    """Return whether a node is a text or a list that is written there."""
     return isinstance(node, ast.JoinedStr | ast.List) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 
 
 def is_condition(node):
-    """A comparison, `and`, `or`, `not`, bool(...), or what is named as a condition:
-    has_bos, config.is_encoder, text.startswith(...)."""
+    """Return whether a node is a comparison, `and`, `or`, `not`, bool(...), or is named
+    as a condition: has_bos, config.is_encoder, text.startswith(...)."""
     if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
         return True
     named = node.func if isinstance(node, ast.Call) else node
@@ -46,7 +47,7 @@ def is_condition(node):
 
 
 def multiplied_texts(tree):
-    """The lines on which a text or a list is multiplied by a condition."""
+    """Yield the lines on which a text or a list is multiplied by a condition."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             sides = [(node.left, node.right), (node.right, node.left)]
@@ -55,8 +56,8 @@ def multiplied_texts(tree):
 
 
 def packed_assignments(tree):
-    """The lines on which several values are assigned to several names, as a, b = 1,
-    2."""
+    """Yield the lines on which several values are assigned to several names, as a, b =
+    1, 2."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             if isinstance(node.targets[0], ast.Tuple):
@@ -64,8 +65,9 @@ def packed_assignments(tree):
 
 
 def is_gathered(value):
-    """A tuple or a dict of values that are written there, or a sum of such. A dict with
-    keys that are computed is none: no call can name such an argument."""
+    """Return whether a value is a tuple or a dict of values that are written there, or
+    a sum of such. A dict with keys that are computed is none: no call can name such an
+    argument."""
     if isinstance(value, ast.Tuple):
         return bool(value.elts)
     if isinstance(value, ast.Dict):
@@ -79,7 +81,7 @@ def is_gathered(value):
 
 
 def gathered_names(nodes):
-    """The variables to which such a tuple or dict is assigned."""
+    """Yield the variables to which such a tuple or dict is assigned."""
     for node in nodes:
         targets = []
         if isinstance(node, ast.Assign):
@@ -93,13 +95,13 @@ def gathered_names(nodes):
 
 
 def is_starred_generator(argument):
-    """Whether an argument is *(... for ...): how many arguments it gives is not seen
-    in the call."""
+    """Return whether an argument is *(... for ...): how many arguments it gives is not
+    seen in the call."""
     return is_starred(argument) and isinstance(argument.value, ast.GeneratorExp)
 
 
 def starred_generators(tree):
-    """The lines on which a call unpacks a generator that is written there."""
+    """Yield the lines on which a call unpacks a generator that is written there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(map(is_starred_generator, node.args)):
             yield node.lineno
@@ -141,7 +143,7 @@ REMAINING_NAMES = {
 
 
 def empty_names(file, tree):
-    """(line, name) of each variable and parameter whose name says nothing."""
+    """Yield (line, name) of each variable and parameter whose name says nothing."""
     empty = set(EMPTY_NAMES)
     if not file.startswith(KNOWN_TOKENS):
         empty.add("known")
@@ -156,9 +158,9 @@ def empty_names(file, tree):
 
 
 def splats(tree):
-    """The lines on which a call unpacks a tuple or a dict that its function, or the top
-    of the file, has written: an editor does not see which arguments these are. Lists,
-    such as words of a command line, may be unpacked."""
+    """Return the lines on which a call unpacks a tuple or a dict that its function, or
+    the top of the file, has written: an editor does not see which arguments these are.
+    Lists, such as words of a command line, may be unpacked."""
     constants = set(gathered_names(tree.body))
     lines = set()
     for scope in ast.walk(tree):

@@ -131,8 +131,8 @@ def of_words():
 def write_model(
     folder: Path, kind: str, dtype=torch.float32, intermediate_size=40, **saving
 ) -> torch.nn.Module:
-    """A random tiny model of transformers and its tokenizer, in a folder as on the
-    hub."""
+    """Write a random tiny model of transformers and its tokenizer to a folder, as on
+    the hub, and return the model."""
     name = kind.split()[0]
     if name == "Mistral":
         tokenizer = of_words()
@@ -162,7 +162,7 @@ def write_model(
 
 
 def in_transformers(folder):
-    """The model of a folder, loaded by transformers in float32."""
+    """Return the model of a folder, loaded by transformers in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -205,7 +205,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
     assert loaded.system == f"{kind.split()[0]}ForCausalLM"
     tokenizer = loaded.get_tokenizer()
     ours = loaded.model.double()
-    tokens = random_tokens(loaded.vocab_size, 2, 40, seed=3)
+    tokens = random_tokens(loaded.vocab_size, batch_size=2, length=40, seed=3)
     start = torch.full((2, has_bos), theirs.config.bos_token_id)
     inputs = torch.cat([start, tokens], 1)
     expected = theirs(inputs).logits[:, :-1]
@@ -398,7 +398,7 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
     theirs = in_transformers(tmp_path)
     loaded = load(tmp_path)
     assert loaded.model.config.block_size == 16
-    tokens = random_tokens(loaded.vocab_size, 1, 24, seed=3)
+    tokens = random_tokens(loaded.vocab_size, batch_size=1, length=24, seed=3)
     start = torch.full((1, 1), theirs.config.bos_token_id)
     with torch.no_grad():
         expected = theirs(torch.cat([start, tokens], dim=1)).logits[:, :-1]

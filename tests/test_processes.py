@@ -27,7 +27,7 @@ run_script(main)
 
 
 def start(**environment):
-    """A process of a job, with no variables of torchrun but these."""
+    """Return a process of a job, with no variables of torchrun but these."""
     inherited = {name: text for name, text in os.environ.items() if name not in NAMES}
     return subprocess.Popen(
         [sys.executable, "-c", JOB],

@@ -231,7 +231,7 @@ def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_given_comes_first_and_what_is_absent_last(seed):
-    order = random_orders(4, 6, seed)
+    order = random_orders(batch_size=4, length=6, seed=seed)
     roles = Roles.of(ROLES)
     assert roles.lengths.tolist() == LENGTHS
     for row, mine, drawn in zip(

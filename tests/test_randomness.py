@@ -23,7 +23,7 @@ from aogpt.sampling.modes import DecodingOptions, with_mode_defaults
 LENGTH = 6
 ROWS = range(5)
 RANDOM = OrderConfig("random")
-TOKENS = random_tokens(11, len(ROWS), LENGTH, 0)
+TOKENS = random_tokens(vocab_size=11, batch_size=len(ROWS), length=LENGTH, seed=0)
 OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
 
 MODEL = make_system("AO-GPT", 0)
@@ -37,7 +37,9 @@ def bits(stream, rows, width):
 # Every use of one seed by scripts that may run on the same model; draw, step and prompt
 # 3.
 USES = {
-    "training orders": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH),
+    "training orders": lambda: orders_at(
+        RANDOM, seed=7, step=3, rows=ROWS, length=LENGTH
+    ),
     "likelihoods": lambda: token_nll(
         MODEL, TOKENS, RANDOM, seed=7, draw=3, rows=ROWS, total=9
     ),
@@ -46,7 +48,9 @@ USES = {
         MODEL, TOKENS, (2,), seed=7, draw=3, rows=ROWS, batch_size=9
     ),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
-    "harness": lambda: orders_at(RANDOM, 7, 3, ROWS, LENGTH, randomness.REQUESTS),
+    "harness": lambda: orders_at(
+        RANDOM, seed=7, step=3, rows=ROWS, length=LENGTH, stream=randomness.REQUESTS
+    ),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
     "lengths": bits(randomness.LENGTHS, range(1), 30),
     "resampled tokens": bits(randomness.RESAMPLED_TOKENS, ROWS, 9),

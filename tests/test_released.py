@@ -61,7 +61,7 @@ DIFFUSION_REST = (
 
 
 def named(model, modules, theirs="", ours=""):
-    """The weights and biases that a model has of these modules, by the names of a
+    """Yield the weights and biases that a model has of these modules, by the names of a
     release."""
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, our in (pair.split(":") for pair in modules.split()):
@@ -168,18 +168,18 @@ def diffusion(layout):
 
 
 def write_diffusion(folder, layout, name="model.safetensors"):
-    """A folder of a random RADD or SEDD."""
+    """Write a folder of a random RADD or SEDD and return it."""
     settings, state, _ = diffusion(layout)
     return write_folder(folder, settings, state, name)
 
 
 def plain(model):
-    """The parameters in float64, for reference.py."""
+    """Return the parameters in float64, for reference.py."""
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
 
 def write_folder(folder, settings, state, name="model.safetensors"):
-    """A Hugging Face folder; the .bin as it was written before PyTorch 1.6."""
+    """Write a Hugging Face folder, the .bin as it was written before PyTorch 1.6."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     if name.endswith("safetensors"):
@@ -648,7 +648,7 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder with a checkpoint whose averaged and last weights differ."""
+    """Return a run folder with a checkpoint whose averaged and last weights differ."""
     folder = tmp_path_factory.mktemp("run") / "run"
     torch.manual_seed(0)
     config = ModelConfig(
@@ -778,8 +778,10 @@ def test_the_weights_in_this_repository_know_english_in_every_order():
     text += "who was sitting by the fire."
     tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
     length = tokens.shape[1]
-    orders = torch.stack([torch.arange(length), *random_orders(3, length, 0)])
+    orders = torch.stack(
+        [torch.arange(length), *random_orders(batch_size=3, length=length, seed=0)]
+    )
     nll = -token_log_probs(loaded.model, tokens.expand_as(orders), orders).mean(dim=1)
     assert (nll < 4.5).all()
-    mixed = tokens[:, random_orders(1, length, 1)[0]]
+    mixed = tokens[:, random_orders(batch_size=1, length=length, seed=1)[0]]
     assert -token_log_probs(loaded.model, mixed, orders[:1]).mean() > nll[0] + 2

@@ -163,7 +163,9 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
             text += ":" if text == kind else ","
             text += f"{key}={settings[key]}"
     order = parse_order(text, "--order")
-    orders = orders_at(order, 5, 0, range(3), LENGTH, PLANS).tolist()
+    orders = orders_at(
+        order, seed=5, step=0, rows=range(3), length=LENGTH, stream=PLANS
+    ).tolist()
     words = ["--order", text, "--seed", 5, "--num-samples", 3]
     assert column(draw(*words), "order") == orders
     filled = draw(*words, "--infill", "[MASK:2]the[MASK:11]")
@@ -256,7 +258,7 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
 
 def test_the_modes_unmask_positions_as_they_say(draw):
     def counts(mode, n=3):
-        """How many positions each step of each sample unmasks."""
+        """Return how many positions each step of each sample unmasks."""
         lines = draw("--mode", *mode.split(), "--num-samples", n)
         calls = max(len(set(line["step"])) for line in lines)
         # few rows share a batch
@@ -417,7 +419,7 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
 
 
 def test_a_sample_may_end_where_its_text_does(draw):
-    """Of tokens drawn almost uniformly from 257, some 4 of these rows hold an
+    """Tokens are drawn almost uniformly from 257: about 4 of these rows hold an
     end-of-text."""
     words = "--mode random --num-samples 64 --temperature 4.0".split()
     whole = draw(*words)
@@ -480,7 +482,7 @@ def refused(script, run):
 
 
 def words(text):
-    """Arguments or parts of a message, with bars between."""
+    """Return arguments or parts of a message, with bars between."""
     return text.split(" | ")
 
 

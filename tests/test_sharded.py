@@ -70,8 +70,8 @@ def pair(base):
 
 @pytest.fixture
 def copy(pair, tmp_path):
-    """The undisturbed run of two processes, to damage; its checkpoints of steps 8 and
-    10."""
+    """Return the undisturbed run of two processes, to damage; its checkpoints of steps
+    8 and 10."""
     config = change(pair[0], out=str(tmp_path))
     shutil.copytree(pair[0].run_folder, config.run_folder)
     return config, *store.find(config.run_folder)
@@ -79,7 +79,7 @@ def copy(pair, tmp_path):
 
 @pytest.fixture
 def state(base, procs, tmp_path):
-    """The state of a run that is about to begin, and its configuration."""
+    """Return the state of a run that is about to begin, and its configuration."""
     config = change(base, out=str(tmp_path))
     return parallel_jobs.start(config, procs)[0], config
 

@@ -129,7 +129,7 @@ def test_one_document_is_divided_near_the_place_of_its_share(tmp_path, text, end
 
 
 def test_a_validation_split_far_from_its_share_is_noted(tmp_path, capsys):
-    # Of the first 20 documents the one at place 11 goes to val.
+    # The document at place 11 of the first 20 goes to val.
     texts = ["short"] * 20
     out = prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", texts))
     assert "of the tokens, where" not in capsys.readouterr().out

@@ -20,7 +20,7 @@ from studies.runner import Results
 from studies.speedrun import load_benchmark
 
 BENCHMARKS = sorted(path.stem for path in speedrun.CONFIGS.glob("*.toml"))
-# Of the tokens of a run config without such an ending.
+# How many times the tokens of the run config whose name has no such ending.
 SHARES = {
     "-x4": 4,
     "-x5": 5,
@@ -115,7 +115,8 @@ def test_what_one_change_gives_is_told_seed_by_seed():
 
 @pytest.fixture
 def benchmark(data, tmp_path, monkeypatch):
-    """A benchmark of seconds: a baseline that learns nothing, and two run configs."""
+    """Return a benchmark of seconds: a baseline that learns nothing, and two run
+    configs."""
     base = change(
         tiny_config(data, tmp_path, steps=20), optim__lr=0.0, eval__interval=10
     )
@@ -147,7 +148,7 @@ run = functools.partial(run_main, speedrun)
 
 
 def row_of(table, name):
-    """The cells of the line of a run config, in a table that was printed."""
+    """Return the cells of the line of a run config, in a table that was printed."""
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
     ]

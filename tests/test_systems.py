@@ -72,8 +72,8 @@ def parameters(model):
 
 
 def some_masked(batch_size, length, seed):
-    """Masks of several rates; the first row masks everything, the second nothing, the
-    third one."""
+    """Return masks of several rates. The first row masks everything, the second
+    nothing, the third one position."""
     rates = torch.linspace(0.1, 0.9, batch_size)[:, None]
     masked = torch.rand(batch_size, length, generator=seeded(seed)) < rates
     masked[0] = True
@@ -99,13 +99,15 @@ def some_masked(batch_size, length, seed):
 def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_system(system, seed=group, **settings)
-    tokens = random_tokens(TOKENS, 3, LENGTH, 1)
-    order = random_orders(3, LENGTH, 2)
+    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=1)
+    order = random_orders(batch_size=3, length=LENGTH, seed=2)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
     nll = model(tokens, order, group_starts(order, group))
     assert (nll + expected).abs().max() < 1e-9
-    assert (token_log_probs(model, tokens, order, group) - expected).abs().max() < 1e-9
-    assert abs(groupwise_loss(model, tokens, order, group) + expected.mean()) < 1e-9
+    scored = token_log_probs(model, tokens, order, group)
+    assert (scored - expected).abs().max() < 1e-9
+    loss = groupwise_loss(model, tokens, order, group)
+    assert abs(loss + expected.mean()) < 1e-9
     assert expected.std() > 0.3
 
 
@@ -122,13 +124,15 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
         sigma = -torch.log(1 - (1 - 1e-3) * masked.double().mean(dim=1))
     outputs = encoder_outputs(model.config, parameters(model), tokens, masked, sigma)
     normaliser = outputs.exp().sum(dim=-1).log()
-    true = outputs.gather(-1, tokens[..., None]).squeeze(-1)
-    expected = (true - normaliser) * masked
+    of_token = outputs.gather(-1, tokens[..., None]).squeeze(-1)
+    expected = (of_token - normaliser) * masked
     assert expected[masked].std() > 0.3
-    assert (masked_log_probs(model, tokens, masked) - expected).abs().max() < 1e-9
+    scored = masked_log_probs(model, tokens, masked)
+    assert (scored - expected).abs().max() < 1e-9
     if model.config.noise:
-        got = model(tokens, masked, sigma)
-        assert ((got - torch.stack([normaliser, true])) * masked).abs().max() < 1e-9
+        terms = torch.stack([normaliser, of_token])
+        difference = (model(tokens, masked, sigma) - terms) * masked
+        assert difference.abs().max() < 1e-9
     else:
         assert (model(tokens, masked) + expected).abs().max() < 1e-9
 
@@ -139,24 +143,33 @@ def test_score_entropy_of_sedd_is_its_formula(seed):
     """1e-5: the noise level's cosines are those of its float32 rounding."""
     model = make_system("SEDD", seed)
     tokens = random_tokens(TOKENS, 8, LENGTH, seed + 1)
-    masks = masks_at(ObjectiveConfig("score_entropy"), seed, 3, range(8), 8, LENGTH)
+    masks = masks_at(
+        ObjectiveConfig("score_entropy"),
+        seed,
+        step=3,
+        rows=range(8),
+        total=8,
+        length=LENGTH,
+    )
     sigma = masks.sigma[:, None, None]
     outputs = encoder_outputs(
         model.config, parameters(model), tokens, masks.masked, masks.sigma
     )
     log_scores = outputs - sigma.expm1().log() - math.log(model.config.vocab_size - 1)
     ratio = 1 / sigma.squeeze(-1).expm1()
-    true = log_scores.gather(-1, tokens[..., None]).squeeze(-1)
-    entropy = log_scores.exp().sum(-1) - ratio * true + ratio * (ratio.log() - 1)
+    of_token = log_scores.gather(-1, tokens[..., None]).squeeze(-1)
+    constant = ratio * (ratio.log() - 1)
+    entropy = log_scores.exp().sum(-1) - ratio * of_token + constant
     expected = masks.weight * (entropy * masks.masked).sum(1) / LENGTH
     got = score_entropy(model, tokens, masks, vocab=TOKENS).mean(dim=1)
-    assert ((got - expected) / (1 + expected.abs())).abs().max() < 1e-5
+    relative_error = (got - expected) / (1 + expected.abs())
+    assert relative_error.abs().max() < 1e-5
     assert expected.max() > 0.1
 
 
 def listed_conditionals(model, length, seed):
-    """{(context, target): log p(token 0 at the target | context)} by `generate`, for
-    all."""
+    """Return {(context, target): log p(token 0 at the target | context)} of every
+    context and target, by `generate`."""
     keys = listed_contexts(length)
     orders = [order_through(context, target, length) for context, target in keys]
     order = torch.tensor(orders)
@@ -173,10 +186,12 @@ def listed_conditionals(model, length, seed):
 
 
 def count_distinct(values, tolerance=4e-6):
-    """Gaps below 4e-6 are none: float32 above -32 has steps of at most 2e-6."""
+    """Return the number of different values. Gaps below 4e-6 are none: float32 above
+    -32 has steps of at most 2e-6."""
     values = sorted(values)
     assert values[0] > -32
-    return 1 + sum(b - a > tolerance for a, b in itertools.pairwise(values))
+    gaps = [b - a for a, b in itertools.pairwise(values)]
+    return 1 + sum(gap > tolerance for gap in gaps)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -201,7 +216,9 @@ def test_there_is_one_conditional_per_set_or_order_of_context(system, length, se
             expected += contexts * (length - k)
         coinciding = system in ("target rotary", "Llama")
         assert max(gaps) > 1e-2
-    assert count_distinct(values.values()) == expected - (length - 1) * coinciding
+    if coinciding:
+        expected -= length - 1
+    assert count_distinct(values.values()) == expected
 
 
 # positions and tokens: 81 sequences, 24 orders, 15 masks
@@ -212,14 +229,18 @@ EPS = 1e-3
 
 
 def pattern_index(masked):
-    return (masked * torch.tensor([2 ** (N - 1 - i) for i in range(N)])).sum(dim=-1)
+    """Return the index in PATTERNS of each mask (..., N)."""
+    powers = torch.tensor([2 ** (N - 1 - i) for i in range(N)])
+    return (masked * powers).sum(dim=-1)
 
 
 def ao_ar_of_encoder(model, tokens):
-    """Mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n: (rows,)."""
-    of_mask = [
-        masked_log_probs(model, tokens, p.expand(len(tokens), N)) for p in PATTERNS
-    ]
+    """Return the mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n:
+    (rows,)."""
+    of_mask = []
+    for pattern in PATTERNS:
+        masked = pattern.expand(len(tokens), N)
+        of_mask.append(masked_log_probs(model, tokens, masked))
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for order in itertools.permutations(range(N)):
         for i, position in enumerate(order):
@@ -229,7 +250,7 @@ def ao_ar_of_encoder(model, tokens):
 
 
 def integral(a, b, low, high):
-    """int_low^high r^a (1-r)^b dr, in fractions."""
+    """Return int_low^high r^a (1-r)^b dr, in fractions."""
     total = Fraction(0)
     for j in range(b + 1):
         power = a + j + 1
@@ -239,15 +260,17 @@ def integral(a, b, low, high):
 
 
 def expected_estimate(kind, model, tokens):
-    """E[masked_nll] of each sequence: 6 nodes are exact for polynomials of degree 3."""
+    """Return E[masked_nll] of each sequence: 6 nodes are exact for polynomials of
+    degree 3."""
+    settings = []  # share, number of masked positions or time, weight of the loss
     if kind == "k_dce":
-        settings = [(1 / N, k, N / k) for k in range(1, N + 1)]
+        for k in range(1, N + 1):
+            settings.append((1 / N, k, N / k))
     else:
         nodes, weights = np.polynomial.legendre.leggauss(6)
-        settings = [
-            (w / 2, (u + 1) / 2, 2 / (u + 1))
-            for u, w in zip(nodes, weights, strict=True)
-        ]
+        for node, weight in zip(nodes, weights, strict=True):
+            time = (node + 1) / 2
+            settings.append((weight / 2, time, 1 / time))
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for pattern in PATTERNS:
         m = int(pattern.sum())
@@ -256,11 +279,14 @@ def expected_estimate(kind, model, tokens):
             if kind == "k_dce":
                 probability = (m == at) / math.comb(N, at)
             else:
-                rate = (1 - EPS) * at if kind == "t_dce" else at
+                rate = at
+                if kind == "t_dce":
+                    rate = (1 - EPS) * at
                 probability = rate**m * (1 - rate) ** (N - m)
-            same = torch.full((len(tokens),), weight, dtype=torch.float64)
+            weights_of_rows = torch.full((len(tokens),), weight, dtype=torch.float64)
             if probability:
-                loss = masked_nll(model, tokens, Masks(masked, same, same)).detach()
+                masks = Masks(masked, weights_of_rows, sigma=weights_of_rows)
+                loss = masked_nll(model, tokens, masks).detach()
                 total += share * probability * loss
     return total
 
@@ -292,14 +318,15 @@ def drawn_masks(kind, seed, step, rows, total, length=N):
 
 
 def cell_of(rates, masked):
-    """Which quarter of the rates (0, 1) and which of the 16 masks, as one number below
-    64."""
-    return (rates * 4).long().clamp(0, 3) * 16 + pattern_index(masked)
+    """Return which quarter of the rates (0, 1) and which of the 16 masks, as one number
+    below 64."""
+    quarters = (rates * 4).long().clamp(0, 3)
+    return quarters * 16 + pattern_index(masked)
 
 
 def cell_probabilities(end):
-    """Probabilities of `cell_of`: the rate is uniform over (0, end), its quarters those
-    of end."""
+    """Return the probabilities of `cell_of`: the rate is uniform over (0, end), its
+    quarters those of end."""
     sizes = PATTERNS.sum(dim=1).tolist()
     values = []
     for quarter in range(4):
@@ -311,11 +338,13 @@ def cell_probabilities(end):
 
 
 def rate_of(masks, kind):
-    """The rate at which the positions of each row were masked, from the weight of the
-    row."""
+    """Return the rate at which the positions of each row were masked, from the weight
+    of the row."""
     if kind == "score_entropy":  # weight sigma'(t) = (1 - eps) / (1 - rate)
         return 1 - (1 - EPS) / masks.weight
-    return (1 - EPS if kind == "t_dce" else 1) / masks.weight
+    if kind == "t_dce":
+        return (1 - EPS) / masks.weight
+    return 1 / masks.weight
 
 
 @pytest.mark.parametrize(
@@ -327,17 +356,20 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
 ):
     """`share` of the masks of m positions are the one of the last m."""
     masks = masks_at(
-        ObjectiveConfig(kind, prefix_prob=share), seed, 5, range(40_000), 40_000, N
+        ObjectiveConfig(kind, prefix_prob=share),
+        seed,
+        step=5,
+        rows=range(40_000),
+        total=40_000,
+        length=N,
     )
-    end = (
-        Fraction(1) - Fraction(EPS)
-        if kind in ("t_dce", "score_entropy")
-        else Fraction(1)
-    )
+    end = Fraction(1)
+    if kind in ("t_dce", "score_entropy"):
+        end = Fraction(1) - Fraction(EPS)
     if kind == "k_dce":  # k is uniform over 1..n, the mask uniform given k
-        chances = [
-            1 / (N * math.comb(N, k)) if k else 0.0 for k in PATTERNS.sum(1).tolist()
-        ]
+        chances = []
+        for k in PATTERNS.sum(1).tolist():
+            chances.append(1 / (N * math.comb(N, k)) if k else 0.0)
         plain = torch.tensor([chances], dtype=torch.float64)
         cells = pattern_index(masks.masked)
         # perhaps float32
@@ -351,10 +383,9 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
     suffixes = torch.zeros_like(plain)
     for m in range(N + 1):
         of_size = PATTERNS.sum(1) == m
-        last = (torch.arange(N) >= N - m).to(PATTERNS.dtype)
-        suffixes[:, (PATTERNS == last).all(dim=1)] = plain[:, of_size].sum(
-            dim=1, keepdim=True
-        )
+        last = torch.arange(N) >= N - m
+        is_suffix = (PATTERNS == last).all(dim=1)
+        suffixes[:, is_suffix] = plain[:, of_size].sum(dim=1, keepdim=True)
     expected = ((1 - share) * plain + share * suffixes).flatten()
     counts = cells.bincount(minlength=len(expected))
     assert chi_square_p(counts, 40_000 * expected) > LEVEL
@@ -383,36 +414,35 @@ def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, to
 def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
     """1e-6: the rates may be float32."""
     for step in range(50):
-        masks = drawn_masks("lambda_dce", 1, step, range(8), 8)
+        masks = drawn_masks("lambda_dce", seed=1, step=step, rows=range(8), total=8)
         rates = (1 / masks.weight).double()
-        assert sorted((rates * 8).long().clamp(max=7).tolist()) == list(range(8))
-        assert ((1 - (-masks.sigma).exp()) / (1 - EPS) - rates).abs().max() < 1e-6
+        eighths = (rates * 8).long().clamp(max=7)
+        assert sorted(eighths.tolist()) == list(range(8))
+        of_sigma = (1 - (-masks.sigma).exp()) / (1 - EPS)
+        assert (of_sigma - rates).abs().max() < 1e-6
 
 
 def test_the_unweighted_loss_is_a_mean_over_the_masked_tokens_of_lambda_dce():
     for step in range(3):
-        weighted = drawn_masks("lambda_dce", 5, step, range(8), 8)
-        plain = drawn_masks("masked_ce", 5, step, range(8), 8)
+        weighted = drawn_masks("lambda_dce", seed=5, step=step, rows=range(8), total=8)
+        plain = drawn_masks("masked_ce", seed=5, step=step, rows=range(8), total=8)
         assert torch.equal(weighted.masked, plain.masked)
         assert set(plain.weight.tolist()) == {2.0}
         assert torch.equal(weighted.sigma, plain.sigma)
-    masked = drawn_masks(
-        "masked_ce", seed=0, step=0, rows=range(4000), total=4000
-    ).masked.double()
-    assert (2 * masked.mean() - 1).abs() < 0.02
+    masks = drawn_masks("masked_ce", seed=0, step=0, rows=range(4000), total=4000)
+    masked_share = masks.masked.double().mean()
+    assert (2 * masked_share - 1).abs() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
 def test_masks_are_a_function_of_seed_step_and_row(kind):
     whole = drawn_masks(kind, seed=3, step=7, rows=range(12), total=12, length=LENGTH)
     for size in (1, 3, 4):
-        starts = range(0, 12, size)
-        parts = [
-            drawn_masks(
-                kind, seed=3, step=7, rows=range(r, r + size), total=12, length=LENGTH
-            )
-            for r in starts
-        ]
+        parts = []
+        for start in range(0, 12, size):
+            rows = range(start, start + size)
+            part = drawn_masks(kind, seed=3, step=7, rows=rows, total=12, length=LENGTH)
+            parts.append(part)
         for name in ("masked", "weight", "sigma"):
             joined = torch.cat([getattr(part, name) for part in parts])
             assert torch.equal(joined, getattr(whole, name))
@@ -430,13 +460,14 @@ def test_an_encoder_has_a_likelihood_along_every_order(system):
     float32."""
     model, conditional = enumerable_system(system, 3)
     sequences = all_sequences(V, N)
-    for order in random_orders(4, N, 5):
+    for order in random_orders(batch_size=4, length=N, seed=5):
         log_probs = token_log_probs(model, sequences, order.expand(len(sequences), N))
         for step, target in enumerate(order.tolist()):
             context = tuple(order[:step].tolist())
             expected = conditional[context, target].log()
             assert (log_probs[:, step] - expected).abs().max() < 1e-5
-        assert abs(log_probs.double().sum(dim=1).exp().sum() - 1) < 1e-5
+        total = log_probs.double().sum(dim=1).exp().sum()
+        assert abs(total - 1) < 1e-5
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -451,18 +482,20 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
     for t, share in zip((points + 1) / 2, weights / 2, strict=True):
         rate = (1 - eps) * t
         m = PATTERNS.sum(1)
-        sigma = log_linear_noise(torch.full((len(PATTERNS),), t, dtype=torch.float64))
-        masks = Masks(PATTERNS, torch.full_like(sigma, (1 - eps) / (1 - rate)), sigma)
+        times = torch.full((len(PATTERNS),), t, dtype=torch.float64)
+        sigma = log_linear_noise(times)
+        weight = torch.full_like(sigma, (1 - eps) / (1 - rate))
+        masks = Masks(PATTERNS, weight, sigma)
+        rows = tokens[:1].expand(len(PATTERNS), N)
         with torch.no_grad():
-            losses = score_entropy(
-                model, tokens[:1].expand(len(PATTERNS), N), masks, V
-            ).mean(dim=1)
-        exact += share * float((rate**m * (1 - rate) ** (N - m) * losses).sum())
-    with torch.no_grad():
-        draws = [
-            token_score_entropy(model, tokens, seed, d, range(16), 16)
-            for d in range(400)
-        ]
+            losses = score_entropy(model, rows, masks, V).mean(dim=1)
+        probabilities = rate**m * (1 - rate) ** (N - m)
+        exact += share * float((probabilities * losses).sum())
+    draws = []
+    for draw in range(400):
+        with torch.no_grad():
+            terms = token_score_entropy(model, tokens, seed, draw, range(16), 16)
+        draws.append(terms)
     means = torch.stack([terms.mean() for terms in draws])
     error = means.std() / 20
     assert abs(means.mean() - exact) < 4.5 * error
@@ -478,8 +511,8 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
 @torch.no_grad()
 def test_without_group_attention_a_context_in_groups_is_one_token_after_the_other():
     model = make_system(ONE_BY_ONE, 3)
-    tokens = random_tokens(TOKENS, 3, LENGTH, 0)
-    order = random_orders(3, LENGTH, 1)
+    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
+    order = random_orders(batch_size=3, length=LENGTH, seed=1)
     with pytest.raises(ValueError, match="predicts one token at a time"):
         token_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
     got = token_log_probs(model, tokens, order, group=4)
@@ -495,7 +528,7 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
 
 
 def training_inputs(system, model, batch, seed):
-    """Arguments of the training pass, as train.py gives them."""
+    """Return arguments of the training pass, as train.py gives them."""
     tokens = random_tokens(TOKENS, batch, LENGTH, seed)
     if system in ENCODERS:
         kind = "score_entropy" if model.config.noise else "lambda_dce"
@@ -541,7 +574,7 @@ def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system)
 
 
 def dead_by_design(system, name, p):
-    """Elements of a parameter that cannot learn, and why."""
+    """Return a mask of the elements of a parameter that cannot learn."""
     dead = torch.zeros_like(p, dtype=torch.bool)
     if system in ENCODERS and name in ("head.weight", "head.bias"):
         dead[TOKENS] = True  # [MASK] is never predicted
@@ -693,7 +726,7 @@ def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
     config = curriculum_config()
     rows = range(6)
     model = randomise(build_model(config.model).double(), 0)
-    tokens = random_tokens(TOKENS, 6, LENGTH, 0)
+    tokens = random_tokens(TOKENS, batch_size=6, length=LENGTH, seed=0)
     for step in steps:
         expected = groupwise_loss(
             model, tokens, orders_at(order, config.seed, step, rows, LENGTH), group
@@ -712,7 +745,7 @@ def test_training_of_an_encoder_minimises_its_objective(system):
     config = Config(
         model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5
     )
-    tokens = random_tokens(TOKENS, 4, LENGTH, 0)
+    tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=0)
     rows = range(4, 8)
     masks = masks_at(
         config.objective, seed=5, step=9, rows=rows, total=12, length=LENGTH

@@ -31,7 +31,7 @@ SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
 
 
 def of_bytes():
-    """A tokenizer of single bytes, and the SPECIAL tokens after them."""
+    """Return a tokenizer of single bytes, and the SPECIAL tokens after them."""
     vocabulary = {letter: i for i, letter in enumerate(byte_letters())}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
@@ -43,7 +43,7 @@ def of_bytes():
 
 
 def of_words(**options):
-    """A tokenizer of pieces in which "▁" is a space, as Llama's."""
+    """Return a tokenizer of pieces in which "▁" is a space, as Llama's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz."]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -81,7 +81,7 @@ def saved(tokenizer, folder, **files):
 
 
 def around(tokenizer, template):
-    """The same tokenizer, which writes tokens around a text."""
+    """Return the same tokenizer, which writes tokens around a text."""
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=template,
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in SPECIAL],
@@ -349,7 +349,7 @@ def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
 
 @pytest.mark.parametrize("make", [of_bytes, of_words, lossy])
 def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
-    """Of the whole split exactly, whatever the tokenizer adds or loses."""
+    """The bytes of the whole split, whatever the tokenizer adds or loses."""
     path = saved(make(), tmp_path / "model")
     texts = ["the cat.", "a café", "No", " x"] * 9
     source = write_jsonl(tmp_path / "a.jsonl", texts)

@@ -18,7 +18,8 @@ CELLS = 12
 
 
 def executed(notebook):
-    """The notebook with the outputs of a fresh kernel that starts in its folder."""
+    """Return the notebook with the outputs of a fresh kernel that starts in its
+    folder."""
     notebook = copy.deepcopy(notebook)
     client = NotebookClient(
         notebook,

@@ -87,14 +87,14 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """An undisturbed run of 40 steps."""
+    """Return an undisturbed run of 40 steps."""
     config = tiny_config(data, tmp_path_factory.mktemp("reference"))
     train.train(config, ALONE)
     return config
 
 
 def copy_of(reference, out, **changes):
-    """The finished run, copied to another folder, to be damaged or continued."""
+    """Return the finished run, copied to another folder, to be damaged or continued."""
     shutil.copytree(reference.run_folder, out / reference.name)
     return change(reference, out=str(out), **changes)
 
@@ -139,7 +139,9 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     torch.manual_seed(config.seed)
     plain = build_model(config.model)
     if system == "encoder":
-        masks = masks_at(config.objective, 7, step, rows, 8, length)
+        masks = masks_at(
+            config.objective, seed=7, step=step, rows=rows, total=8, length=length
+        )
         expected = masked_nll(plain, tokens, masks).mean()
     else:
         order = orders_at(config.order, 7, step, rows, length)
@@ -371,7 +373,7 @@ while line := sys.stdin.readline():
 
 
 def has_reached(config, step):
-    """Whether metrics.jsonl has the line of a step (the last line may be half
+    """Return whether metrics.jsonl has the line of a step (the last line may be half
     written)."""
     path = config.run_folder / "metrics.jsonl"
     return path.exists() and f'{{"step": {step}, "loss"' in path.read_text()
@@ -391,8 +393,8 @@ class Driver:
     def start(
         self, path, operation=None, file_size=None, output=os.devnull, **environment
     ):
-        """The process id of a run that is to die before that operation or past that
-        file size."""
+        """Return the process id of a run that is to die before that operation or past
+        that file size."""
         order = {
             "path": str(path),
             "operation": operation,
@@ -413,7 +415,7 @@ class Driver:
         return self.status()
 
     def done(self, path, **options):
-        """The finished run, with what it wrote to stderr."""
+        """Return the finished run, with what it wrote to stderr."""
         status = self.run(path, **options)
         return subprocess.CompletedProcess(
             path, status, stderr=self.errors_of(path).read_text()
