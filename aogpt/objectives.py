@@ -385,9 +385,9 @@ def _uniform(
     length: int,
     roles: Roles | None,
     stream: int = ORDERS,
-) -> tuple:
-    """Return uniform numbers of sequences (B,) and positions (B, T); NEVER where a
-    token is given."""
+) -> tuple[Tensor, Tensor]:
+    """Return uniform numbers of sequences (B,) and positions (B, T), which are NEVER at
+    tokens of the prompt."""
     bits = philox_bits(seed, step, rows, length + 1, stream)
     uniform = torch.from_numpy(to_uniform(bits))
     position_uniforms = uniform[:, 1:]
