@@ -170,7 +170,7 @@ def training_loop(
     with closing(log), closing(saver), graphs, closing(batches):
         model = replicate(state.model, procs)
         if val_data is not None and t.init_from and progress.step == 0:
-            # What the source gives, before the first step changes it.
+            # The losses of the source's weights, before the first step changes them.
             validate(config, procs, state, val_data, log)
 
         while progress.step < t.steps and not stop.requested:

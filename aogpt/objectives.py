@@ -365,7 +365,9 @@ def evaluation_masks(
     """Return masks of an objective as `masks_at` does, with the numbers of masked
     positions, or the times, stratified over the batch. Not lambda_dce: its weight
     1 / lambda has infinite variance."""
-    _, position_uniforms = _uniform(seed, step, rows, length, roles, SCORED_MASKS)
+    _, position_uniforms = _uniform(
+        seed, step, rows, length, roles=roles, stream=SCORED_MASKS
+    )
     row_uniforms = stratified(
         seed, step, rows, total, width=length + 1, stream=SCORED_MASKS
     )
@@ -383,9 +385,9 @@ def _uniform(
     length: int,
     roles: Roles | None,
     stream: int = ORDERS,
-) -> tuple:
-    """Return uniform numbers of sequences (B,) and positions (B, T); NEVER where a
-    token is given."""
+) -> tuple[Tensor, Tensor]:
+    """Return uniform numbers of sequences (B,) and positions (B, T), which are NEVER at
+    tokens of the prompt."""
     bits = philox_bits(seed, step, rows, length + 1, stream)
     uniform = torch.from_numpy(to_uniform(bits))
     position_uniforms = uniform[:, 1:]
@@ -465,12 +467,12 @@ def token_nll(
     length = tokens.shape[1]
     device = tokens.device
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, length, roles)
+        masks = evaluation_masks(seed, draw, rows, total, length, roles=roles)
         masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
         nll = -masks.weight[:, None] * log_probs.double()
     else:
-        order = orders_at(orders, seed, draw, rows, length, SCORED_ORDERS)
+        order = orders_at(orders, seed, draw, rows, length, stream=SCORED_ORDERS)
         prompt_lengths = None
         lengths = None
         if roles is not None:

@@ -119,7 +119,9 @@ def cheap_gains(
     T = tokens.shape[1]
     M = max(sizes)
     stream = RandomStream(draw, CONTEXTS)
-    order = orders_at(OrderConfig("random"), seed, stream.index, rows, T, ENSEMBLES)
+    order = orders_at(
+        OrderConfig("random"), seed, stream.index, rows, length=T, stream=ENSEMBLES
+    )
     prompt = torch.zeros(B, 1, dtype=torch.long)
     end = prompt + T
     if roles is not None:
@@ -134,7 +136,12 @@ def cheap_gains(
     orders = [order]
     for member in range(1, M):
         permuted = permute_context(
-            order, known, seed, RandomStream(draw, CONTEXTS, member), rows, prompt
+            order,
+            known,
+            seed,
+            stream=RandomStream(draw, CONTEXTS, member),
+            rows=rows,
+            prompt=prompt,
         )
         orders.append(permuted)
 

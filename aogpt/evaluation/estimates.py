@@ -69,7 +69,7 @@ class Estimate:
 
 def estimate(
     *parts: Tensor,
-    joint=False,
+    joint: bool = False,
     weights: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Estimate:

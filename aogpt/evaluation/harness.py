@@ -388,7 +388,9 @@ class HarnessModel(TemplateLM):
         # process.
         key = digest(context, continuation)
         row = range(draw, draw + 1)
-        order = orders_at(OrderConfig("random"), a.seed, key, row, n, REQUESTS)[0]
+        order = orders_at(
+            OrderConfig("random"), a.seed, key, row, length=n, stream=REQUESTS
+        )[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
             return ScoringPass(tokens, order, first=c, weight=1.0)

@@ -59,7 +59,11 @@ class Scorer:
         return [size for size in self.ensembles if size > 1]
 
     def nll(
-        self, loaded: Loaded, tokens: Tensor, draw: tuple, roles: Roles | None
+        self,
+        loaded: Loaded,
+        tokens: Tensor,
+        draw: tuple[int, int, range, int],
+        roles: Roles | None,
     ) -> Tensor:
         """Return -log p of every token, (B, T) float64, in sequence order, NaN where
         none is scored. draw: (seed, number of the draw, rows, total of rows)."""

@@ -229,7 +229,9 @@ def score_samples(
         divergences = reference.divergences(samples)
     mauve_row = {}
     if reference is not None and mauve:
-        mauve_row = mauve_scores(samples, judged, reference, judge, batch_size, procs)
+        mauve_row = mauve_scores(
+            samples, judged, reference, judge, batch_size=batch_size, procs=procs
+        )
     return {
         "run": samples.name,
         "tokens_judged": judged_as,

@@ -107,7 +107,14 @@ def micro_batches(
         mean_predicted = 1.0
         if data.of_records:
             roles, mean_predicted = roles_of(data, config, step, batch_rows)
-        batch = make_batch(tokens, config, step, batch_rows, roles, mean_predicted)
+        batch = make_batch(
+            tokens,
+            config,
+            step,
+            batch_rows,
+            roles=roles,
+            mean_predicted=mean_predicted,
+        )
         if device.type == "cuda":
             batch = batch.map(torch.Tensor.pin_memory)
         return batch
@@ -136,7 +143,7 @@ class PendingLosses:
     """The losses and gradient norms of the last steps, copied from the device in the
     background: reading them at once would wait for the GPU."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # (step, numbers on the CPU, CUDA event after which they are there, or None)
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 

@@ -16,13 +16,6 @@ from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
 from .metrics import ORDERS, read_metrics
 
-# Title: keys of metrics.jsonl, drawn solid and dashed.
-PANELS: dict[str, tuple[str, ...]] = {}
-PANELS["training loss (the run's objective), smoothed"] = ("loss",)
-for kind, orders in ORDERS.items():
-    title = f"validation, {orders} (averaged weights; dashed: of the last step)"
-    PANELS[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
-PANELS["gradient norm, smoothed"] = ("grad_norm",)
 STYLES = ("-", "--")
 COLUMNS = 3  # panels side by side
 
@@ -79,14 +72,27 @@ def plot_runs(folders: list[Path]) -> bytes:
     return png(figure, dpi=130)
 
 
+def all_panels() -> dict[str, tuple[str, ...]]:
+    """Return the keys of metrics.jsonl that each panel draws, solid and dashed, by the
+    panel's title."""
+    panels: dict[str, tuple[str, ...]] = {}
+    panels["training loss (the run's objective), smoothed"] = ("loss",)
+    for kind, orders in ORDERS.items():
+        title = f"validation, {orders} (averaged weights; dashed: of the last step)"
+        panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
+    panels["gradient norm, smoothed"] = ("grad_norm",)
+    return panels
+
+
 def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
     """Return the panels that at least one run has values for. Raises UserError for a
     run that has none.
 
     runs: the rows of metrics.jsonl, by folder."""
+    panels = all_panels()
     all_keys = set()
     panel_keys: set[str] = set()
-    for keys in PANELS.values():
+    for keys in panels.values():
         panel_keys.update(keys)
     for run, rows in runs.items():
         run_keys: set[str] = set()
@@ -98,11 +104,9 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
                 "give run folders"
             )
         all_keys |= run_keys
-    panels = {}
-    for title, keys in PANELS.items():
-        if not all_keys.isdisjoint(keys):
-            panels[title] = keys
-    return panels
+    return {
+        title: keys for title, keys in panels.items() if not all_keys.isdisjoint(keys)
+    }
 
 
 def draw_runs(axes, runs: dict[str, list[dict]], keys: tuple[str, ...]) -> None:

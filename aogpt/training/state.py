@@ -13,7 +13,7 @@ from ..checkpoints import CheckpointError, load, store
 from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
 from ..data.loader import changed_files
-from ..data.tokenizers import HUB, RECORDED, other_tokenizer
+from ..data.tokenizers import HUB, other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -35,9 +35,10 @@ REFUSED = {
     "optim.kind": "optimizer",
     "optim.more_ema_decays": "list of averages",
     "train.lora_rank": "rank of the adapters",
+    "data.tokenizer": "tokenizer",
+    "data.tokenizer_sha256": "tokenizer",
+    "data.vocab_size": "tokenizer",
 }
-for recorded in RECORDED:
-    REFUSED[f"data.{recorded}"] = "tokenizer"
 NOW = "from this step on"
 OTHER_LOSS = "losses before and after this step do not compare"
 SHUFFLED = (

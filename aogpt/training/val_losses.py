@@ -59,7 +59,7 @@ def evaluate(
         with applied:
             for kind, (of_kind, group) in orders.items():
                 losses[kind] = validation_loss(
-                    model, val_data, of_kind, config, procs, group
+                    model, val_data, of_kind, config, procs, group=group
                 )
         result[name] = losses
     model.train()
