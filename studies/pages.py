@@ -116,9 +116,9 @@ def reported(experiment: Experiment, recipes: Recipes) -> Recipes:
         result[recipe] = {}
         for name, entry in entries.items():
             runs = entry["runs"]
-            others = [run for run in runs if run.get("seed") not in seeds]
+            reported_runs = [run for run in runs if run.get("seed") not in seeds]
             result[recipe][name] = dict(entry)
-            result[recipe][name]["runs"] = others or runs
+            result[recipe][name]["runs"] = reported_runs or runs
     return result
 
 

@@ -219,11 +219,11 @@ def test_an_error_that_all_seeds_share_is_added_once():
         "a": {"runs": [measured(gain=[gain, 0.2]) for gain in gains]},
         "same": {"runs": [measured(gain=[0.3, 0.1])] * 4},
     }
-    found = judged(Claim("", "0", "a:gain"), "training", entries)
+    judgement = judged(Claim("", "0", "a:gain"), "training", entries)
     error = math.hypot(np.std(gains, ddof=1) / 2, 0.2)
-    assert found["p"] == pytest.approx(2 * stats.t.sf(0.45 / error, 3))
-    found = judged(Claim("", "0", "same:gain"), "training", entries)
-    assert found["p"] == pytest.approx(2 * stats.t.sf(3, 3))
+    assert judgement["p"] == pytest.approx(2 * stats.t.sf(0.45 / error, 3))
+    judgement = judged(Claim("", "0", "same:gain"), "training", entries)
+    assert judgement["p"] == pytest.approx(2 * stats.t.sf(3, 3))
     unknown = judged(Claim("", "a:speed", "1"), "training", entries)
     assert unknown["verdict"] == verdicts.UNMEASURED
     assert judged(Claim("", "c:gain", "1"), "training", entries) is None
@@ -266,11 +266,11 @@ def test_tokens_to_a_goal_are_a_lower_bound_where_a_run_does_not_reach_it():
         "late": runs((4, 3, 2.9), (4, 3, 2)),
     }
     claim = Claim("", "soon:tokens_to_2.5", "late:tokens_to_2.5")
-    found = judged(claim, "x", entries)
+    judgement = judged(claim, "x", entries)
     soon = (1.5 + 1 + 0.1 / 0.6) / 2
     late = (4 + 3) / 2
-    assert found["mean"] == pytest.approx(late - soon)
-    assert found["verdict"] == ""
+    assert judgement["mean"] == pytest.approx(late - soon)
+    assert judgement["verdict"] == ""
     turned = Claim("", "late:tokens_to_2.5", "soon:tokens_to_2.5")
     assert judged(turned, "x", entries)["verdict"] == verdicts.UNFINISHED
 
@@ -323,24 +323,24 @@ def test_successes_are_compared_by_fishers_test():
     """Against scipy and the independent script. A run that did not end fails."""
     entries = {"good": by_seed(*[0.95] * 7, 0.9), "bad": by_seed(*[0.4] * 7, 1.0)}
     claim = Claim("", "bad", "good", success=0.9)
-    found = judged(claim, "training", entries)
+    judgement = judged(claim, "training", entries)
     expected = stats.fisher_exact([[8, 0], [1, 7]]).pvalue
-    assert found["p"] == pytest.approx(expected)
-    assert found["mean"] == 7 / 8
-    assert found["successes"] == [8, 1]
-    assert found["verdict"] == ""
-    assert pages.difference_cell(found) == "8 against 1 of 8 runs"
-    found["primary"] = True
-    verdicts.with_verdicts([found], 1)
-    assert found["verdict"] == SUPPORTED
-    line = pages.verdict_line(found)
+    assert judgement["p"] == pytest.approx(expected)
+    assert judgement["mean"] == 7 / 8
+    assert judgement["successes"] == [8, 1]
+    assert judgement["verdict"] == ""
+    assert pages.difference_cell(judgement) == "8 against 1 of 8 runs"
+    judgement["primary"] = True
+    verdicts.with_verdicts([judgement], 1)
+    assert judgement["verdict"] == SUPPORTED
+    line = pages.verdict_line(judgement)
     assert f"8 against 1 of 8 runs, Holm's p by Fisher's test {expected:.2g}" in line
     turned = judged(Claim("", "good", "bad", success=0.9), "training", entries)
     verdicts.with_verdicts([turned], 1)
     assert turned["verdict"] == OPPOSITE
     figures = [[0.95] * 7 + [0.9], [0.4] * 7 + [1.0]]
     mean, p = audit_findings.counted(figures, 0.9)
-    assert mean == found["mean"]
+    assert mean == judgement["mean"]
     assert p == pytest.approx(expected)
     for row in entries["good"]["runs"][:2]:
         row |= {"tokens": [], "losses": {}, "measured": {}}
@@ -526,15 +526,15 @@ def test_ranks_of_two_run_configs_are_compared_exactly():
     first = [0.3, 0.9, 0.35, 0.4]
     second = [0.5, 0.55, 0.6, 0.45]
     entries = {"a": by_seed(*first), "b": by_seed(*second)}
-    found = judged(Claim("", "a", "b"), "training", entries)
+    judgement = judged(Claim("", "a", "b"), "training", entries)
     sums = [sum(ranks) for ranks in itertools.combinations(range(1, 9), 4)]
     ranks = sum(stats.rankdata(first + second)[:4])
     p = np.mean([abs(one - 18) >= abs(ranks - 18) for one in sums])
-    assert found["p_rank"] == pytest.approx(p)
+    assert judgement["p_rank"] == pytest.approx(p)
     audited = audit_findings.ranked([second, [-value for value in first]], 0)
-    assert found["p_rank"] == pytest.approx(audited)
+    assert judgement["p_rank"] == pytest.approx(audited)
     differences = np.subtract.outer(second, first)
-    assert found["median"] == pytest.approx(np.median(differences))
+    assert judgement["median"] == pytest.approx(np.median(differences))
     shifted = judged(Claim("", "a", "b", margin=0.2), "training", entries)
     higher = [value + 0.2 for value in second]
     expected = stats.mannwhitneyu(higher, first, method="exact")
@@ -650,11 +650,11 @@ def test_a_ratio_is_of_differences_seed_by_seed():
 
 def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     rates = {"a": [1, 2, 4, 8, 16], "b": [1, 2, 4, 8]}
-    found = runner.search(
+    tuning = runner.search(
         rates, lambda v: abs(math.log2(v["a"] * v["b"]) - 2) + v["a"] / 100
     )
-    tried = [tuple(values.values()) for values, _ in found]
-    best = tuple(runner.best_of(RunConfig("x", {}, rates), found).values())
+    tried = [tuple(values.values()) for values, _ in tuning]
+    best = tuple(runner.best_of(RunConfig("x", {}, rates), tuning).values())
     assert best == (1, 4)
     assert {(2, 4), (1, 2), (1, 8)} <= set(tried)
     assert len(tried) < 20
@@ -686,12 +686,12 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
     ):
         options = dict(more)
         second = dataclasses.replace(configs["b"], tuned_as=options.pop("as", ""))
-        others = dict(configs, b=second)
+        changed = dict(configs, b=second)
         chosen = options.pop("chosen", ())
-        experiment = experiments.Experiment(name="X", recipes={"r": others}, **options)
-        made = runner.Runner(experiment, runner.Results(), chosen=chosen)
-        found = made.train(1)["r"]
-        assert [entry["tuned"]["optim.lr"] for entry in found.values()] == tuned
+        experiment = experiments.Experiment(name="X", recipes={"r": changed}, **options)
+        tuner = runner.Runner(experiment, runner.Results(), chosen=chosen)
+        entries = tuner.train(1)["r"]
+        assert [entry["tuned"]["optim.lr"] for entry in entries.values()] == tuned
 
 
 def test_results_at_hand_count_when_tuning():
@@ -702,7 +702,7 @@ def test_results_at_hand_count_when_tuning():
     one = RunConfig("a", {}, grid)
     results = runner.Results()
     experiment = experiments.Experiment(name="X", recipes={"r": {"a": one}})
-    made = runner.Runner(experiment, results)
+    tuner = runner.Runner(experiment, results)
 
     def save(lr, seed):
         config = experiment.config("r", one, seed, {"optim.lr": lr})
@@ -711,10 +711,10 @@ def test_results_at_hand_count_when_tuning():
 
     for lr, seed in itertools.product((2.0, 3.0, 4.0), experiment.tuning_seeds):
         save(lr, seed)
-    assert runner.best_of(one, made.tune("r", [one])) == {"optim.lr": 3.0}
+    assert runner.best_of(one, tuner.tune("r", [one])) == {"optim.lr": 3.0}
     for seed in experiment.tuning_seeds:
         save(5.0, seed)
-    assert runner.best_of(one, made.tune("r", [one])) == {"optim.lr": 5.0}
+    assert runner.best_of(one, tuner.tune("r", [one])) == {"optim.lr": 5.0}
 
 
 def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
@@ -729,10 +729,10 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
         ([1], []),
     ):
         grid = {"x": list(range(len(losses)))}
-        found = runner.search(grid, lambda values, at=losses: at[values["x"]])
-        assert found == [({"x": place}, losses[place]) for place in tried]
-        if found:
-            best = runner.best_of(one, found)
+        tried_losses = runner.search(grid, lambda values, at=losses: at[values["x"]])
+        assert tried_losses == [({"x": place}, losses[place]) for place in tried]
+        if tried_losses:
+            best = runner.best_of(one, tried_losses)
             assert losses[best["x"]] == min(losses)
     with pytest.raises(ValueError, match="no run of a ended: lower the values"):
         runner.best_of(one, [({"x": 1}, math.inf)])
@@ -1003,9 +1003,9 @@ def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(
     # A run config alone that lacks a run is left out, too.
     file = tiny / "results" / "E7.runs.jsonl"
     lines = file.read_text().splitlines()
-    kept = [line for line in lines if not re.search(r"moving_\S*_s0\"", line)]
-    assert len(kept) < len(lines)
-    file.write_text("\n".join(kept) + "\n")
+    remaining = [line for line in lines if not re.search(r"moving_\S*_s0\"", line)]
+    assert len(remaining) < len(lines)
+    file.write_text("\n".join(remaining) + "\n")
     pages.load_results.cache_clear()
     experiment, recipes = pages.load_results("E7")
     assert list(recipes["slow"]) == ["still"]
@@ -1116,8 +1116,8 @@ def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):
     cancelled = threading.Event()
 
     class Pool(ThreadPoolExecutor):
-        def shutdown(self, **how):
-            super().shutdown(wait=False, **how)
+        def shutdown(self, **options):
+            super().shutdown(wait=False, **options)
             cancelled.set()
             super().shutdown()
 

@@ -58,8 +58,8 @@ def test_a_task_without_all_rows_has_no_results(tmp_path, monkeypatch, capsys):
     chosen = {"mirror": KNOWN["mirror"]}
     lines = (RESULTS / "mirror.runs.jsonl").read_text().splitlines(keepends=True)
     half = lines[: len(lines) // 2]
-    for kept, expected in ((lines, ["mirror"]), (half, [])):
-        (tmp_path / "mirror.runs.jsonl").write_text("".join(kept))
+    for written, expected in ((lines, ["mirror"]), (half, [])):
+        (tmp_path / "mirror.runs.jsonl").write_text("".join(written))
         assert list(tasks.load_results(chosen, DECODERS)) == expected
     said = run_main(tasks, monkeypatch, capsys, "details", "mirror")
     assert "Not run yet: mirror." in said
@@ -236,8 +236,8 @@ def test_the_page_of_tasks_says_how_much_the_best_order_can_hurt():
     )
     text = " ".join((RESULTS / "README.md").read_text().split())
     chosen = values_of(entries["colouring"]["aogpt"], "confidence", "exact_match")
-    others = values_of(entries["colouring"]["aogpt"], "l2r", "exact_match")
-    losses = [100 * (b - a) for a, b in zip(chosen, others, strict=True)]
+    in_order = values_of(entries["colouring"]["aogpt"], "l2r", "exact_match")
+    losses = [100 * (b - a) for a, b in zip(chosen, in_order, strict=True)]
     mean, half_width = mean_and_half_width(losses)
     assert f"on colouring, {mean:.2f} ± {half_width:.2f} points" in text
     entry = entries["shuffle"]["two_stream"]
