@@ -48,6 +48,8 @@ def main() -> None:
 def plot_runs(folders: list[Path]) -> bytes:
     """Return a PNG of the panels that at least one of the run folders has values
     for."""
+    from matplotlib.ticker import EngFormatter
+
     runs = {str(folder): read_metrics(folder / "metrics.jsonl") for folder in folders}
     panels = panels_of(runs)
     columns = min(COLUMNS, len(panels))
@@ -62,6 +64,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         unit = "" if "grad_norm" in keys else "nats per token"
         axes.set_title(title, fontsize=9)
         axes.set(xlabel="tokens", ylabel=unit)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12M, not 1.2 and 1e7
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
@@ -76,11 +79,11 @@ def all_panels() -> dict[str, tuple[str, ...]]:
     """Return the keys of metrics.jsonl that each panel draws, solid and dashed, by the
     panel's title."""
     panels: dict[str, tuple[str, ...]] = {}
-    panels["training loss (the run's objective), smoothed"] = ("loss",)
+    panels["training loss (the run's objective), smoothed; pale: as it is"] = ("loss",)
     for kind, orders in ORDERS.items():
         title = f"validation, {orders} (averaged weights; dashed: of the last step)"
         panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
-    panels["gradient norm, smoothed"] = ("grad_norm",)
+    panels["gradient norm, smoothed; pale: as it is"] = ("grad_norm",)
     return panels
 
 
