@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """What stays the same from request to request."""
+    """The model and the options, which stay the same from request to request."""
 
     options: DecodingOptions  # with the defaults of the mode, and the ids of words
     loaded: Loaded

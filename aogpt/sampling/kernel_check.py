@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 @dataclass(frozen=True)
 class Kernels:
-    """What takes the place of tensor code on a GPU; None: nothing does."""
+    """The code that takes the place of tensor code on a GPU; None: nothing does."""
 
     choice: ModuleType | None  # `aogpt.sampling.kernels`
     attention: ModuleType | None  # `aogpt.sampling.attention_kernel`

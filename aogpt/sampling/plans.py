@@ -170,12 +170,7 @@ def random_plan(
 ) -> Plan:
     """Plan a uniformly random order, `group` positions a step: positions by rising
     random number."""
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     return samples.in_groups(samples.uniforms, group)
 
 
@@ -200,12 +195,7 @@ def mdm_plan(
     steps = torch.as_tensor(steps).cpu()
     steps = steps.expand(batch_size)
     steps = steps[:, None]
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     order, index = samples.order_by(samples.uniforms)
     if not even:
         # Inverse CDF: a position unmasks when the share of unmasked positions has risen
@@ -255,24 +245,13 @@ def adaptive_plan(
     number. block: positions of blocks that are filled in one after the other
     (semi-autoregressive, as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group or 1,
-        )
+        plan = random_plan(batch_size, length, generator, given, group or 1)
         if by == "random":
             return plan
         return replace(plan, unmask_by=by)
     if by == "random":
         raise UserError("threshold, entropy_bound and block need a score to choose by")
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     block_size = block or max(samples.T, 1)
     # The order within a block is random, as above: it decides between equals.
     block_number = samples.position // block_size
@@ -300,20 +279,9 @@ def speculative_plan(
     order if a generator is given. Samples follow the joint distribution of one position
     a step."""
     if generator is None:
-        plan = l2r_plan(
-            batch_size,
-            length,
-            given,
-            group=draft,
-        )
+        plan = l2r_plan(batch_size, length, given, group=draft)
     else:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group=draft,
-        )
+        plan = random_plan(batch_size, length, generator, given, group=draft)
     return replace(plan, draft=draft)
 
 

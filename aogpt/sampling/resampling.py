@@ -51,7 +51,7 @@ RESAMPLED = 2**32  # of random numbers: an index that no gap has
 class Weighted:
     """Different fillings of a text, the best first.
 
-    Where all have one length, the most probable text is the best. Of different lengths
+    Where all have one length, the most probable text is the best. Where lengths differ,
     the probability of the text after the first gap counts twice: alone the probability
     of the whole text prefers a likely phrase that the text after it does not go on
     from."""
@@ -203,7 +203,7 @@ class Rows:
         self.known = self.known + 1
 
     def take(self, rows: Tensor) -> None:
-        """Go on from these rows (K,)."""
+        """Replace every row by one of these rows (K,)."""
         is_changed = rows != torch.arange(len(rows))
         changed = is_changed.nonzero().flatten()
         to = changed.to(self.order.device)
@@ -270,7 +270,7 @@ def fill_by_resampling(
     choice: TokenChoice | None = None,
     vocab_size: int | None = None,
 ) -> Weighted:
-    """Fill the gaps of a text with a plain GPT.
+    """Return weighted fillings of the gaps of a text, by a plain GPT.
 
     Args:
         gapped: the text. What is before the first gap must not be empty where the model
