@@ -25,6 +25,7 @@ import tyro
 
 from aogpt.checkpoints.load import Loaded, load
 from aogpt.data.tokenizers import Tokenizer
+from aogpt.model import AOGPT
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
@@ -113,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """What stays the same from request to request."""
+    """The model and the options, which stay the same from request to request."""
 
     options: DecodingOptions  # with the defaults of the mode, and the ids of words
     loaded: Loaded
@@ -132,7 +133,7 @@ def main() -> None:
 
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
-    # 1. Everything that can be wrong before a model is loaded.
+    # 1. What can be wrong before a model is loaded.
     check_arguments(a, procs)
     options = a.decoding
     if options.mode is not None:
@@ -264,20 +265,16 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
             continue
         prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
         records = sample_records(
-            samples,
-            session.tokenizer,
-            prompts,
-            a.until_end,
-            a.stop,
+            samples, session.tokenizer, prompts, a.until_end, a.stop
         )
         if ranks:
             records = best_fillings(
                 loaded.model,
-                part_contexts,
-                samples,
-                records,
-                part_numbers,
                 a,
+                contexts=part_contexts,
+                numbers=part_numbers,
+                samples=samples,
+                records=records,
             )
         for record in records:
             record["prompt_index"] = part_numbers[record["prompt_index"]]
@@ -323,13 +320,8 @@ def resample(
     else:
         chosen = weighted.resampled(a.num_samples, seed)
     samples = resampling.as_generation(loaded.model, weighted, chosen)
-    records = sample_records(
-        samples,
-        session.tokenizer,
-        [("infill", request.text)],
-        a.until_end,
-        a.stop,
-    )
+    prompts = [("infill", request.text)]
+    records = sample_records(samples, session.tokenizer, prompts, a.until_end, a.stop)
     for record, i in zip(records, chosen, strict=True):
         record["prompt_index"] = number
         record["weight"] = weighted.weights[i]
@@ -341,7 +333,7 @@ def resample(
 
 @dataclass
 class Report:
-    """Writes and prints samples as they come, and what all of them cost."""
+    """A report of the samples, written and printed as they come, and their cost."""
 
     a: Arguments
     session: Session
@@ -349,22 +341,22 @@ class Report:
     count: int = 0  # of samples
     with_banned: int = 0  # samples that hold a banned word all the same
     lengths: set[int] = field(default_factory=set)
-    # Records for --html, which is written at the end.
-    kept: list[dict] = field(default_factory=list)
+    page_records: list[dict] = field(default_factory=list)  # for --html, at the end
     model_calls: int = 0
     token_forwards: int = 0
     seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, records: list[dict], samples: Generation) -> None:
-        """Write and print the records of a part, which `samples` are."""
+        """Write and print the records of a part. samples: those of the records, and
+        what they cost."""
         self.model_calls += samples.model_calls
         self.token_forwards += samples.token_forwards
         self.seconds = round(time.perf_counter() - self.started, 3)
         if self.a.jsonl:
             self.write(records)
         if self.a.html:
-            self.kept += records
+            self.page_records += records
         if not self.a.jsonl:
             first = 1 + self.count
             print_samples(records, self.session.tokenizer, self.several, first)
@@ -379,7 +371,10 @@ class Report:
         settings = self.settings()
         rows = []
         for record in records:
-            rows.append(record | self.cost() | {"settings": settings})
+            row = dict(record)
+            row.update(self.cost())
+            row["settings"] = settings
+            rows.append(row)
         if self.count == 0:
             self.session.outputs.write_jsonl(self.a.jsonl, rows)
         else:
@@ -396,9 +391,10 @@ class Report:
             procs.world_size,
             checkpoint=loaded.description,
         )
-        settings = origin.pop("settings")
-        # Options with the defaults of the mode.
-        return settings | vars(self.session.options) | origin
+        settings = dict(origin.pop("settings"))
+        settings.update(vars(self.session.options))  # with the defaults of the mode
+        settings.update(origin)
+        return settings
 
     def cost(self) -> dict:
         """Return what all samples cost so far."""
@@ -443,7 +439,7 @@ class Report:
     def page(self) -> str:
         """Return the page of --html."""
         pages = []
-        for record in self.kept:
+        for record in self.page_records:
             page = PageSample(
                 pieces=self.session.tokenizer.pieces(record["tokens"]),
                 step=record["step"],
@@ -451,26 +447,26 @@ class Report:
                 caption=caption(record),
             )
             pages.append(page)
-        settings = {}
-        for key, value in (self.settings() | self.cost()).items():
-            if value is not None:
-                settings[key] = value
-        return render(pages, settings)
+        settings = self.settings()
+        settings.update(self.cost())
+        shown = {key: value for key, value in settings.items() if value is not None}
+        return render(pages, shown)
 
 
 def best_fillings(
-    model,
+    model: AOGPT,
+    a: Arguments,
     contexts: list[Context],
+    numbers: list[int],
     samples: Generation,
     records: list[dict],
-    numbers: list[int],
-    a: Arguments,
 ) -> list[dict]:
-    """Return the records, of each text with masks only the best fillings, best first,
-    with scores.
+    """Return the records to show: for each text with masks only its best fillings, best
+    first, with scores.
 
-    contexts: as many samples stand in a row for each; numbers: the request of each."""
-    kept = []
+    numbers: the request of each context. samples, records: an equal number for each
+    context, those of a context in a row."""
+    best_records = []
     rows = [tokens for tokens, _, _ in samples.rows()]
     count = len(rows) // len(contexts)
     lengths = Counter(numbers)
@@ -482,17 +478,19 @@ def best_fillings(
             # `count` is larger where --candidates asks for more.
             places = [i for i in places if i % count < a.num_samples]
         if not (is_infill and (several or a.candidates)):
-            kept += [records[i] for i in places]
+            best_records += [records[i] for i in places]
             continue
         best = gaps.best_fillings(
             model,
-            [contexts[i // count] for i in places],
-            [rows[i] for i in places],
-            a.candidates or 1,
+            given=[contexts[i // count] for i in places],
+            tokens=[rows[i] for i in places],
+            most=a.candidates or 1,
         )
         for i, scores in best:
-            kept.append(records[places[i]] | {"scores": asdict(scores)})
-    return kept
+            record = records[places[i]]
+            record["scores"] = asdict(scores)
+            best_records.append(record)
+    return best_records
 
 
 def caption(record: dict) -> str:
@@ -535,14 +533,15 @@ def read_requests(a: Arguments) -> list[Request]:
 def read_request(place: str, line: str) -> Request:
     """Return the request on one line of a .jsonl file of prompts."""
     row = json_object(line, place)
-    kinds = row.keys() & {"prompt", "infill"}
-    if len(kinds) != 1 or row.keys() - {"prompt", "infill", "length"}:
+    kinds = [key for key in ("prompt", "infill") if key in row]
+    unknown = [key for key in row if key not in ("prompt", "infill", "length")]
+    if len(kinds) != 1 or unknown:
         keys = ", ".join(map(repr, row)) or "(none)"
         raise UserError(
             f'{place}: give {{"prompt": TEXT}}, also with "length": N, or '
             f'{{"infill": TEXT}}; found keys {keys}'
         )
-    (kind,) = kinds
+    kind = kinds[0]
     for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
         # `isinstance` would take true for 1.
         if key in row and type(row[key]) is not type_:

@@ -2,6 +2,7 @@
 functions of the project run, and in how many files. `pytest -rP
 tests/test_short_way.py` lists them."""
 
+import functools
 import sys
 from dataclasses import replace
 
@@ -16,8 +17,14 @@ from aogpt.training.config import load_toml
 
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 40, "files": 9}
-# After the model is loaded, up to the end of the command.
-MOST_OF_SAMPLE = {"functions": 110, "files": 15}
+# After the model is loaded, up to the end of the command: words of sample.py MODEL, and
+# how many functions in how many files they may run.
+MOST_OF_SAMPLES = {
+    "--mode mdm --steps 4 --length 16 --num-samples 2": (106, 15),
+    "": (113, 15),
+    "--mode confidence": (114, 16),
+    "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once": (116, 16),
+}
 MOST_OF_SCORE = {"functions": 100, "files": 14}
 
 
@@ -121,8 +128,18 @@ def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkey
     assert len(functions.files) <= MOST_OF_STEP["files"], functions.describe()
 
 
+def clear_caches():
+    """Forget what functions of the package have computed, as in a new process."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "aogpt":
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+
+
 def functions_of_command(script, words, monkeypatch):
-    """The functions that run in a command after it has loaded its model."""
+    """The functions that run in a command of a new process after it has loaded its
+    model."""
     functions = Functions()
     load = script.load
 
@@ -131,6 +148,7 @@ def functions_of_command(script, words, monkeypatch):
         functions.start()
         return loaded
 
+    clear_caches()
     monkeypatch.setattr(script, "load", then_record)
     monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words)])
     try:
@@ -143,13 +161,14 @@ def functions_of_command(script, words, monkeypatch):
 MODEL = ROOT / "results" / "books_model"
 
 
-def test_a_sample_runs_through_few_functions(monkeypatch):
-    words = [MODEL, "--mode", "mdm", "--steps", 4, "--length", 16, "--num-samples", 2]
-    functions = functions_of_command(sample, words, monkeypatch)
+@pytest.mark.parametrize("words", MOST_OF_SAMPLES)
+def test_a_sample_runs_through_few_functions(words, monkeypatch):
+    functions = functions_of_command(sample, [MODEL, *words.split()], monkeypatch)
     print(functions.describe())
     assert ("aogpt/sampling/engine.py", "Engine.take_step") in functions.calls
-    assert len(functions.calls) <= MOST_OF_SAMPLE["functions"], functions.describe()
-    assert len(functions.files) <= MOST_OF_SAMPLE["files"], functions.describe()
+    most_functions, most_files = MOST_OF_SAMPLES[words]
+    assert len(functions.calls) <= most_functions, functions.describe()
+    assert len(functions.files) <= most_files, functions.describe()
 
 
 def test_a_score_runs_through_few_functions(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Generation by any plan. Read simple.py first, a sampler of 25 lines, then cached.py,
+"""Generation by any plan. Read simple.py first, a sampler on one page, then cached.py,
 plans.py and engine.py.
 
     from aogpt.sampling import generate, mdm_plan

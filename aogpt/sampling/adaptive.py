@@ -12,7 +12,11 @@ from .plans import Plan
 from .scores import rule_of, scores_of  # noqa: F401  # playground/fill.py takes it here
 
 
-def adapt(engine: Batch, plan: Plan, tally: Tally) -> None:
+def adapt(
+    engine: Batch,
+    plan: Plan,
+    tally: Tally,
+) -> None:
     """Unmask the candidates that pass the limits of `Pace` until every row is complete.
     Their number depends on the model, so every round waits once for it."""
     T = engine.T
@@ -57,7 +61,10 @@ def adapt(engine: Batch, plan: Plan, tally: Tally) -> None:
 
 
 def within_limits(
-    plan: Plan, known: Tensor, candidates: Tensor, scores: Tensor
+    plan: Plan,
+    known: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
 ) -> Tensor:
     """Return how many candidates each row unmasks, (B,), one at least.
 

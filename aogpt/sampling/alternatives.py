@@ -68,7 +68,9 @@ def common_contexts(
         if spans is None:
             return _between_common_ends(rows)
         places_of_rows.append(_places(fixed, words, row, spans))
-    shared = set.intersection(*(set(places) for places in places_of_rows))
+    shared = set(places_of_rows[0])
+    for places in places_of_rows:
+        shared.intersection_update(places)
     shared.discard(None)
     contexts = []
     for row, places in zip(rows, places_of_rows, strict=True):

@@ -34,8 +34,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass
 class Tiles:
-    """How the inputs of a pass are cut into tiles. The padding after the last input is
-    a row of its own, number B, in which every input sees itself alone."""
+    """The tiles into which the inputs of a pass are cut. The padding after the last
+    input is a row of its own, number B, in which every input sees itself alone."""
 
     rows: Tensor  # (3, B + 1): cached, known, count
     starts: Tensor  # (B + 1,) inputs before each row
@@ -99,8 +99,9 @@ def pick_tile(
 
 
 def pick_splits(programs: int, length: int) -> int:
-    """Parts of the keys, a power of two: up to PROGRAMS of them, each of
-    KEYS_OF_A_SPLIT at least. programs: without splits; length: slots of the cache."""
+    """Return the number of parts of the keys, a power of two: up to PROGRAMS of them,
+    each of KEYS_OF_A_SPLIT at least. programs: without splits; length: slots of the
+    cache."""
     wanted = min(PROGRAMS // programs, length // KEYS_OF_A_SPLIT)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -117,8 +118,17 @@ def attend(
     """Return the attention of all inputs, (N, H D). q (N, H, D), k and v (N, Hk, D) are
     of the inputs; keys and values (B, slots, Hk, D) are the cache and hold k and v
     already."""
-    rows, starts, ends = tiles.rows, tiles.starts, tiles.ends
-    return ragged_attention(q, k, v, keys, values, rows, starts, ends, hide_start)
+    return ragged_attention(
+        q,
+        k,
+        v,
+        keys=keys,
+        values=values,
+        rows=tiles.rows,
+        starts=tiles.starts,
+        ends=tiles.ends,
+        hide_start=hide_start,
+    )
 
 
 @torch.library.custom_op("aogpt::ragged_attention", mutates_args=())
@@ -133,8 +143,8 @@ def ragged_attention(
     ends: Tensor,
     hide_start: bool,
 ) -> Tensor:
-    """As `attend`, with the fields of `Tiles`: an operation that torch.compile keeps
-    whole."""
+    """Return what `attend` does, (N, H D), from the fields of `Tiles`. torch.compile
+    keeps this operation whole."""
     N, H, D = q.shape
     B, slots, key_heads, _ = keys.shape
     group = H // key_heads
@@ -143,31 +153,13 @@ def ragged_attention(
     splits = pick_splits(B * key_heads, slots)
     width = max(16, triton.next_power_of_2(D))
     tile_k, warps, stages, precision = pick_tile(q.dtype, width, queries)
-    out = torch.empty(
-        N,
-        H * D,
-        dtype=v.dtype,
-        device=q.device,
-    )
+    out = torch.empty(N, H * D, dtype=v.dtype, device=q.device)
     if splits == 1:
         parts = out
         log_sums = out  # not written
     else:
-        parts = torch.empty(
-            splits,
-            N,
-            H,
-            D,
-            dtype=torch.float32,
-            device=q.device,
-        )
-        log_sums = torch.empty(
-            splits,
-            N,
-            H,
-            dtype=torch.float32,
-            device=q.device,
-        )
+        parts = torch.empty(splits, N, H, D, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(splits, N, H, dtype=torch.float32, device=q.device)
     _attend[(tiles, key_heads, splits)](
         q,
         k,
@@ -273,11 +265,7 @@ def _attend(
     # 1. The row of this tile, and the first of its inputs. The last programs may have
     #    none.
     lanes = tl.arange(0, ROWS)
-    end = tl.load(
-        ends + lanes,
-        mask=lanes <= B,
-        other=0,
-    )
+    end = tl.load(ends + lanes, mask=lanes <= B, other=0)
     over = (lanes <= B) & (end <= tile)
     row = tl.sum(over.to(tl.int32), axis=0)
     if row <= B:
@@ -375,17 +363,13 @@ def _merge(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The mean of the splits of one input and head, by their weights."""
+    """Store the mean of the splits of one input and head, by their weights."""
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
     log_sum = tl.load(log_sums + split * n + place)
     weight = tl.exp2(log_sum - tl.max(log_sum, axis=0))
     at = (split * n + place)[:, None] * D + d[None, :]
-    part = tl.load(
-        parts + at,
-        mask=(d < D)[None, :],
-        other=0.0,
-    )
+    part = tl.load(parts + at, mask=(d < D)[None, :], other=0.0)
     mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + place * D + d, mean.to(out.dtype.element_ty), mask=d < D)

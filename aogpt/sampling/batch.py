@@ -1,5 +1,5 @@
-"""What the three ways to follow a plan share: the tally of a batch, and what they call
-of the engine.
+"""The types that the three ways to follow a plan share: the tally of a batch, and the
+part of the engine that they call.
 
 Shapes: B samples in flight, T positions, N inputs of a pass, V vocabulary."""
 
@@ -49,8 +49,8 @@ class Tally:
 
 
 class Batch(Protocol):
-    """What `adapt` and `speculate` use of an `Engine`, whose methods say what they
-    do."""
+    """The part of an `Engine` that `adapt` and `speculate` use; its methods say there
+    what they do."""
 
     model: AOGPT
     choice: TokenChoice

@@ -57,7 +57,7 @@ from ..scoring import without_start
 
 @dataclass
 class Step:
-    """What one pass computes, and what is drawn from it.
+    """A pass of the model: the inputs that it computes, and what is drawn from it.
 
     Tensors (B,) on the device, by row, the rows of `rows`:
 

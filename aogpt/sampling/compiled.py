@@ -75,7 +75,7 @@ class Stage:
 
 
 class GraphRunner:
-    """Replays the stages of a step as CUDA graphs: a single launch instead of hundreds.
+    """The CUDA graphs of the stages of a step: a single launch instead of hundreds.
 
     A graph belongs to a stage and a size of the ladder, and serves all steps up to that
     size: it reads the numbers of the rows on the device. Graphs are recorded by

@@ -217,7 +217,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the samples of a plan are generated from, (B, T) by position, on the CPU."""
+    """The checked inputs of the samples of a plan, (B, T) by position, on the CPU."""
 
     tokens: Tensor  # LongTensor, 0 where none is given
     uniforms: Tensor  # float64 in [0, 1)

@@ -93,12 +93,12 @@ class Gapped:
 
     @property
     def combinations(self) -> int:
-        """The number of combinations of lengths."""
+        """Return the number of combinations of lengths."""
         return math.prod(len(lengths) for lengths in self.lengths)
 
     @property
     def only_continues(self) -> bool:
-        """Whether one gap, at the end, is all there is to fill in."""
+        """Return whether one gap, at the end, is all there is to fill in."""
         return len(self.lengths) == 1 and not self.known[1]
 
     def context(self, lengths: Sequence[int]) -> Context:
@@ -125,10 +125,10 @@ def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
     parts: list[Any] = read_gaps(text)
     texts = parts[0::2]
     lengths = parts[1::2]
-    known = [tokenizer.encode(texts[0])]
+    pieces = [tokenizer.encode(texts[0])]
     for part in texts[1:]:
-        known.append(tokenizer.encode_after(part))
-    gapped = Gapped(known, lengths)
+        pieces.append(tokenizer.encode_after(part))
+    gapped = Gapped(pieces, lengths)
     shortest = gapped.context([gap.start for gap in lengths])
     if len(shortest) > block_size:
         raise TooLong(
@@ -139,7 +139,7 @@ def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
             f"its masks have {gapped.combinations:,} combinations of lengths, "
             f"more than {MOST_LENGTHS}; give narrower ranges"
         )
-    if gapped.combinations > 1 and not known[-1]:
+    if gapped.combinations > 1 and not pieces[-1]:
         raise UserError(
             "a mask of unknown length needs text after the last mask to be judged by"
         )
@@ -148,20 +148,20 @@ def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
 
 def gapped_of(context: Context) -> Gapped:
     """Return the known tokens and the gaps of a context."""
-    known: list[list[int]] = [[]]
+    pieces: list[list[int]] = [[]]
     lengths: list[range] = []
     before: int | None = 0
     for token in context:
         if token is not None:
-            known[-1].append(token)
+            pieces[-1].append(token)
         elif before is None:
             length = lengths[-1].start + 1
             lengths[-1] = range(length, length + 1)
         else:
             lengths.append(range(1, 2))
-            known.append([])
+            pieces.append([])
         before = token
-    return Gapped(known, lengths)
+    return Gapped(pieces, lengths)
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,9 @@ def score_fillings(
     given: Sequence[Context],
     tokens: Sequence[list[int]],
 ) -> list[Scores]:
-    """Score N fillings. given: the context of each; tokens: the whole text of each.
-    NaN: `right` without known text after the first gap, `filling` without a gap or of a
-    plain GPT."""
+    """Return the scores of N fillings. given: the context of each; tokens: the whole
+    text of each. NaN: `right` without known text after the first gap, `filling` without
+    a gap or of a plain GPT."""
     scores = []
     for start in range(0, len(tokens), SCORED_TOGETHER):
         rows = slice(start, start + SCORED_TOGETHER)
@@ -194,7 +194,7 @@ def _score(
     given: Sequence[Context],
     tokens: Sequence[list[int]],
 ) -> list[Scores]:
-    """Score the N fillings of one batch."""
+    """Return the scores of the N fillings of one batch."""
     texts = [torch.tensor(row) for row in tokens]
     lengths = torch.tensor([len(row) for row in tokens])
     x = pad_sequence(texts, batch_first=True)  # (N, T)
@@ -209,11 +209,7 @@ def _score(
     first = torch.where(is_blank, position, T).amin(dim=1)
     is_after = (position >= first[:, None]) & ~is_padding
     l2r_log_probs = log_probs_along(
-        model,
-        x,
-        order=position,
-        lengths=lengths,
-        start=first,
+        model, x, order=position, lengths=lengths, start=first
     )
     right = _mean(l2r_log_probs, is_after & ~is_blank)
     joint = _mean(l2r_log_probs, is_after)
@@ -223,13 +219,8 @@ def _score(
     if not model.config.l2r_only:
         place = is_blank + 2 * is_padding
         order = place.argsort(dim=1, stable=True)
-        log_probs = log_probs_along(
-            model,
-            x,
-            order=order,
-            lengths=lengths,
-            start=is_known.sum(dim=1),
-        )
+        start = is_known.sum(dim=1)
+        log_probs = log_probs_along(model, x, order=order, lengths=lengths, start=start)
         filling = _mean(log_probs, is_blank.gather(1, order))
 
     scores = []

@@ -41,10 +41,11 @@ from .simple import nucleus, simple_generate
 
 
 class AOGPTConfig(PreTrainedConfig):
-    """aogpt: what convert.py writes about a model; its key `model` holds the
-    ModelConfig. mask_token_id: [MASK] of the tokenizer. start_token_id: the
-    begin-of-text that a pretrained model's tokenizer writes; the model has its own,
-    [None]."""
+    """The configuration of a model for transformers.
+
+    aogpt: what convert.py writes about a model; its key `model` holds the ModelConfig.
+    mask_token_id: [MASK] of the tokenizer. start_token_id: the begin-of-text that a
+    pretrained model's tokenizer writes; the model has its own, [None]."""
 
     model_type = "aogpt"
 
@@ -76,16 +77,16 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
             f"attention_mask is {tuple(attention_mask.shape)}, and input_ids are "
             f"{tuple(input_ids.shape)}"
         )
-    known = attention_mask != 0
-    if not known.any(dim=-1).all():
+    is_real = attention_mask != 0
+    if not is_real.any(dim=-1).all():
         raise UserError("attention_mask hides a whole sequence: leave it out")
-    return known
+    return is_real
 
 
-def padding_last(known: Tensor) -> Tensor:
+def padding_last(is_real: Tensor) -> Tensor:
     """Return positions (B, T): those of real tokens, from left to right, then those of
     padding, which no other position sees at the end."""
-    return (~known).to(torch.uint8).argsort(dim=1, stable=True)
+    return (~is_real).to(torch.uint8).argsort(dim=1, stable=True)
 
 
 def take(hidden: Tensor, place: Tensor) -> Tensor:
@@ -94,9 +95,9 @@ def take(hidden: Tensor, place: Tensor) -> Tensor:
 
 
 class AOGPTModel(PreTrainedModel):
-    """The model itself is `.model`; `token_log_probs(tokens, order)` and
-    `masked_log_probs(tokens, masked)` score known sequences. Mistakes in the arguments
-    raise ValueError."""
+    """A model of any order for transformers. The model itself is `.model`;
+    `token_log_probs(tokens, order)` and `masked_log_probs(tokens, masked)` score known
+    sequences. Mistakes in the arguments raise ValueError."""
 
     config_class = AOGPTConfig
     main_input_name = "input_ids"
@@ -150,25 +151,24 @@ class AOGPTModel(PreTrainedModel):
             labels: (B, T), by position, -100 for positions without loss: the loss is
                 their mean cross-entropy in nats.
             attention_mask: (B, T), 0 at padding, on any side, whose logits mean
-            nothing;
-                None: no padding."""
+                nothing; None: no padding."""
         model = self.model
         if model.config.is_encoder and order is not None:
             raise UserError(
                 "an encoder has no order: it predicts every [MASK] from the rest"
             )
-        known = real_tokens(input_ids, attention_mask)
-        order = self._checked(input_ids, order, known)
-        place = padding_last(known)
-        steps = padding_last(known.gather(1, order))
+        is_real = real_tokens(input_ids, attention_mask)
+        order = self._checked(input_ids, order, is_real)
+        place = padding_last(is_real)
+        steps = padding_last(is_real.gather(1, order))
         tokens = input_ids.gather(1, place)
         masked = tokens == self.config.mask_token_id
-        masked &= known.gather(1, place)
+        masked &= is_real.gather(1, place)
         wanted = None  # (B, T), the labels of the logits
         if labels is not None:
-            wanted = labels.where(known, -100)
+            wanted = labels.where(is_real, -100)
         if model.config.is_encoder:
-            lengths = None if known.all() else known.sum(dim=1)
+            lengths = None if is_real.all() else is_real.sum(dim=1)
             hidden = model.masked_hidden(tokens, masked, lengths)
             # By position again.
             hidden = take(hidden, inverse_permutation(place))
@@ -234,10 +234,10 @@ class AOGPTModel(PreTrainedModel):
         given = order if isinstance(order, Tensor) else None
         if given is None and order not in ("random", "l2r"):
             raise UserError(f"order is {order!r}; give 'random', 'l2r' or permutations")
-        known = real_tokens(input_ids, attention_mask)
-        known = F.pad(known, (0, max_new_tokens), value=True)
+        is_real = real_tokens(input_ids, attention_mask)
+        is_real = F.pad(is_real, (0, max_new_tokens), value=True)
         tokens = F.pad(input_ids, (0, max_new_tokens), value=self.config.mask_token_id)
-        self._checked(tokens, given, known)
+        self._checked(tokens, given, is_real)
         shape = tokens.shape
         device = tokens.device
         config = self.model.config
@@ -252,19 +252,19 @@ class AOGPTModel(PreTrainedModel):
             rank = uniforms[0].argsort(dim=1).argsort(dim=1)
         fill = self._fill_encoder if config.is_encoder else simple_generate
         filled = tokens.clone()
-        for row, is_real in enumerate(known):
-            text = tokens[row, is_real]
+        for row, is_text in enumerate(is_real):
+            text = tokens[row, is_text]
             unknown = text == self.config.mask_token_id
             self._check_prompt(unknown)
             # What is known comes first.
             place = torch.where(
-                unknown, rank[row, is_real], rank[row, is_real] - shape[1]
+                unknown, rank[row, is_text], rank[row, is_text] - shape[1]
             )
-            filled[row, is_real], _ = fill(
+            filled[row, is_text], _ = fill(
                 self.model,
                 place.argsort(),
                 [1] * int(unknown.sum()),
-                uniforms[1, row, is_real],
+                uniforms[1, row, is_text],
                 text,
                 temperature=temperature if do_sample else 0.0,
                 vocab_size=self.config.aogpt["vocab_size"],
@@ -273,8 +273,8 @@ class AOGPTModel(PreTrainedModel):
         return filled
 
     def _check_prompt(self, unknown: Tensor) -> None:
-        """unknown: BoolTensor (T,). Raises UserError for a text that the model cannot
-        fill."""
+        """Raise UserError for a text that the model cannot fill. unknown: BoolTensor
+        (T,)."""
         is_gap = (unknown[:-1] & ~unknown[1:]).any()
         if self.model.config.l2r_only and is_gap:
             raise UserError(
@@ -283,17 +283,17 @@ class AOGPTModel(PreTrainedModel):
         if (~unknown).sum() < self.config.aogpt["scored_from"]:
             raise UserError("this model has no start token: give it at least one token")
 
-    def _checked(self, tokens: Tensor, order: Tensor | None, known: Tensor) -> Tensor:
+    def _checked(self, tokens: Tensor, order: Tensor | None, is_real: Tensor) -> Tensor:
         """Return the order, left to right by default. Raises UserError for what the
         model cannot take."""
         l2r = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
         if order is None:
             order = l2r
         shown = tokens.masked_fill(tokens == self.config.mask_token_id, 0)
-        shown = shown.masked_fill(~known, 0)
+        shown = shown.masked_fill(~is_real, 0)
         check_tokens(self.model, shown, order)
         check_permutations(order)
-        first = tokens.gather(1, padding_last(known)[:, :1])
+        first = tokens.gather(1, padding_last(is_real)[:, :1])
         if self.config.start_token_id in first.flatten().tolist():
             raise UserError(
                 "no begin-of-text is needed: tokenizer(text, add_special_tokens=False)"
@@ -307,6 +307,8 @@ class AOGPTModel(PreTrainedModel):
     def _fill_encoder(
         self, model, order, sizes, uniforms, tokens, temperature, vocab_size, top_p
     ):
+        """Return what `simple_generate` does of a decoder, for one position a step, but
+        no log-probabilities."""
         for position in order[len(order) - len(sizes) :]:
             logits = self(tokens[None]).logits[0, position, None, :vocab_size].double()
             if temperature == 0:
@@ -337,10 +339,10 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         whose logits mean nothing. labels (B, T): -100 for positions without loss.
 
         A begin-of-text that the tokenizer writes is the model's own [None]."""
-        known = real_tokens(input_ids, attention_mask)
-        place = padding_last(known)
-        tokens = input_ids.gather(1, place).masked_fill(~known.gather(1, place), 0)
-        if (known & (input_ids == self.config.mask_token_id)).any():
+        is_real = real_tokens(input_ids, attention_mask)
+        place = padding_last(is_real)
+        tokens = input_ids.gather(1, place).masked_fill(~is_real.gather(1, place), 0)
+        if (is_real & (input_ids == self.config.mask_token_id)).any():
             raise UserError("no [MASK] is continued; generate of AutoModel fills it in")
         check_tokens(self.model, tokens, tokens)
         start = self.config.start_token_id
@@ -362,7 +364,7 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         logits = self.model.head_logits(take(hidden, inverse_permutation(place)))
         loss = None
         if labels is not None:
-            wanted = labels.where(known, -100)[:, 1:]
+            wanted = labels.where(is_real, -100)[:, 1:]
             scored = at_least_float32(logits[:, :-1].flatten(0, 1))
             loss = F.cross_entropy(scored, wanted.flatten())
         return CausalLMOutput(loss=loss, logits=logits)

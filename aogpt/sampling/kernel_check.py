@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 @dataclass(frozen=True)
 class Kernels:
-    """What takes the place of tensor code on a GPU; None: nothing does."""
+    """The code that takes the place of tensor code on a GPU; None: nothing does."""
 
     choice: ModuleType | None  # `aogpt.sampling.kernels`
     attention: ModuleType | None  # `aogpt.sampling.attention_kernel`
@@ -93,7 +93,11 @@ def agrees(name: str, check: Callable[[], str]) -> bool:
     return not difference
 
 
-def wrong_draws(kernels: ModuleType, vocabulary: int, device: torch.device) -> str:
+def wrong_draws(
+    kernels: ModuleType,
+    vocabulary: int,
+    device: torch.device,
+) -> str:
     """Return what is wrong with the tokens that the kernel draws; "": nothing."""
     choice = TokenChoice(temperature=0.9, top_k=min(50, vocabulary), top_p=0.95)
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +130,10 @@ def attention_error(kernel: ModuleType, model: AOGPT) -> str:
 
 
 def two_passes(
-    model: AOGPT, length: int, known: int, kernel: ModuleType | None
+    model: AOGPT,
+    length: int,
+    known: int,
+    kernel: ModuleType | None,
 ) -> Tensor:
     """Return the hidden states of `known` tokens in a random order and of all positions
     after them, for two rows, of which the second is one token shorter."""

@@ -31,9 +31,10 @@ TILE = 4096  # logits that a program holds at once
 WARPS = 8  # with four, registers would not suffice
 # Tokens that may be copied; among more of them a limit is found without a copy.
 CANDIDATES = 4096
-KNOWN_FIELDS = {"temperature", "top_p", "top_k", "min_p", "noise", "crossing"}
-# Fields that change the logits before the kernel reads them.
-CHANGED_BEFORE = {"repetition_penalty", "no_repeat_ngram", "banned"}
+# Fields of `TokenChoice`: those that the kernel reads, and those that change the logits
+# before it does. It declines a choice with any other field that is not at its default.
+READ_FIELDS = {"temperature", "top_p", "top_k", "min_p", "noise", "crossing"}
+EARLIER_FIELDS = {"repetition_penalty", "no_repeat_ngram", "banned"}
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)
@@ -53,13 +54,13 @@ _CUT_20 = tl.constexpr(0x35800000)
 
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
-    """Return whether `choose` draws what the reference would: it must know all fields
-    that are used, apart from those that change the logits before it."""
+    """Return whether `choose` draws what the reference would."""
     if choice.noise != "float64" or logits.dtype == torch.float64:
         return False
     for field in dataclasses.fields(TokenChoice):
-        known = field.name in KNOWN_FIELDS or field.name in CHANGED_BEFORE
-        if not known and getattr(choice, field.name) != field.default:
+        if field.name in READ_FIELDS or field.name in EARLIER_FIELDS:
+            continue
+        if getattr(choice, field.name) != field.default:
             return False
     return logits.shape[1] <= LARGEST_VOCABULARY
 
@@ -74,28 +75,17 @@ def choose(
     and truncation, float32."""
     N, V = logits.shape
     device = logits.device
-    tokens = torch.empty(
-        N,
-        dtype=torch.long,
-        device=device,
-    )
-    log_probs = torch.empty(
-        N,
-        dtype=torch.float,
-        device=device,
-    )
+    tokens = torch.empty(N, dtype=torch.long, device=device)
+    log_probs = torch.empty(N, dtype=torch.float, device=device)
     if N == 0:
         return tokens, log_probs
-    # Of every row: the bits of its likeliest tokens, where something is cut off.
-    top_k = choice.top_k if choice.top_k is not None and choice.top_k < V else 0
+    top_k = 0  # nothing is cut off
+    if choice.top_k is not None and choice.top_k < V:
+        top_k = choice.top_k
     truncates = top_k > 0 or choice.top_p < 1
     most = CANDIDATES if truncates and not choice.greedy else 1
-    candidates = torch.empty(
-        N,
-        most,
-        dtype=torch.int32,
-        device=device,
-    )
+    # The bits of each row's likeliest tokens, where something is cut off.
+    candidates = torch.empty(N, most, dtype=torch.int32, device=device)
     _choose[(N,)](
         logits,
         uniforms,
@@ -318,8 +308,8 @@ def _bits_and_weight(
     largest,
     heat,
 ):
-    """exp((logit - largest) / temperature) as the bits of a float, whose order is that
-    of the numbers, and as a weight."""
+    """Return exp((logit - largest) / temperature) as the bits of a float, whose order
+    is that of the numbers, and as a weight."""
     bits = tl.exp((logits - largest) / heat).to(tl.int32, bitcast=True)
     return bits, _weight(bits)
 
@@ -340,8 +330,8 @@ def _draw(
     ties,
     TILE: tl.constexpr,
 ):
-    """`token_choice.draw`: of all tokens whose bits are above `least`, and of those
-    whose bits equal it the first `ties`."""
+    """Draw as `race.draw` does, from all tokens whose bits are above `least`, and the
+    first `ties` of those whose bits equal it."""
     token = _zero()
     ties_before = _zero()
     best = tl.full((), -float("inf"), tl.float64)
@@ -357,7 +347,8 @@ def _draw(
         of_block = _noise(uniform, _RACES + _BLOCK + start // _BLOCK + row)
         noise = _over(of_block, tl.sum(weights, axis=1))
         column = tl.argmax(_over(tl.expand_dims(of_column, 0), weights), axis=1)
-        here, first = tl.max(noise, axis=0), tl.argmax(noise, axis=0)
+        here = tl.max(noise, axis=0)
+        first = tl.argmax(noise, axis=0)
         candidate = (
             start + first * _BLOCK + tl.sum(tl.where(row == first, column, 0), axis=0)
         )
@@ -369,13 +360,13 @@ def _draw(
 
 @triton.jit
 def _noise(uniform, salt):
-    """Minus an exponential number for each salt, as `token_choice.draw` has them."""
+    """Return minus an exponential number for each salt, as in `race.race`."""
     return tl.log((_hash(uniform, salt) | 1).to(tl.float64) * _LEAST)
 
 
 @triton.jit
 def _over(noise, weights):
-    """noise / weights, minus infinity where the weight is 0."""
+    """Return noise / weights, minus infinity where the weight is 0."""
     quotient = noise / tl.where(weights == 0, 1, weights).to(tl.float64)
     return tl.where(weights == 0, -float("inf"), quotient)
 
@@ -456,11 +447,7 @@ def _limit(
     if copies:
         copied = _copy_above(logits, candidates, V, largest, heat, low, TILE)
         tl.debug_barrier()  # a thread reads what others have written
-        bits = tl.load(
-            candidates + place,
-            mask=place < copied,
-            other=-1,
-        )
+        bits = tl.load(candidates + place, mask=place < copied, other=-1)
         weights = _weight(tl.maximum(bits, 0))
         if COUNT:
             weights = tl.full((MOST,), 1, tl.int64)
@@ -487,7 +474,7 @@ def _copy_above(
     low,
     TILE: tl.constexpr,
 ):
-    """Copy the bits of the tokens above `low`; their number."""
+    """Copy the bits of the tokens above `low`. Return how many these are."""
     copied = tl.full((), 0, tl.int32)
     for start in range(0, V, TILE):
         ids, x = _load_tile(logits, start, V, TILE)
@@ -522,7 +509,7 @@ def _all_above(
 
 @triton.jit
 def _hash(uniform, salt):
-    """`token_choice._hash` of one number."""
+    """Return `race._hash` of one number."""
     z = uniform.to(tl.int64, bitcast=True) * _INCREMENT + salt
     z = (z ^ _shift_right(z, 30)) * _FIRST
     z = (z ^ _shift_right(z, 27)) * _SECOND

@@ -21,13 +21,7 @@ from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, WORDS, philox_bits, to_uniform
-from ..runtime.validation import (
-    LARGEST,
-    Count,
-    NonNegative,
-    check_values,
-    flag,
-)
+from ..runtime.validation import LARGEST, Count, NonNegative, check_values, flag
 from ..scoring import check_boolean
 from ..systems.kinds import system_of
 from . import plans
@@ -81,7 +75,8 @@ BATCH_SIZE = 16  # samples in flight, if the user does not say
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(TokenChoice):
-    """How positions are filled in. Scripts nest it without a prefix:
+    """The options that say how positions are filled in. Scripts nest them without a
+    prefix:
     `decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]`."""
 
     mode: Mode | None = None
@@ -187,7 +182,7 @@ def with_mode_defaults(
             )
         unmask_by = mode
         mode = "adaptive"
-    values: dict[str, Any] = {"mode": mode, "unmask_by": unmask_by}
+    values: dict[str, Any] = {}
     for name, (default, modes) in MODE_OPTIONS.items():
         value = unmask_by if name == "unmask_by" else getattr(options, name)
         if mode in modes:
@@ -210,7 +205,7 @@ def with_mode_defaults(
             )
     if options.threshold is not None or options.entropy_bound is not None:
         values["group_size"] = options.group_size  # the model chooses how many
-    resolved = replace(options, **values)
+    resolved = replace(options, mode=mode, **values)
     check_combination(resolved)
     return resolved
 
@@ -281,11 +276,7 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
                 f"--require {word}: the tokenizer reads it as {tokenizer.decode(ids)!r}"
             )
         required.append(tuple(ids))
-    return replace(
-        options,
-        banned=tuple(banned),
-        required=tuple(required),
-    )
+    return replace(options, banned=tuple(banned), required=tuple(required))
 
 
 def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
@@ -313,21 +304,29 @@ def with_default_steps(
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot generate so. options: with the mode's
     defaults."""
-    needs = "needs a model that is conditioned on the target position"
-    one_by_one = options.mode == "l2r" and options.group_size == 1
     if options.mode == "resampling":
         check_resampling(options, config)
-    elif config.l2r_only and not one_by_one:
-        option = f"--mode {options.mode}"
-        advice = "leave out --mode, or take --mode l2r"
-        if options.mode == "adaptive":
-            option += f" (by {options.unmask_by})"
-        elif options.mode == "l2r":
-            option = f"--group-size {options.group_size}"
-            advice = "leave it out"
-        raise UserError(f"{option} {needs}; this one is a plain GPT: {advice}")
+    elif config.l2r_only and options.mode == "l2r" and options.group_size != 1:
+        raise UserError(
+            f"--group-size {options.group_size} needs a model that is conditioned on "
+            "the target position; this one is a plain GPT: leave it out"
+        )
+    elif config.l2r_only and options.mode == "adaptive":
+        raise UserError(
+            f"--mode adaptive (by {options.unmask_by}) needs a model that is "
+            "conditioned on the target position; this one is a plain GPT: leave out "
+            "--mode, or take --mode l2r"
+        )
+    elif config.l2r_only and options.mode != "l2r":
+        raise UserError(
+            f"--mode {options.mode} needs a model that is conditioned on the target "
+            "position; this one is a plain GPT: leave out --mode, or take --mode l2r"
+        )
     if config.l2r_only and options.refine:
-        raise UserError(f"--refine {needs}; leave it out for this one")
+        raise UserError(
+            "--refine needs a model that is conditioned on the target position; leave "
+            "it out for this one"
+        )
     if config.l2r_only and options.require:
         raise UserError(
             "--require needs a model of any order, which sees a word on its right; "
@@ -344,7 +343,7 @@ def can_resample(config: ModelConfig) -> bool:
 
 
 def check_can_resample(config: ModelConfig) -> None:
-    """Raise UserError for a model that cannot."""
+    """Raise UserError for a model that cannot fill gaps by resampling."""
     if not can_resample(config):
         raise UserError(
             "resampling needs a decoder whose queries are no [MASK]; take another mode"
@@ -363,11 +362,7 @@ def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
         )
 
 
-def check_context(
-    context: Context,
-    config: ModelConfig,
-    scored_from: int,
-) -> None:
+def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
     """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
     if scored_from:
         check_start(context[0] is not None, scored_from)
@@ -399,12 +394,9 @@ def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str
     changed = []
     for field in fields(DecodingOptions):
         value = settings.get(field.name, field.default)
-        usual: tuple[Any, ...] = (
-            field.default,
-            defaults.get(field.name, field.default),
-            [],
-        )
-        if field.name not in left_out and value not in usual:
+        default = defaults.get(field.name, field.default)
+        is_changed = value not in (field.default, default, [])
+        if field.name not in left_out and is_changed:
             changed.append(f"{field.name} {value}")
     return changed
 
@@ -413,8 +405,8 @@ def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str
 
 
 class PlannedSamples(NamedTuple):
-    """All that is random about samples, drawn before the model runs: whatever the
-    batches and processes, the samples are the same."""
+    """Samples whose randomness is drawn before the model runs: whatever the batches and
+    processes, they come out the same."""
 
     plan: Plan
     tokens: Tensor  # LongTensor (B, T), by position: the given tokens
@@ -422,21 +414,12 @@ class PlannedSamples(NamedTuple):
     uniforms: Tensor
 
 
-def contexts_of(
-    tokens: Tensor,
-    given: Tensor,
-    length: Tensor,
-) -> list[Context]:
+def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
     """Return the contexts of rows: tokens (B, T), given BoolTensor (B, T), length
     (B,)."""
     check_boolean(given, "given")
     contexts = []
-    rows = zip(
-        tokens.tolist(),
-        given.tolist(),
-        length.tolist(),
-        strict=True,
-    )
+    rows = zip(tokens.tolist(), given.tolist(), length.tolist(), strict=True)
     for row_tokens, row_given, row_length in rows:
         context: Context = []
         for token, is_given in zip(row_tokens, row_given, strict=True):
@@ -546,13 +529,7 @@ def _with_required(
         )
     # A row of places, each for a word or one token to generate.
     places = free + len(words)
-    bits = philox_bits(
-        seed,
-        key,
-        numbers,
-        places,
-        WORDS,
-    )
+    bits = philox_bits(seed, key, numbers, places, WORDS)
     rows: list[Context] = []
     for shuffled in bits.argsort(axis=1, kind="stable").tolist():
         word_at = dict(zip(shuffled, words, strict=False))
@@ -586,12 +563,7 @@ def _mode_plan(
                 schedule=o.schedule,
             )
         case "l2r":
-            return plans.l2r_plan(
-                B,
-                length,
-                given,
-                o.group_size,
-            )
+            return plans.l2r_plan(B, length, given, o.group_size)
         case "random" | "order":
             return plans.random_plan(
                 B,
@@ -614,11 +586,7 @@ def _mode_plan(
             )
         case "speculative":
             return plans.speculative_plan(
-                B,
-                length,
-                o.draft,
-                generator=keys,
-                given=given,
+                B, length, o.draft, generator=keys, given=given
             )
         case "resampling":
             raise UserError(
@@ -709,27 +677,14 @@ def generate_rows(
 ) -> list[list[int]]:
     """Return the tokens of `count` samples in a row for each context, made by this
     process alone. options: with the mode's defaults."""
-    planned = plan_samples(
-        options,
-        contexts,
-        seed,
-        count,
-    )
+    planned = plan_samples(options, contexts, seed, count)
     alone = Processes(0, 1, model.wte.weight.device)
-    samples = generate_distributed(
-        model,
-        planned,
-        options,
-        vocab_size,
-        alone,
-    )
+    samples = generate_distributed(model, planned, options, vocab_size, alone)
     return [tokens for tokens, _, _ in samples.rows()]
 
 
 def text_until(
-    tokenizer: Tokenizer,
-    tokens: list[int],
-    stop: Sequence[str] = (),
+    tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
 ) -> str:
     """Return the text of the tokens up to the first end-of-text or stop string."""
     if tokenizer.eot in tokens:
@@ -738,11 +693,7 @@ def text_until(
     return text[: first_stop(text, stop)]
 
 
-def first_stop(
-    text: str,
-    stop: Sequence[str],
-    after: int = 0,
-) -> int:
+def first_stop(text: str, stop: Sequence[str], after: int = 0) -> int:
     """Return where the first of the stop strings begins, from `after` on, or else where
     the text ends."""
     end = len(text)
@@ -783,12 +734,7 @@ def sample_records(
             text_end = first_stop(text, stop, after=len(prompt_text))
             if text_end < len(text):
                 text = text[:text_end]
-                end = token_end(
-                    tokenizer,
-                    tokens[:end],
-                    first,
-                    text,
-                )
+                end = token_end(tokenizer, tokens[:end], first, text)
         # 2. What is said of them.
         prompt_index = number * len(prompts) // len(nfe)
         kind, prompt = prompts[prompt_index]
@@ -807,12 +753,7 @@ def sample_records(
     return records
 
 
-def token_end(
-    tokenizer: Tokenizer,
-    tokens: list[int],
-    first: int,
-    text: str,
-) -> int:
+def token_end(tokenizer: Tokenizer, tokens: list[int], first: int, text: str) -> int:
     """Return how many tokens, `first` at least, have this beginning of their text."""
     end = len(tokens)
     while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
@@ -820,11 +761,7 @@ def token_end(
     return end
 
 
-def generated_end(
-    tokens: list[int],
-    step: list[int],
-    eot: int,
-) -> int:
+def generated_end(tokens: list[int], step: list[int], eot: int) -> int:
     """Return the place of the first end-of-text that was generated, or else the
     length."""
     for place, token in enumerate(tokens):

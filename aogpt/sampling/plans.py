@@ -29,8 +29,8 @@ Generator = torch.Generator | Tensor
 
 @dataclass(frozen=True)
 class Pace:
-    """How many positions a step unmasks where the model decides that: the best ones
-    within these limits, and always one at least.
+    """The number of positions that a step unmasks where the model decides that: the
+    best ones within these limits, and always one at least.
 
     threshold: confidence or margin at least, entropy (nats) at most this (Fast-dLLM,
     arXiv 2505.22618). entropy_bound: entropies (nats) of a step, without the largest,
@@ -47,11 +47,7 @@ class Pace:
         _check_limit("most", self.most, least=1)
 
 
-def _check_limit(
-    name: str,
-    value: float | None,
-    least: int,
-) -> None:
+def _check_limit(name: str, value: float | None, least: int) -> None:
     """Raise UserError for a value below the least one, or NaN."""
     if value is not None and not value >= least:
         raise UserError(f"{name} is {value}; give a number of at least {least}")
@@ -59,8 +55,8 @@ def _check_limit(
 
 @dataclass(frozen=True)
 class Rule:
-    """How a model chooses its own order: by a score, a fixed number of positions a step
-    or at a pace, in blocks that are filled in one after the other."""
+    """The way in which a model chooses its own order: by a score, a fixed number of
+    positions a step or at a pace, in blocks that are filled in one after the other."""
 
     score: RuleScore
     pace: Pace | None = None
@@ -83,7 +79,7 @@ def check_threshold(score: str, threshold: float) -> None:
 
 @dataclass
 class Plan:
-    """Which positions are unmasked at which step, for B samples of up to T positions.
+    """The positions that are unmasked at each step, for B samples of up to T positions.
 
     order: LongTensor (B, T), positions in the order in which they are unmasked, given
         ones first, last those that a shorter sample does not have.
@@ -97,7 +93,7 @@ class Plan:
         2502.06768).
     draft: positions that are drafted, then verified one after the other; the steps are
         then those of the groups at best.
-    pace: nor is that number fixed; steps only say what is given.
+    pace: the number is not fixed either; steps only say what is given.
     block: positions of blocks that are filled in one after the other (pace).
 
     Attributes that follow from these, BoolTensor (B, T): valid, the entries of `order`
@@ -158,10 +154,7 @@ class Plan:
 
 
 def l2r_plan(
-    batch_size: int,
-    length: Length,
-    given: Given = None,
-    group: int = 1,
+    batch_size: int, length: Length, given: Given = None, group: int = 1
 ) -> Plan:
     """Plan from left to right, `group` positions a step."""
     samples = _Samples(batch_size, length, given)
@@ -177,12 +170,7 @@ def random_plan(
 ) -> Plan:
     """Plan a uniformly random order, `group` positions a step: positions by rising
     random number."""
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     return samples.in_groups(samples.uniforms, group)
 
 
@@ -209,12 +197,7 @@ def mdm_plan(
         raise UserError("the number of steps must be at least 1")
     steps = steps.expand(batch_size)
     steps = steps[:, None]
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     order, index = samples.order_by(samples.uniforms)
     if not even:
         # Inverse CDF: a position unmasks when the share of unmasked positions has risen
@@ -223,7 +206,7 @@ def mdm_plan(
         elapsed = share if schedule == "linear" else _cosine_elapsed(share)
         step = (elapsed * steps).long()
         step = step.minimum(steps - 1)
-        return samples.plan(order, index, step)
+        return Plan(order, step.where(index >= 0, -1), samples.length)
     # Entry `index` of n unmasks where the share of unmasked positions is expected to
     # pass it. More steps than positions would leave some empty: a row takes n at most.
     n = samples.length - samples.given.sum(dim=1)
@@ -237,7 +220,7 @@ def mdm_plan(
         middle = middle.clamp(0, 1).double()
         step = (_cosine_elapsed(middle) * row_steps).long()
     step = step.clamp(max=row_steps - 1)
-    return samples.plan(order, index, step)
+    return Plan(order, step.where(index >= 0, -1), samples.length)
 
 
 def _cosine_elapsed(share: Tensor) -> Tensor:
@@ -264,13 +247,7 @@ def adaptive_plan(
     number. block: positions of blocks that are filled in one after the other
     (semi-autoregressive, as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group or 1,
-        )
+        plan = random_plan(batch_size, length, generator, given, group or 1)
         if by == "random":
             return plan
         return replace(plan, unmask_by=by)
@@ -278,20 +255,16 @@ def adaptive_plan(
         raise UserError("threshold, entropy_bound and block need a score to choose by")
     if threshold is not None:
         check_threshold(by, threshold)
-    samples = _Samples(
-        batch_size,
-        length,
-        given,
-        generator,
-    )
+    samples = _Samples(batch_size, length, given, generator)
     block_size = block or max(samples.T, 1)
     # The order within a block is random, as above: it decides between equals.
     block_number = samples.position // block_size
     key = block_number + samples.uniforms
     order, index = samples.order_by(key)
-    plan = samples.plan(order, index, step=torch.zeros_like(order))
-    return replace(
-        plan,
+    return Plan(
+        order=order,
+        step=torch.where(index >= 0, 0, -1),
+        length=samples.length,
         unmask_by=by,
         pace=Pace(threshold, entropy_bound, most=group),
         block=block,
@@ -311,20 +284,9 @@ def speculative_plan(
     a step."""
     check_value(draft, Count, "the draft")
     if generator is None:
-        plan = l2r_plan(
-            batch_size,
-            length,
-            given,
-            group=draft,
-        )
+        plan = l2r_plan(batch_size, length, given, group=draft)
     else:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group=draft,
-        )
+        plan = random_plan(batch_size, length, generator, given, group=draft)
     return replace(plan, draft=draft)
 
 
@@ -372,7 +334,8 @@ def group_sizes(plan: Plan) -> Tensor:
 
 
 class _Samples:
-    """What the samples of a plan have: their lengths and given positions."""
+    """The lengths and given positions of the samples of a plan, and the numbers that
+    order them."""
 
     def __init__(
         self,
@@ -398,10 +361,7 @@ class _Samples:
             self.uniforms = generator
         elif generator is not None:
             self.uniforms = torch.rand(
-                self.B,
-                self.T,
-                generator=generator,
-                dtype=torch.float64,
+                self.B, self.T, generator=generator, dtype=torch.float64
             )
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -417,19 +377,9 @@ class _Samples:
         index = self.position - number_given
         return order, index
 
-    def plan(
-        self,
-        order: Tensor,
-        index: Tensor,
-        step: Tensor,
-    ) -> Plan:
-        """Return the plan of an order, its index and the steps of its entries."""
-        step = step.where(index >= 0, -1)
-        return Plan(order, step, self.length)
-
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key, `group` in a step."""
         check_value(group, Count, "the group")
         order, index = self.order_by(key)
         step = index // group
-        return self.plan(order, index, step)
+        return Plan(order, step.where(index >= 0, -1), self.length)

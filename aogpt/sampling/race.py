@@ -47,12 +47,19 @@ def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
     z = bits * INCREMENT
     z = z + salt  # one copy for each salt
     # A shift of int64 copies the sign from the left: the masks keep the other bits.
-    z.bitwise_xor_((z >> 30) & (2**34 - 1))
+    shifted = z >> 30
+    shifted.bitwise_and_(2**34 - 1)
+    z.bitwise_xor_(shifted)
     z.mul_(FIRST_FACTOR)
-    z.bitwise_xor_((z >> 27) & (2**37 - 1))
+    shifted = z >> 27
+    shifted.bitwise_and_(2**37 - 1)
+    z.bitwise_xor_(shifted)
     z.mul_(SECOND_FACTOR)
-    z.bitwise_xor_((z >> 31) & (2**33 - 1))
-    return (z >> 11) & (2**53 - 1)
+    shifted = z >> 31
+    shifted.bitwise_and_(2**33 - 1)
+    z.bitwise_xor_(shifted)
+    shifted = z >> 11
+    return shifted.bitwise_and_(2**53 - 1)
 
 
 def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,10 +69,7 @@ def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if missing:
         weights = F.pad(weights, (0, missing))
     blocks = weights.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
-    block_sums = blocks.sum(
-        dim=-1,
-        dtype=torch.float64,
-    )  # (N, K)
+    block_sums = blocks.sum(dim=-1, dtype=torch.float64)  # (N, K)
     K = blocks.shape[1]
 
     # 1. Minus an exponential number for each id of a block and for each block: the log

@@ -1,5 +1,4 @@
-"""Refinement: redraw some tokens of complete samples given all that is kept, for some
-rounds.
+"""Refinement: redraw some tokens of complete samples given all others, for some rounds.
 
 A round removes a share of the generated tokens and draws them again, one after the
 other in a random order, each from the model's distribution given all that is known
@@ -65,12 +64,7 @@ def refine(
         rank = inverse_permutation(least_first)
         chosen = rank < count[:, None]
         samples = redraw(
-            decoder,
-            samples,
-            chosen,
-            keys,
-            fresh,
-            progress,
+            decoder, samples, chosen, keys=keys, uniforms=fresh, progress=progress
         )
     return along_order(decoder, samples)
 
@@ -95,18 +89,8 @@ def redraw(
     """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one
     after the other, those of small key (B, T) in [0, 1) first. Their steps come after
     the sample's. uniforms, progress: as of `generate`."""
-    plan = _last(
-        samples.order,
-        samples.length,
-        chosen,
-        keys,
-    )
-    new = decoder.generate(
-        plan,
-        samples.tokens,
-        uniforms=uniforms,
-        progress=progress,
-    )
+    plan = _last(samples.order, samples.length, chosen, keys)
+    new = decoder.generate(plan, samples.tokens, uniforms=uniforms, progress=progress)
     last_step = samples.step.amax(dim=1, keepdim=True)
     later = new.step + last_step + 1
     return Generation(
@@ -165,12 +149,8 @@ def along_order(decoder: Decoder, samples: Generation) -> Generation:
     if model.config.is_encoder:
         T = samples.order.shape[1]
         place = inverse_permutation(samples.order)
-        plan = _last(
-            samples.order,
-            samples.length,
-            chosen=generated,
-            keys=place / T,
-        )
+        keys = place / T
+        plan = _last(samples.order, samples.length, chosen=generated, keys=keys)
         # Compiling would take longer than these passes.
         plain = replace(decoder, compile=False, kernels=False)
         scored = plain.generate(plan, samples.tokens, forced=samples.tokens)
@@ -187,12 +167,9 @@ def along_order(decoder: Decoder, samples: Generation) -> Generation:
     order_parts = samples.order.split(size)
     parts = []
     for tokens, order in zip(token_parts, order_parts, strict=True):
-        log_probs = _one_pass(
-            model,
-            tokens.to(device),
-            order.to(device),
-            decoder.vocab_size,
-        )
+        tokens = tokens.to(device)
+        order = order.to(device)
+        log_probs = _one_pass(model, tokens, order, decoder.vocab_size)
         parts.append(log_probs.cpu())
     log_probs = torch.cat(parts)
     any_generated = generated.any(dim=1)

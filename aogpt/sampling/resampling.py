@@ -34,12 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..model import AOGPT, ModelConfig
 from ..runtime.devices import supports_float64
 from ..runtime.errors import UserError
-from ..runtime.randomness import (
-    RESAMPLED_TOKENS,
-    RESAMPLING,
-    philox_bits,
-    to_uniform,
-)
+from ..runtime.randomness import RESAMPLED_TOKENS, RESAMPLING, philox_bits, to_uniform
 from .cached import KVCache, cached_hidden, float32_logits, make_steps
 from .engine import Generation
 from .gaps import Gapped, Scores, TooLong, log_probs_along
@@ -56,7 +51,7 @@ RESAMPLED = 2**32  # of random numbers: an index that no gap has
 class Weighted:
     """Different fillings of a text, the best first.
 
-    Where all have one length, the most probable text is the best. Of different lengths
+    Where all have one length, the most probable text is the best. Where lengths differ,
     the probability of the text after the first gap counts twice: alone the probability
     of the whole text prefers a likely phrase that the text after it does not go on
     from."""
@@ -70,20 +65,27 @@ class Weighted:
     # over the lengths of the gaps. Its exponential is unbiased, so that the estimate is
     # too small on average.
     log_evidence: float
-    model_calls: int
-    token_forwards: int
+    model_calls: int  # forward passes
+    token_forwards: int  # inputs of those passes
 
-    def resampled(self, count: int, seed: int) -> list[int]:
+    def resampled(
+        self,
+        count: int,
+        seed: int,
+    ) -> list[int]:
         """Return the numbers of `count` fillings, drawn by weight, each
         independently."""
         bits = philox_bits(seed, RESAMPLED, range(count), 1, RESAMPLING)
         uniforms = torch.from_numpy(to_uniform(bits)[:, 0])
-        return _inverse(torch.tensor(self.weights).double(), uniforms)
+        weights = torch.tensor(self.weights).double()
+        return _inverse(weights, uniforms)
 
 
 @torch.no_grad()
 def as_generation(
-    model: AOGPT, weighted: Weighted, numbers: Sequence[int]
+    model: AOGPT,
+    weighted: Weighted,
+    numbers: Sequence[int],
 ) -> Generation:
     """Return fillings, by their numbers, as samples that were made from left to right.
     Log-probabilities are those of each token of a gap given all text on its left."""
@@ -121,13 +123,21 @@ class Rows:
     """K texts that are continued, with their keys and values. What is drawn, and the
     numbers of tokens, are on the host."""
 
-    def __init__(self, model: AOGPT, left: list[int], draws: int, length: int):
+    def __init__(
+        self,
+        model: AOGPT,
+        left: list[int],
+        draws: int,
+        length: int,
+    ):
+        """left: the tokens that all begin with; draws: K; length: T."""
         self.model = model
-        device = model.wte.weight.device
-        self.draw_device = device if supports_float64(device) else torch.device("cpu")
-        self.cache = KVCache(
-            model.config, draws, length, device, model.wte.weight.dtype
-        )
+        weight = model.wte.weight
+        device = weight.device
+        self.draw_device = device
+        if not supports_float64(device):
+            self.draw_device = torch.device("cpu")
+        self.cache = KVCache(model.config, draws, length, device, weight.dtype)
         self.tokens = torch.zeros(draws, length, dtype=torch.long)
         self.tokens[:, : len(left)] = torch.tensor(left, dtype=torch.long)
         self.order = torch.arange(length, device=device).expand(draws, length)
@@ -137,9 +147,9 @@ class Rows:
         self.token_forwards = 0
 
     def read(self, count: Tensor) -> Tensor:
-        """Compute the next `count` (K,) inputs of each row: final hidden states, those
-        of a row after those of the row before. Input i holds token i - 1 and predicts
-        token i."""
+        """Compute the next `count` (K,) inputs of each row. Return their final hidden
+        states (N, D), those of a row after those of the row before. Input i holds token
+        i - 1 and predicts token i."""
         (step,) = make_steps(
             cached=self.cached[None],
             known=(self.cached + count - 1).clamp(min=0)[None],
@@ -152,13 +162,7 @@ class Rows:
         self.token_forwards += int(count.sum())
         self.cached = self.cached + count
         tokens = self.tokens.to(self.order.device)
-        return cached_hidden(
-            self.model,
-            tokens,
-            self.order,
-            step,
-            self.cache,
-        )
+        return cached_hidden(self.model, tokens, self.order, step, self.cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log p (rows, V) of the next token after each state, in float64."""
@@ -175,7 +179,8 @@ class Rows:
         hidden = self.read(count)
         # The last state of each row that was computed, and the place of its row there.
         is_read = count > 0
-        last = (count.cumsum(0) - 1)[is_read]
+        last = count.cumsum(0) - 1
+        last = last[is_read]
         place = is_read.cumsum(0) - 1
         log_probs = self.log_probs(hidden[last.to(hidden.device)])
         self.take(first)
@@ -198,12 +203,13 @@ class Rows:
         self.known = self.known + 1
 
     def take(self, rows: Tensor) -> None:
-        """Go on from these rows (K,)."""
-        changed = (rows != torch.arange(len(rows))).nonzero().flatten()
+        """Replace every row by one of these rows (K,)."""
+        is_changed = rows != torch.arange(len(rows))
+        changed = is_changed.nonzero().flatten()
         to = changed.to(self.order.device)
         source = rows[changed].to(self.order.device)
-        for kept in (*self.cache.keys, *self.cache.values):
-            kept[to] = kept[source]
+        for tensor in self.cache.keys + self.cache.values:
+            tensor[to] = tensor[source]
         self.tokens = self.tokens[rows]
         self.known = self.known[rows]
         self.cached = self.cached[rows]
@@ -214,13 +220,18 @@ class Rows:
         # input `known` holds the last of these tokens and stays
         self.cached = torch.minimum(self.cached, known + 1)
 
-    def read_text(self, text: list[int], skip: int) -> Tensor:
+    def read_text(
+        self,
+        text: list[int],
+        skip: int,
+    ) -> Tensor:
         """Add a text to every row, and return log p (K,) of its tokens from number
         `skip` on. Rows with the same tokens are computed once."""
         first = self.first_of_equals()
         start = self.known
         places = start[:, None] + torch.arange(len(text))
-        added = torch.tensor(text, dtype=torch.long).expand(places.shape)
+        added = torch.tensor(text, dtype=torch.long)
+        added = added.expand(places.shape)
         self.tokens.scatter_(1, places, added)
         self.known = start + len(text)
         total = torch.zeros(len(first), dtype=torch.float64)
@@ -229,15 +240,21 @@ class Rows:
             # the inputs that predict tokens `cached` to the last of the text
             count = (self.known - self.cached) * is_first
             states = self.read(count).split(count.tolist())
-            wanted = torch.tensor(text[skip:], device=self.draw_device)[:, None]
+            wanted = torch.tensor(text[skip:], device=self.draw_device)
+            index = wanted[:, None]
             for row in is_first.nonzero().flatten().tolist():
-                log_probs = self.log_probs(states[row][-len(wanted) :])
-                total[row] = float(log_probs.gather(1, wanted).sum())
+                last = states[row][-len(wanted) :]
+                log_probs = self.log_probs(last)
+                total[row] = float(log_probs.gather(1, index).sum())
             self.take(first)
         return total[first]
 
 
-def is_resampled(gapped: Gapped, mode: Mode | None, config: ModelConfig) -> bool:
+def is_resampled(
+    gapped: Gapped,
+    mode: Mode | None,
+    config: ModelConfig,
+) -> bool:
     """Return whether the gaps of a text are filled in here: because the user says so,
     or as a plain GPT cannot fill them otherwise."""
     return mode == "resampling" or (config.l2r_only and not gapped.only_continues)
@@ -253,7 +270,7 @@ def fill_by_resampling(
     choice: TokenChoice | None = None,
     vocab_size: int | None = None,
 ) -> Weighted:
-    """Fill the gaps of a text with a plain GPT.
+    """Return weighted fillings of the gaps of a text, by a plain GPT.
 
     Args:
         gapped: the text. What is before the first gap must not be empty where the model
@@ -276,11 +293,12 @@ def fill_by_resampling(
         )
     lengths = _lengths_that_fit(gapped, model.config.block_size)
     longest = [sizes[-1] for sizes in lengths]
+    longest_text = gapped.context(longest)
     rows = Rows(
         model,
-        gapped.known[0],
-        draws,
-        len(gapped.context(longest)),
+        left=gapped.known[0],
+        draws=draws,
+        length=len(longest_text),
     )
     log_gaps = torch.zeros(draws, dtype=torch.float64)  # log p of what fills them
     log_right = torch.zeros(draws, dtype=torch.float64)  # of the known text after them
@@ -295,11 +313,11 @@ def fill_by_resampling(
         proposals = _draw(
             rows,
             sizes,
-            after,
-            choice,
-            vocab_size,
-            seed,
-            number,
+            after=after,
+            choice=choice,
+            vocab_size=vocab_size,
+            seed=seed,
+            number=number,
         )
         # 1. Choose K of all rows and lengths.
         fillings = [proposals[n] for n in sizes]
@@ -310,41 +328,52 @@ def fill_by_resampling(
         origin_by_length = origin.repeat(len(sizes))
         effective = min(effective, _sample_size(weights, origin_by_length))
         chosen = _systematic(weights, draws, seed, number)
-        ancestors = torch.tensor([i % draws for i in chosen])
-        origin = origin[ancestors]
-        new_lengths = [sizes[i // draws] for i in chosen]
         old = filled
         filled = []
-        for row, n in zip(ancestors.tolist(), new_lengths, strict=True):
+        chosen_rows = []
+        chosen_lengths = []
+        for i in chosen:
+            row = i % draws
+            n = sizes[i // draws]
             filled.append([*old[row], n])
+            chosen_rows.append(row)
+            chosen_lengths.append(n)
+        ancestors = torch.tensor(chosen_rows)
+        origin = origin[ancestors]
         log_p = [filling.log_p for filling in fillings]
         log_gaps = _sums(log_gaps, log_p)[chosen]
         log_next = [filling.log_next for filling in fillings]
         log_right = _sums(log_right, log_next)[chosen]
         rows.take(ancestors)
-        rows.cut(start[ancestors] + torch.tensor(new_lengths))
+        rows.cut(start[ancestors] + torch.tensor(chosen_lengths))
         # 2. Weight these by the rest of the text after the gap.
         weights = rows.read_text(after, skip=1)
         log_right = log_right + weights
         shares = _normalised(weights, draws)
         effective = min(effective, _sample_size(shares, origin))
     log_evidence += float(weights.logsumexp(dim=0)) - math.log(draws)
-    weights = _normalised(weights, draws)
-    return _merged(
-        gapped,
-        filled,
-        log_gaps,
-        log_right,
-        weights,
-        effective=effective,
-        log_evidence=log_evidence,
-        rows=rows,
+    fillings = Fillings(
+        lengths=filled,
+        log_gaps=log_gaps,
+        log_right=log_right,
+        weights=_normalised(weights, draws),
     )
+    return _merged(gapped, rows, fillings, effective, log_evidence)
+
+
+@dataclass
+class Fillings:
+    """The fillings of all gaps that the K rows end with."""
+
+    lengths: list[list[int]]  # of the gaps
+    log_gaps: Tensor  # (K,) log p of what fills them, nats
+    log_right: Tensor  # (K,) log p of the known text after them, nats
+    weights: Tensor  # (K,) of sum 1
 
 
 @dataclass
 class Proposal:
-    """Fillings of one length, (K,) each, nats."""
+    """The fillings of one length of a gap, (K,) each, nats."""
 
     log_p: Tensor  # of the filling
     log_q: Tensor  # of the filling under the distribution that it was drawn from
@@ -364,17 +393,17 @@ def _draw(
     seed: int,
     number: int,
 ) -> dict[int, Proposal]:
-    """Continue every row by the longest of the lengths; return what each length is
-    worth."""
-    bits = philox_bits(
-        seed, number, range(len(rows.tokens)), sizes[-1], RESAMPLED_TOKENS
-    )
+    """Continue every row by the longest of the lengths of gap `number`. Return the
+    fillings of each length. after: the known tokens after the gap."""
+    K = len(rows.tokens)
+    longest = sizes[-1]
+    bits = philox_bits(seed, number, range(K), longest, RESAMPLED_TOKENS)
     uniforms = torch.from_numpy(to_uniform(bits)).to(rows.draw_device)
-    log_p = torch.zeros(len(rows.tokens), dtype=torch.float64)
+    log_p = torch.zeros(K, dtype=torch.float64)
     log_q = torch.zeros_like(log_p)
     proposals = {}
-    for n in range(sizes[-1] + 1):
-        if n == sizes[-1] and not after:
+    for n in range(longest + 1):
+        if n == longest and not after:
             proposals[n] = Proposal(log_p, log_q, torch.zeros_like(log_p))
             break
         log_probs = rows.next_log_probs()
@@ -383,20 +412,23 @@ def _draw(
             if after:
                 log_next = log_probs[:, after[0]].cpu()
             proposals[n] = Proposal(log_p, log_q, log_next)
-        if n == sizes[-1]:
+        if n == longest:
             break
         q = probabilities(log_probs[:, :vocab_size], choice)
-        token = draw(q, uniforms[:, n])[:, None]
-        log_p = log_p + log_probs.gather(1, token).squeeze(1).cpu()
-        log_q = log_q + q.gather(1, token).log().squeeze(1).cpu()
-        rows.append(token.squeeze(1).cpu())
+        token = draw(q, uniforms[:, n])
+        index = token[:, None]
+        p_token = log_probs.gather(1, index).squeeze(1)
+        q_token = q.gather(1, index).squeeze(1)
+        log_p = log_p + p_token.cpu()
+        log_q = log_q + q_token.log().cpu()
+        rows.append(token.cpu())
     return proposals
 
 
-def _sums(of_rows: Tensor, of_lengths: list[Tensor]) -> Tensor:
+def _sums(row_values: Tensor, added: list[Tensor]) -> Tensor:
     """Return what rows have (K,) plus what their fillings of each length add, (K,)
     each: the sums of all rows for the first length, then for the next, (N,)."""
-    return torch.cat([of_rows + added for added in of_lengths])
+    return torch.cat([row_values + values for values in added])
 
 
 def _normalised(log_weights: Tensor, draws: int) -> Tensor:
@@ -412,16 +444,22 @@ def _normalised(log_weights: Tensor, draws: int) -> Tensor:
 def _sample_size(weights: Tensor, origin: Tensor) -> float:
     """Return the effective sample size of weights (N,) of sum 1, of which those with
     one origin (N,) are one sample."""
-    of_origins = torch.zeros_like(weights).index_add(0, origin, weights)
-    return float(1 / of_origins.square().sum())
+    origin_weights = torch.zeros_like(weights).index_add(0, origin, weights)
+    return float(1 / origin_weights.square().sum())
 
 
-def _systematic(weights: Tensor, draws: int, seed: int, number: int) -> list[int]:
-    """Return K indexes in proportion to weights (N,): those at equal distances, shifted
+def _systematic(
+    weights: Tensor,
+    draws: int,
+    seed: int,
+    number: int,
+) -> list[int]:
+    """Draw K indexes in proportion to weights (N,): those at equal distances, shifted
     by one random number (systematic resampling). number: of the gap."""
     bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
     shift = float(to_uniform(bits)[0, 0])
-    strata = (torch.arange(draws).double() + shift) / draws
+    strata = torch.arange(draws).double()
+    strata = (strata + shift) / draws
     return _inverse(weights, strata)
 
 
@@ -453,41 +491,41 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> list[int]:
 
 def _merged(
     gapped: Gapped,
-    filled: list[list[int]],
-    log_gaps: Tensor,
-    log_right: Tensor,
-    weights: Tensor,
-    *,
+    rows: Rows,
+    fillings: Fillings,
     effective: float,
     log_evidence: float,
-    rows: Rows,
 ) -> Weighted:
     """Return the different fillings, with the weights of equal ones added up."""
     shares: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     in_gaps = {}
     right = {}
-    for row, sizes in enumerate(filled):
-        tokens = rows.tokens[row, : int(rows.known[row])].tolist()
+    for row, sizes in enumerate(fillings.lengths):
+        length = int(rows.known[row])
+        tokens = rows.tokens[row, :length].tolist()
         key = (tuple(tokens), tuple(sizes))
-        shares[key] = shares.get(key, 0.0) + float(weights[row])
-        in_gaps[key] = float(log_gaps[row])
-        right[key] = float(log_right[row])
-    again = 1.0 if gapped.combinations > 1 else 0.0  # the text after the gap, twice
+        shares[key] = shares.get(key, 0.0) + float(fillings.weights[row])
+        in_gaps[key] = float(fillings.log_gaps[row])
+        right[key] = float(fillings.log_right[row])
     quality = {}
     for key in shares:
-        quality[key] = in_gaps[key] + right[key] + again * right[key]
+        quality[key] = in_gaps[key] + right[key]
+        if gapped.combinations > 1:  # the text after the gap counts twice
+            quality[key] += right[key]
     best = sorted(quality, key=lambda key: -quality[key])
     count_right = sum(map(len, gapped.known[1:]))
     scores = []
     for key in best:
         count = count_right + sum(key[1])
-        scores.append(
-            Scores(
-                right=right[key] / count_right if count_right else math.nan,
-                joint=(in_gaps[key] + right[key]) / count,
-                filling=math.nan,
-            )
+        mean_right = math.nan
+        if count_right:
+            mean_right = right[key] / count_right
+        score = Scores(
+            right=mean_right,
+            joint=(in_gaps[key] + right[key]) / count,
+            filling=math.nan,
         )
+        scores.append(score)
     return Weighted(
         tokens=[list(tokens) for tokens, _ in best],
         contexts=[gapped.context(sizes) for _, sizes in best],

@@ -63,7 +63,8 @@ def simple_generate(
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
-            drawn = draw(nucleus(probs, top_p), uniforms[positions])
+            probs = nucleus(probs, top_p)
+            drawn = draw(probs, uniforms[positions])
 
         # 3. From now on they are known.
         text[positions] = drawn
@@ -81,5 +82,5 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
         return probs
     ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ranked.cumsum(dim=-1) - ranked
-    kept = torch.where(mass_before < top_p, ranked, 0)
-    return torch.zeros_like(probs).scatter(-1, ids, kept)
+    truncated = torch.where(mass_before < top_p, ranked, 0)
+    return torch.zeros_like(probs).scatter(-1, ids, truncated)

@@ -7,6 +7,8 @@ counts are on the host.
 Shapes: B samples in flight, N slots of all rows, V vocabulary; a slot is a place in the
 prediction order."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
         # 1. Draft up to `draft` slots of each row in parallel.
         known = tally.known
         size = left.clamp(max=plan.draft)
-        draft_probs = draft(engine, tally, cached, known, size)
+        drafts = draft(engine, tally, cached, known, size)
         # The first was drawn given all that it depends on.
         first = known + (size > 0)
         # Its input is cached, unless it was a [MASK].
@@ -45,12 +47,10 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
             verified = verify(
                 engine,
                 tally,
+                drafts,
                 cached=cached,
                 first=first,
                 n_verify=n_verify,
-                known=known,
-                size=size,
-                draft_probs=draft_probs,
             )
             settled = settled + verified
 
@@ -63,11 +63,19 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
         left = plan.length - tally.known
 
 
+@dataclass
+class Drafts:
+    """The tokens that a round has drafted, `size` slots of each row from `known` on."""
+
+    known: Tensor  # (B,)
+    size: Tensor  # (B,)
+    probs: Tensor  # (sum of size, V) the distributions that they were drawn from
+
+
 def draft(
     engine: Batch, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
-) -> Tensor:
-    """Draw the next `size` slots of each row in parallel. Return their distributions
-    (sum of size, V)."""
+) -> Drafts:
+    """Draw the next `size` slots of each row in parallel."""
     logits, row, slot = predict_slots(
         engine, tally, cached=cached, known=known, first=known, size=size
     )
@@ -75,18 +83,16 @@ def draft(
     uniforms = engine.uniforms_at(row, slot)
     tokens = draw(probs, uniforms)
     engine.store(row, slot, tokens, logits)
-    return probs
+    return Drafts(known=known, size=size, probs=probs)
 
 
 def verify(
     engine: Batch,
     tally: Tally,
+    drafts: Drafts,
     cached: Tensor,
     first: Tensor,
     n_verify: Tensor,
-    known: Tensor,
-    size: Tensor,
-    draft_probs: Tensor,
 ) -> Tensor:
     """Settle the drafts of a round. Return how many slots of each row, from `first` on,
     are settled, (B,).
@@ -108,33 +114,31 @@ def verify(
     If b is kept and c is not, `stop` is column 1: b and a new token in slot 5 are
     settled.
 
-    first, n_verify: (B,) the first slot to verify, and how many, with the bonus. known,
-    size: (B,) tokens known before the round, slots drafted after them. draft_probs: of
-    all drafts."""
+    cached: (B,) inputs in the cache. first, n_verify: (B,) the first slot to verify,
+    and how many, with the bonus."""
     # 1. Predict all drafts in one causal pass, as if they were known. Entry n of N is
     #    slot `first` + `column[n]` of row `row[n]`.
     logits, row, slot = predict_slots(
         engine,
         tally,
         cached=cached,
-        known=known + size,
+        known=drafts.known + drafts.size,
         first=first,
         size=n_verify,
     )
     q = probabilities(logits, engine.choice)  # (N, V)
     first = first.to(q.device)
-    known = known.to(q.device)
-    size = size.to(q.device)
+    known = drafts.known.to(q.device)
+    size = drafts.size.to(q.device)
     n_verify = n_verify.to(q.device)
     column = slot - first[row]
     draft_end = known + size
     is_draft = slot < draft_end[row]  # the others are bonus slots
-    # Drafts stand in draft_probs row after row. A bonus slot has p = 0: it is drawn
-    # from q.
+    # Distributions stand row after row. A bonus slot has p = 0: it is drawn from q.
     drafts_before = size.cumsum(0) - size  # (B,) in the rows before
     number = drafts_before[row] + slot - known[row]
-    last = len(draft_probs) - 1
-    p = draft_probs[number.clamp(max=last)]
+    last = len(drafts.probs) - 1
+    p = drafts.probs[number.clamp(max=last)]
     p = p * is_draft[:, None]
 
     # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.

@@ -38,8 +38,9 @@ GUMBEL_BITS = {torch.float32: 24, torch.bfloat16: 8}
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a token is drawn from the model's distribution: against repetition and
-    without banned words, at a temperature, then of the top k, of min-p, then of top-p.
+    """The way in which a token is drawn from the model's distribution: against
+    repetition and without banned words, at a temperature, then of the top k, of min-p,
+    then of top-p.
     The fields are options of every script that decodes. Another truncation is a field
     here, and lines in `_truncated`."""
 
@@ -71,12 +72,13 @@ class TokenChoice:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always drawn: every rule keeps it."""
+        """Return whether the most probable token is always drawn, which every rule
+        keeps."""
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
 
     @property
     def avoids_repeats(self) -> bool:
-        """Whether logits depend on the tokens that are in the sample already."""
+        """Return whether logits depend on the tokens that are in the sample already."""
         return (
             self.repetition_penalty > 1
             or self.no_repeat_ngram is not None
@@ -85,7 +87,7 @@ class TokenChoice:
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens follow the model's own distribution."""
+        """Return whether tokens follow the model's own distribution."""
         for field in fields(TokenChoice):
             if getattr(self, field.name) != field.default:
                 return False
@@ -127,7 +129,7 @@ def choose_tokens(
     for row in rows.tolist():
         nucleus = _nucleus_of_row(probs[row], drawn[row], wanted[row])
         nuclei.append(nucleus)
-    drawn[rows] = draw(torch.stack(nuclei), again[rows])
+    drawn[rows], _ = race(torch.stack(nuclei), again[rows])
     return drawn
 
 
@@ -145,7 +147,8 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
 
 
 def _may_branch(x: Tensor) -> bool:
-    return x.device.type == "cpu"  # a GPU would wait for the values
+    """Return whether a branch on values costs nothing; a GPU would wait for them."""
+    return x.device.type == "cpu"
 
 
 def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
@@ -177,8 +180,8 @@ def _from(
     least: Tensor,
     ties: Tensor,
 ) -> Tensor:
-    """Keep what is above `least` (N, 1), and of what equals it the first `ties`
-    (N, 1)."""
+    """Return what is above `least` (N, 1) of the probabilities (N, V), and the first
+    `ties` (N, 1) of those that equal it; else 0."""
     is_above = probs > least
     is_equal = probs == least
     is_first = is_equal.cumsum(dim=-1) <= ties
@@ -196,11 +199,7 @@ def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V), 0 outside the choice's nucleus."""
     if choice.top_p == 1:
         return probs
-    total = probs.sum(
-        dim=-1,
-        keepdim=True,
-        dtype=torch.float64,
-    )
+    total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
     wanted = choice.top_p * total
     nucleus = _nucleus(probs, wanted)
     if choice.crossing == "drop":
@@ -215,11 +214,7 @@ def _without_crossing(nucleus: Tensor, wanted: Tensor) -> Tensor:
     least = nucleus.where(is_kept, torch.inf).amin(dim=-1, keepdim=True)
     ids = torch.arange(nucleus.shape[-1], device=nucleus.device)
     last = ids.where(nucleus == least, -1).amax(dim=-1, keepdim=True)
-    total = nucleus.sum(
-        dim=-1,
-        keepdim=True,
-        dtype=torch.float64,
-    )
+    total = nucleus.sum(dim=-1, keepdim=True, dtype=torch.float64)
     crosses = total > wanted
     is_alone = is_kept.sum(dim=-1, keepdim=True) == 1
     is_dropped = (ids == last) & crosses & ~is_alone
@@ -227,8 +222,8 @@ def _without_crossing(nucleus: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
-    """Return zero outside the nucleus: the tokens before which, ranked by falling
-    probability, less than `wanted` (N, 1) is reached.
+    """Return probabilities (N, V), 0 outside the nucleus: the tokens before which,
+    ranked by falling probability, less than `wanted` (N, 1) is reached.
 
     The least probability kept is found by bisection: bits of floats that are not
     negative are ordered as the floats are, so 31 (float32) or 63 halvings end at the
@@ -271,30 +266,11 @@ def _ties_kept(
 def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     """Return the mass (N, 1), float64, of the tokens more probable than `least`
     (N, 1)."""
-    above = _compare(
-        torch.gt,
-        probs,
-        least,
-        like=probs,
-    )
-    above.mul_(probs)
-    return above.sum(
-        dim=-1,
-        keepdim=True,
-        dtype=torch.float64,
-    )
-
-
-def _compare(
-    relation,
-    a: Tensor,
-    b: Tensor,
-    like: Tensor,
-) -> Tensor:
-    # As 0.0 and 1.0: a CPU multiplies by these several times faster than it selects by
+    # 0.0 or 1.0: a CPU multiplies by these several times faster than it selects by
     # booleans.
-    numbers = torch.empty_like(like)
-    return relation(a, b, out=numbers)
+    above = torch.gt(probs, least, out=torch.empty_like(probs))
+    above.mul_(probs)
+    return above.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _outside_nucleus(
@@ -307,29 +283,15 @@ def _outside_nucleus(
     token = token[:, None]
     p = probs.gather(1, token)
     ties = _ties_kept(probs, p, wanted)
-    equal = _compare(
-        torch.eq,
-        probs,
-        p,
-        like=probs,
-    )
+    equal = torch.eq(probs, p, out=torch.empty_like(probs))  # 0.0 or 1.0, as above
     if _may_branch(probs):
         equals = float(equal.sum())
         if equals == len(probs):  # each is equal to itself alone
             return (ties <= 0).squeeze(1)
     # Count the equals with lower ids. Ids are exact as float32 up to 2**24.
     V = probs.shape[-1]
-    ids = torch.arange(
-        V,
-        device=probs.device,
-        dtype=probs.dtype,
-    )
-    earlier = _compare(
-        torch.lt,
-        ids,
-        token.to(probs.dtype),
-        like=probs,
-    )
+    ids = torch.arange(V, device=probs.device, dtype=probs.dtype)
+    earlier = torch.lt(ids, token.to(probs.dtype), out=torch.empty_like(probs))
     earlier.mul_(equal)
     rank = earlier.sum(dim=-1, keepdim=True)
     return (rank >= ties).squeeze(1)
@@ -340,17 +302,17 @@ def _nucleus_of_row(
     rejected: Tensor,
     wanted: Tensor,
 ) -> Tensor:
-    """Return zero outside the nucleus of one row (V,). A token outside it is known, so
-    only what is at least as probable, a small part of the vocabulary, has to be
-    sorted."""
+    """Return the probabilities (V,) of one row, 0 outside its nucleus. As the token
+    `rejected` is outside, only what is at least as probable, a small part of the
+    vocabulary, has to be sorted."""
     is_candidate = probs >= probs[rejected]
     ids = is_candidate.nonzero().squeeze(1)
     ranked, place = probs[ids].sort(descending=True, stable=True)
     mass = ranked.double().cumsum(dim=0)
     mass_before = mass - ranked
-    kept = torch.where(mass_before < wanted, ranked, 0)
+    truncated = torch.where(mass_before < wanted, ranked, 0)
     nucleus = torch.zeros_like(probs)
-    return nucleus.scatter_(0, ids[place], kept)
+    return nucleus.scatter_(0, ids[place], truncated)
 
 
 def _gumbel_argmax(
@@ -416,20 +378,10 @@ def without_repeats(
         logits = penalised.where(is_present, logits)
     n = choice.no_repeat_ngram
     if n is not None and n <= T:
-        is_banned = _completing(
-            text,
-            position,
-            n,
-            V,
-        )
+        is_banned = _completing(text, position, n, V)
         logits = _without(logits, is_banned)
     if choice.banned:
-        is_banned = _completing_words(
-            text,
-            position,
-            words=choice.banned,
-            V=V,
-        )
+        is_banned = _completing_words(text, position, choice.banned, V)
         logits = _without(logits, is_banned)
     return logits
 
@@ -455,12 +407,7 @@ def _completing_words(
     longest = max(len(word) for word in words)
     padded = F.pad(text, (longest, longest), value=-1)
     row = torch.arange(N, device=text.device)
-    is_banned = torch.zeros(
-        N,
-        V,
-        dtype=torch.bool,
-        device=text.device,
-    )
+    is_banned = torch.zeros(N, V, dtype=torch.bool, device=text.device)
     for word in words:
         for place, token in enumerate(word):  # that the position has in the word
             start = position + longest - place  # of the word, in the padded text
@@ -487,12 +434,7 @@ def _completing(
     ngrams = padded.unfold(1, n, 1)  # (N, windows, n)
     is_known = ngrams >= 0
     row = torch.arange(N, device=text.device)
-    is_banned = torch.zeros(
-        N,
-        V,
-        dtype=torch.bool,
-        device=text.device,
-    )
+    is_banned = torch.zeros(N, V, dtype=torch.bool, device=text.device)
     # The place of the position in the n-gram; tokens of all other places must match.
     for place in range(n):
         window = ngrams[row, position - place + margin]  # (N, n)
@@ -507,11 +449,6 @@ def _completing(
 def _marked(tokens: Tensor, V: int) -> Tensor:
     """Return the ids among the tokens (N, any), BoolTensor (N, V); V counts as none."""
     N = len(tokens)
-    marked = torch.zeros(
-        N,
-        V + 1,
-        dtype=torch.bool,
-        device=tokens.device,
-    )
+    marked = torch.zeros(N, V + 1, dtype=torch.bool, device=tokens.device)
     marked.scatter_(1, tokens, True)
     return marked[:, :V]
