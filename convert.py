@@ -222,7 +222,13 @@ def write_export(
 
         run_folder = Path(loaded.path).parent.parent
         rows = read_metrics(run_folder / "metrics.jsonl")
-        write_hub_files(folder, loaded, export=settings, dtype=dtype, rows=rows)
+        write_hub_files(
+            folder,
+            loaded,
+            export=settings,
+            dtype=dtype,
+            rows=rows,
+        )
         return
     if Path(loaded.tokenizer).name in FILES:
         loaded.get_tokenizer().keep(folder)

@@ -157,7 +157,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     models = {}
     samplers = []
     for run in a.runs:
-        models[run] = load(run, a.weights, "cpu", a.block_size, a.checkpoint)
+        models[run] = load(
+            run,
+            a.weights,
+            "cpu",
+            a.block_size,
+            a.checkpoint,
+        )
         for options in sweep:
             samplers.append((run, fitted(run, models[run], options, a)))
     dtype = pick_dtype(a.dtype, procs.device)
@@ -166,7 +172,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     )
     result["versions"].update(judge.libraries)
     batch_size = a.decoding.batch_size or BATCH_SIZE
-    generated = make_samples(samplers, models, a, dtype, procs)
+    generated = make_samples(
+        samplers,
+        models,
+        a,
+        dtype,
+        procs,
+    )
     for samples in itertools.chain(generated, read):
         row = score_samples(
             samples, judge, batch_size, procs, reference=reference, mauve=a.mauve
@@ -244,7 +256,13 @@ def make_samples(
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})
         seconds = round(time.perf_counter() - started, 3)
-        yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
+        yield SampleSet(
+            run,
+            records,
+            settings,
+            seconds,
+            loaded.tokenizer,
+        )
 
 
 def number(value: float | None, form: str) -> str:

@@ -98,7 +98,13 @@ def main() -> None:
     rows = []
     checkpoints = {}  # by run
     for run in a.runs:
-        loaded = load(run, a.weights, device, a.block_size, a.checkpoint)
+        loaded = load(
+            run,
+            a.weights,
+            device,
+            a.block_size,
+            a.checkpoint,
+        )
         checkpoints[run] = loaded.origin()
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages_of(a, loaded), a)
@@ -106,7 +112,13 @@ def main() -> None:
     changed = modes.changed_settings(vars(a.decoding))
     if changed:
         lines.append(f"samples: {', '.join(changed)}")
-    origin = provenance(a, dtype, device, rows=rows, checkpoints=checkpoints)
+    origin = provenance(
+        a,
+        dtype,
+        device,
+        rows=rows,
+        checkpoints=checkpoints,
+    )
     with outputs:
         outputs.write_report(a.json, origin, lines)
         show(*lines, sep="\n")
@@ -130,7 +142,13 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     else:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         documents = eval_set.documents[: len(blocks)]
-        passages = find_passages(blocks, tokenizer, a.shortest, a.longest, documents)
+        passages = find_passages(
+            blocks,
+            tokenizer,
+            a.shortest,
+            a.longest,
+            documents,
+        )
         if len(passages) == 0:
             raise UserError(
                 f"no sentence of {a.shortest} to {a.longest} tokens in {len(blocks)} "
@@ -139,7 +157,12 @@ def passages_of(a: Arguments, loaded: Loaded) -> Passages:
     return passages
 
 
-def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
+def evaluate(
+    run: str,
+    loaded: Loaded,
+    passages: Passages,
+    a: Arguments,
+) -> list[dict]:
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     size = a.decoding.batch_size or modes.BATCH_SIZE
@@ -168,11 +191,25 @@ def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list
                 "nll": nll,
                 "documents": passages.document.tolist(),
             }
-            samples = fill_in(loaded, passages, both, options, a.seed)
+            samples = fill_in(
+                loaded,
+                passages,
+                both,
+                options,
+                a.seed,
+            )
             row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
     if a.draws and modes.can_resample(model.config) and not a.last_word:
-        rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
+        rows.append(
+            resampled_row(
+                run,
+                loaded,
+                passages,
+                a.draws,
+                a.seed,
+            )
+        )
     return rows
 
 
@@ -180,7 +217,13 @@ def resampled_row(
     run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
 ) -> dict:
     """Return the row of a decoder that fills in given both sides by resampling."""
-    weighted = resample_middles(loaded.model, passages, draws, seed, loaded.vocab_size)
+    weighted = resample_middles(
+        loaded.model,
+        passages,
+        draws,
+        seed,
+        loaded.vocab_size,
+    )
     row = {
         "run": run,
         "given": "both",
@@ -203,7 +246,13 @@ def fill_in(
     if both:
         length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    return modes.generate_rows(loaded.model, contexts, options, loaded.vocab_size, seed)
+    return modes.generate_rows(
+        loaded.model,
+        contexts,
+        options,
+        loaded.vocab_size,
+        seed,
+    )
 
 
 def texts_of(

@@ -150,7 +150,13 @@ def answer_prompts(
     results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
-    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
+    loaded = load(
+        a.run,
+        a.weights,
+        procs.device,
+        a.block_size,
+        a.checkpoint,
+    )
     config = loaded.model.config
     dtype = pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
@@ -159,7 +165,13 @@ def answer_prompts(
     notes = []
     page = None
     for name in a.tasks:
-        questions = open_questions(name, a.split, loaded, a.limit, judges)
+        questions = open_questions(
+            name,
+            a.split,
+            loaded,
+            a.limit,
+            judges,
+        )
         temperature = a.decoding.temperature
         mode = a.decoding.mode
         if temperature is None:
@@ -169,7 +181,13 @@ def answer_prompts(
         options = replace(a.decoding, temperature=temperature, mode=mode)
         options = with_mode_defaults(options)
         check_mode(options, config)
-        answers = answer(loaded, questions, options, a.seed, procs)
+        answers = answer(
+            loaded,
+            questions,
+            options,
+            a.seed,
+            procs,
+        )
         result = {
             "task": questions.name,
             **vars(options),

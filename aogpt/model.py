@@ -177,11 +177,22 @@ class Pass:
         """Note that block `layer` comes next; n_layer is the final norm. A pass with a
         cache of keys and values needs to know."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of attention, (B, T, D), for q, k and v of the shape
         (B, T, H, D/H): step i sees inputs 0..i."""
         if not self.hide_start:
-            return attention(q, k, v, causal=True, dropout=self.dropout)
+            return attention(
+                q,
+                k,
+                v,
+                causal=True,
+                dropout=self.dropout,
+            )
         # Input 0 sees itself alone: its output is its value, for all heads that share
         # it. A mask would rule out fast kernels.
         heads_per_value = q.shape[2] // v.shape[2]
@@ -248,7 +259,12 @@ class PermutationGather(torch.autograd.Function):
     sum. The gradient of indexing would add with atomics, in no fixed order."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        table: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+    ) -> Tensor:
         """Return the rows (B, T, D). inverse (B, T): see `inverse_permutation`."""
         ctx.save_for_backward(inverse)
         return table[order]
@@ -300,13 +316,22 @@ class RMSNorm(nn.RMSNorm):
         dtype = self.weight.dtype if x.is_cuda else x.dtype
         x = x.to(dtype)
         weight = self.weight.to(dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return F.rms_norm(
+            x,
+            self.normalized_shape,
+            weight,
+            self.eps,
+        )
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
     """Return the norm of the residual stream that the configuration asks for."""
     if c.norm == "layernorm":
-        return nn.LayerNorm(c.n_embd, eps=c.norm_eps, bias=c.norm_bias)
+        return nn.LayerNorm(
+            c.n_embd,
+            eps=c.norm_eps,
+            bias=c.norm_bias,
+        )
     return RMSNorm(c.n_embd, eps=c.norm_eps)
 
 
@@ -331,8 +356,18 @@ class TargetTable(PositionTable):
 
     conditions = ("weight",)
 
-    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
-        super().__init__(c, c.block_size, width, wave_std)
+    def __init__(
+        self,
+        c: ModelConfig,
+        width: int,
+        wave_std: float | None = 0.04,
+    ):
+        super().__init__(
+            c,
+            c.block_size,
+            width,
+            wave_std,
+        )
         # Position 0 has the waves that it has in `wpe`, where it is row 1.
         self.first_wave = 1
 
@@ -378,7 +413,12 @@ class Projection(nn.Linear):
     """The linear layer back to the residual stream, (..., width) -> (..., D). There are
     2 n_layer of these, whose outputs add up, so their initial values are smaller."""
 
-    def __init__(self, c: ModelConfig, width: int, bias: bool):
+    def __init__(
+        self,
+        c: ModelConfig,
+        width: int,
+        bias: bool,
+    ):
         super().__init__(width, c.n_embd, bias=bias)
         self.init_std = 0.02 / math.sqrt(2 * c.n_layer)
 
@@ -390,7 +430,12 @@ def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
     rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
     turns in `length` positions are divided by the factor, those of more than `high`
     stay, linear between."""
-    coordinates = torch.arange(0, c.head_dim, 2, dtype=torch.float64)
+    coordinates = torch.arange(
+        0,
+        c.head_dim,
+        2,
+        dtype=torch.float64,
+    )
     exponents = coordinates / c.head_dim
     frequency = c.rope_base**-exponents
     if c.rope_scaling is not None:
@@ -546,10 +591,20 @@ class Block(nn.Module):
             return x + self.drop(y), values
         modulation = p.modulation(self.adaln, parts=6)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        normed = p.modulated_norm(self.norm1, x, shift1, scale1)
+        normed = p.modulated_norm(
+            self.norm1,
+            x,
+            shift1,
+            scale1,
+        )
         y, values = self.attn(normed, p, first_values)
         x = x + gate1 * self.drop(y)
-        normed = p.modulated_norm(self.norm2, x, shift2, scale2)
+        normed = p.modulated_norm(
+            self.norm2,
+            x,
+            shift2,
+            scale2,
+        )
         y = self.mlp(normed)
         return x + gate2 * self.drop(y), values
 
@@ -578,7 +633,12 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.vocab_size = c.vocab_size
 
-    def forward(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
+    def forward(
+        self,
+        head: Callable,
+        x: Tensor,
+        wanted: Tensor,
+    ) -> Tensor:
         """Return the losses of the tokens `wanted` (B, T) in nats, (B, T).
 
         head: a function of states (n, D) that returns logits (n, V). x (B, T, D): final
@@ -605,7 +665,12 @@ class HeadLoss(nn.Module):
             parts.append(losses)
         return torch.cat(parts).unflatten(0, shape)
 
-    def losses(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
+    def losses(
+        self,
+        head: Callable,
+        x: Tensor,
+        wanted: Tensor,
+    ) -> Tensor:
         """Return the losses of the tokens of a chunk, (n,), from x (n, D) and wanted
         (n,)."""
         logits = head(x)
@@ -699,7 +764,12 @@ class Transformer(nn.Module):
         if self.adaln_f is None:
             return self.norm_f(x)
         shift, scale = p.modulation(self.adaln_f, parts=2)
-        return p.modulated_norm(self.norm_f, x, shift, scale)
+        return p.modulated_norm(
+            self.norm_f,
+            x,
+            shift,
+            scale,
+        )
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for `rotate`, (B, T, 1, D/H / 2) each, at
@@ -767,7 +837,12 @@ class AOGPT(Transformer):
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
 
-    def trunk(self, x: Tensor, in_positions: Tensor, p: Pass) -> Tensor:
+    def trunk(
+        self,
+        x: Tensor,
+        in_positions: Tensor,
+        p: Pass,
+    ) -> Tensor:
         """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D) at
         positions (B, T): condition each step on its target, then run the blocks."""
         target = self.config.target

@@ -114,7 +114,13 @@ def groupwise_loss(
     if group == 1:
         return ao_ar_loss(model, tokens, order, weight)
     starts = group_starts(order, group, prompt_lengths)
-    return ao_ar_loss(model, tokens, order, weight, group_start=starts)
+    return ao_ar_loss(
+        model,
+        tokens,
+        order,
+        weight,
+        group_start=starts,
+    )
 
 
 def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
@@ -125,7 +131,12 @@ def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
     return masks.weight * nll / tokens.shape[1]
 
 
-def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
+def score_entropy(
+    model: nn.Module,
+    tokens: Tensor,
+    masks: Masks,
+    vocab: int,
+) -> Tensor:
     """Return the denoising score entropy, differentiable, (B, T), 0 at unmasked
     positions; its mean is per token (SEDD, equation 8, absorbing graph).
 
@@ -340,14 +351,26 @@ def masks_at(
 ) -> Masks:
     """Return the training masks of the sequences `rows` of a global batch of `total`, a
     pure function of the arguments. A prompt (in `roles`) is never masked."""
-    row_uniforms, position_uniforms = _uniform(seed, step, rows, length, roles)
+    row_uniforms, position_uniforms = _uniform(
+        seed,
+        step,
+        rows,
+        length,
+        roles,
+    )
     if config.prefix_prob:
         row_uniforms, position_uniforms = _with_prefixes(
             config.prefix_prob, row_uniforms, position_uniforms
         )
     objective = config.definition
     if objective.stratified:
-        row_uniforms = stratified(seed, step, rows, total, width=length + 1)
+        row_uniforms = stratified(
+            seed,
+            step,
+            rows,
+            total,
+            width=length + 1,
+        )
     assert objective.masks is not None, f"{config.kind} has no masks"
     lengths = None if roles is None else roles.lengths
     return objective.masks(row_uniforms, position_uniforms, config.noise_eps, lengths)
@@ -388,7 +411,13 @@ def _uniform(
 ) -> tuple[Tensor, Tensor]:
     """Return uniform numbers of sequences (B,) and positions (B, T), which are NEVER at
     tokens of the prompt."""
-    bits = philox_bits(seed, step, rows, length + 1, stream)
+    bits = philox_bits(
+        seed,
+        step,
+        rows,
+        length + 1,
+        stream,
+    )
     uniform = torch.from_numpy(to_uniform(bits))
     position_uniforms = uniform[:, 1:]
     if roles is not None:
@@ -420,7 +449,13 @@ def stratified(
     """Return uniform numbers (len(rows),), float64, such that each of `total` equal
     parts of (0, 1) holds one of all `total` rows. width: of the table whose row `total`
     gives their random offset."""
-    bits = philox_bits(seed, step, range(total, total + 1), width, stream)
+    bits = philox_bits(
+        seed,
+        step,
+        range(total, total + 1),
+        width,
+        stream,
+    )
     offset = float(to_uniform(bits)[0, 0])
     row = torch.arange(rows.start, rows.stop, dtype=torch.float64)
     return (row / total + offset) % 1.0
@@ -467,12 +502,26 @@ def token_nll(
     length = tokens.shape[1]
     device = tokens.device
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(seed, draw, rows, total, length, roles=roles)
+        masks = evaluation_masks(
+            seed,
+            draw,
+            rows,
+            total,
+            length,
+            roles=roles,
+        )
         masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
         nll = -masks.weight[:, None] * log_probs.double()
     else:
-        order = orders_at(orders, seed, draw, rows, length, stream=SCORED_ORDERS)
+        order = orders_at(
+            orders,
+            seed,
+            draw,
+            rows,
+            length,
+            stream=SCORED_ORDERS,
+        )
         prompt_lengths = None
         lengths = None
         if roles is not None:

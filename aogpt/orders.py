@@ -162,7 +162,13 @@ def orders_at(
     # / 2^65) go by position. A kind that needs one uniform number for a sequence takes
     # a key's: inside a mixture the coin is known to be small. More columns would change
     # the orders of all kinds.
-    bits = philox_bits(seed, step, rows, length + 1, stream)
+    bits = philox_bits(
+        seed,
+        step,
+        rows,
+        length + 1,
+        stream,
+    )
     coins = bits[:, 0]
     keys = bits[:, 1:]
     if config.kind == "random":
@@ -171,7 +177,14 @@ def orders_at(
         order = _sorted_by(keys)
         is_mixed = torch.from_numpy(to_uniform(coins) < config.l2r_prob)
         mixed = replace(config, kind=config.mixed)
-        mixed_orders = orders_at(mixed, seed, step, rows, length, stream=stream)
+        mixed_orders = orders_at(
+            mixed,
+            seed,
+            step,
+            rows,
+            length,
+            stream=stream,
+        )
         return mixed_orders.where(is_mixed[:, None], order)
     uniform = to_uniform(keys)  # (B, T) in [0, 1)
     position = np.arange(length)

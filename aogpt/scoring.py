@@ -59,7 +59,11 @@ def token_log_probs(
     if model.separate_queries:
         starts = group_starts(order, group, prompt_lengths)
         return -model(tokens, order, starts)
-    result = torch.zeros(order.shape, device=order.device, dtype=model.wte.weight.dtype)
+    result = torch.zeros(
+        order.shape,
+        device=order.device,
+        dtype=model.wte.weight.dtype,
+    )
     for known, steps in groups_of(order, group, prompt_lengths):
         log_probs = parallel_log_probs(
             model, tokens, order, known=known, steps=steps, lengths=lengths
@@ -90,7 +94,12 @@ def masked_log_probs(
         return encoder.log_probs(tokens, masked, lengths)
     # The context comes first.
     order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
-    log_probs = parallel_log_probs(model, tokens, order, known=(~unknown).sum(1))
+    log_probs = parallel_log_probs(
+        model,
+        tokens,
+        order,
+        known=(~unknown).sum(1),
+    )
     return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
 
@@ -114,7 +123,12 @@ def masked_logits(
     is_masked = masked.gather(1, order)
     if (is_masked[:, :-1] & ~is_masked[:, 1:]).any():
         raise UserError("an order must have the masked positions after the others")
-    x = parallel_hidden(model, tokens, order, known=(~masked).sum(1))
+    x = parallel_hidden(
+        model,
+        tokens,
+        order,
+        known=(~masked).sum(1),
+    )
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
     return model.head_logits(x[row, step])
@@ -143,7 +157,12 @@ def parallel_log_probs(
     else:
         check_boolean(steps, "steps")
     if not model.config.is_encoder:
-        x = parallel_hidden(model, tokens, order, known)
+        x = parallel_hidden(
+            model,
+            tokens,
+            order,
+            known,
+        )
         log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
         return log_probs.where(steps, torch.zeros_like(log_probs))
     encoder: Any = model  # of systems/encoder.py
@@ -156,7 +175,11 @@ def parallel_log_probs(
     x = encoder.masked_hidden(tokens, masked, lengths)[row, position]
     logits = at_least_float32(model.head_logits(x))
     scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
-    log_probs = torch.zeros(order.shape, device=order.device, dtype=scored.dtype)
+    log_probs = torch.zeros(
+        order.shape,
+        device=order.device,
+        dtype=scored.dtype,
+    )
     log_probs[row, step] = scored.squeeze(1)
     return log_probs
 
@@ -165,13 +188,28 @@ class MaskedPass(Pass):
     """A training pass with a mask (B, 1, T, T), bool: True where step i sees an
     input."""
 
-    def __init__(self, config: ModelConfig, targets: Tensor, allowed: Tensor):
+    def __init__(
+        self,
+        config: ModelConfig,
+        targets: Tensor,
+        allowed: Tensor,
+    ):
         super().__init__(config, targets)
         self.allowed = allowed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
-        return attention(q, k, v, mask=self.allowed)
+        return attention(
+            q,
+            k,
+            v,
+            mask=self.allowed,
+        )
 
 
 def parallel_hidden(
@@ -201,7 +239,11 @@ def parallel_hidden(
     return decoder.trunk(x, in_positions, p)
 
 
-def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
+def without_start(
+    allowed: Tensor,
+    last: Tensor,
+    config: ModelConfig,
+) -> Tensor:
     """Return a mask (..., keys) in which a hidden [None] is visible only to queries
     that see nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
@@ -231,7 +273,11 @@ def groups_of(
         raise UserError(f"the group is {group}; give a number of at least 1")
     B, T = order.shape
     if prompt_lengths is None:
-        prompt_lengths = torch.zeros(B, dtype=torch.long, device=order.device)
+        prompt_lengths = torch.zeros(
+            B,
+            dtype=torch.long,
+            device=order.device,
+        )
     steps = torch.arange(T, device=order.device)
     for start in range(0, T - int(prompt_lengths.min()), group):
         known = (prompt_lengths + start).clamp(max=T)
@@ -243,7 +289,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
+def check_tokens(
+    model: Transformer,
+    tokens: Tensor,
+    companion: Tensor,
+) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the
     model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
@@ -264,7 +314,11 @@ def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
         )
 
 
-def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
+def check_mask(
+    model: Transformer,
+    tokens: Tensor,
+    masked: Tensor,
+) -> None:
     """Raise UserError if tokens and a mask of them do not fit the model."""
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")

@@ -566,7 +566,12 @@ class TextModel:
                 contexts.append(self._context_after(text, new_tokens))
         if not contexts:
             return []
-        options.update(temperature=temperature, top_p=top_p, top_k=top_k, mode=mode)
+        options.update(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            mode=mode,
+        )
         rows = self._sample(contexts, count, seed, options)
         samples = []
         for row in rows:
@@ -990,7 +995,12 @@ def _check_option(name: str) -> None:
         return
     # A parameter of a method can be meant, too.
     names += ["num_samples", "seed", "candidates", "new_tokens"]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        name,
+        names,
+        n=1,
+        cutoff=0.5,
+    )
     if near:
         raise UserError(f"there is no option {name!r}; did you mean {near[0]!r}?")
     raise UserError(f"there is no option {name!r}; there are {names}")

@@ -118,25 +118,6 @@ KNOWN_TOKENS = (
 )
 # Keys of a file format: [ratios] of an experiment.
 ALLOWED_NAMES = {("studies/verdicts.py", "of")}
-# What is still to be changed. Only take entries out of these three.
-REMAINING_SPLATS = ("aogpt/sampling/modes.py",)
-REMAINING_GENERATORS = ("aogpt/sampling/alternatives.py",)
-REMAINING_NAMES = {
-    "aogpt/data/packing.py": {"kept", "known"},
-    "aogpt/data/sources.py": {"known"},
-    "aogpt/data/tokenizers.py": {"known"},
-    "aogpt/evaluation/harness.py": {"known"},
-    "aogpt/evaluation/text_measures.py": {"known"},
-    "aogpt/playground/fill.py": {"known"},
-    "aogpt/runtime/outputs.py": {"kept", "known"},
-    "aogpt/sampling/resampling.py": {"kept"},
-    "aogpt/sampling/simple.py": {"kept"},
-    "aogpt/sampling/token_choice.py": {"kept"},
-    "aogpt/text_model.py": {"known"},
-    "docs/site.py": {"found"},
-    "eval_tasks.py": {"known"},
-    "sample.py": {"kept"},
-}
 
 
 def empty_names(file, tree):
@@ -182,10 +163,7 @@ def is_starred(argument):
 
 def test_no_call_unpacks_what_the_file_has_gathered():
     places = [
-        f"{name}:{line}"
-        for name, tree, _ in source_files()
-        for line in splats(tree)
-        if name not in REMAINING_SPLATS
+        f"{name}:{line}" for name, tree, _ in source_files() for line in splats(tree)
     ]
     assert not places, "name the arguments in the call: " + ", ".join(places)
 
@@ -204,7 +182,6 @@ def test_no_call_unpacks_a_generator():
         f"{name}:{line}"
         for name, tree, _ in source_files()
         for line in starred_generators(tree)
-        if name not in REMAINING_GENERATORS
     ]
     assert not places, "write a loop: " + ", ".join(places)
 
@@ -213,8 +190,7 @@ def test_names_say_what_a_variable_holds():
     places = []
     for file, tree, _ in source_files():
         for line, name in empty_names(file, tree):
-            if name not in REMAINING_NAMES.get(file, ()):
-                places.append(f"{file}:{line}: {name}")
+            places.append(f"{file}:{line}: {name}")
     assert not places, "take a noun of the field: " + ", ".join(places)
 
 

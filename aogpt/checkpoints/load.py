@@ -348,9 +348,21 @@ def from_file(
                 for ours, name in prefixed.items()
             }
         )
-        return from_export(export, tensors, file, weights, checked=False)
+        return from_export(
+            export,
+            tensors,
+            file,
+            weights,
+            checked=False,
+        )
     if str(settings.get("format")).startswith("aogpt-export-"):
-        return from_export(settings, contents, file, weights, checked=True)
+        return from_export(
+            settings,
+            contents,
+            file,
+            weights,
+            checked=True,
+        )
     return from_release(contents, settings, weights, file.parent)
 
 

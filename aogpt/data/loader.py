@@ -481,7 +481,12 @@ class Mixture(TokenDataset):
         return indices
 
 
-def in_epochs(seed: int, numbers: np.ndarray, count: int, first: int = 0) -> np.ndarray:
+def in_epochs(
+    seed: int,
+    numbers: np.ndarray,
+    count: int,
+    first: int = 0,
+) -> np.ndarray:
     """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
     reads block shuffle_e[n % count] of epoch e = n // count. first: added to the
     epoch's number for the shuffle."""

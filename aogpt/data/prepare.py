@@ -609,7 +609,12 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     return True
 
 
-def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> None:
+def report(
+    folder: Path,
+    meta: dict,
+    tokenizer: Tokenizer,
+    notes: list[str],
+) -> None:
     """Print the sizes of the splits, and notes. folder: as the user typed it."""
     for split, entry in meta["splits"].items():
         tokens = counted(entry["tokens"], "tokens")

@@ -379,7 +379,12 @@ def read_csv(
     yield from texts_of(rows(), reading, name)
 
 
-def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
+def text_of(
+    row: dict,
+    field: str,
+    place: str,
+    option: str = "--field",
+) -> str:
     """Return the text in a field of a row. Raises UserError, which begins with
     `place`."""
     if field not in row:
@@ -457,7 +462,12 @@ def hub_rows(
     def rows() -> Iterator[dict]:
         from datasets import load_dataset
 
-        load = partial(load_dataset, repository, split=split, streaming=True)
+        load = partial(
+            load_dataset,
+            repository,
+            split=split,
+            streaming=True,
+        )
         try:
             streamed = load(config)
         except RuntimeError as error:

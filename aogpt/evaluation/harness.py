@@ -143,7 +143,13 @@ class HarnessModel(TemplateLM):
         self._world_size = self.procs.world_size
         self._device = self.procs.device
         if not isinstance(run, Loaded):
-            run = load(str(run), a.weights, self.device, a.block_size, a.checkpoint)
+            run = load(
+                str(run),
+                a.weights,
+                self.device,
+                a.block_size,
+                a.checkpoint,
+            )
         self.loaded = run
         self.model = run.model.to(self.device)
         self.tokenizer = run.get_tokenizer()
@@ -160,7 +166,11 @@ class HarnessModel(TemplateLM):
         order = None
         if mode in modes.MODE_OPTIONS["order"].modes:
             order = decoding.order
-        decoding = replace(decoding, mode=mode, order=order)
+        decoding = replace(
+            decoding,
+            mode=mode,
+            order=order,
+        )
         self.decoding = modes.with_mode_defaults(decoding)
         self.batch_size = decoding.batch_size or BATCH_SIZE
         # The numbers of requests: all, with a token across, with a truncated context.
@@ -321,7 +331,12 @@ class HarnessModel(TemplateLM):
         # None: quiet without a terminal
         quiet = True if disable_tqdm or self.rank else None
         starts = range(0, len(passes), self.batch_size)
-        for start in tqdm(starts, desc=self.order, disable=quiet, leave=False):
+        for start in tqdm(
+            starts,
+            desc=self.order,
+            disable=quiet,
+            leave=False,
+        ):
             numbers = []
             batch = []
             for _, i, draw in passes[start : start + self.batch_size]:
@@ -359,7 +374,12 @@ class HarnessModel(TemplateLM):
                 contexts = [context for context, _, _ in group]
                 repeats = [repeat for _, repeat, _ in group]
                 numbers = [number for _, _, number in group]
-                answers = self.complete(contexts, repeats, settings, bar.update)
+                answers = self.complete(
+                    contexts,
+                    repeats,
+                    settings,
+                    bar.update,
+                )
                 for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
         return texts
@@ -383,7 +403,12 @@ class HarnessModel(TemplateLM):
         tokens = context + continuation
         positions = torch.arange(c + n)
         if self.order == "l2r":
-            return ScoringPass(tokens, positions, first=c, weight=1.0)
+            return ScoringPass(
+                tokens,
+                positions,
+                first=c,
+                weight=1.0,
+            )
         # The request itself is the key of its random numbers, whatever its place and
         # process.
         key = digest(context, continuation)
@@ -393,11 +418,31 @@ class HarnessModel(TemplateLM):
         )[0]
         order = torch.cat([positions[:c], c + order])
         if not self.is_encoder:
-            return ScoringPass(tokens, order, first=c, weight=1.0)
+            return ScoringPass(
+                tokens,
+                order,
+                first=c,
+                weight=1.0,
+            )
         # A uniform order leaves the first of its n + 1 random numbers unused.
-        u = float(to_uniform(philox_bits(a.seed, key, range(1), n + 1, REQUESTS))[0, 0])
+        u = float(
+            to_uniform(
+                philox_bits(
+                    a.seed,
+                    key,
+                    range(1),
+                    n + 1,
+                    REQUESTS,
+                )
+            )[0, 0]
+        )
         masked = min(n, 1 + int(n * ((u + draw / a.num_orders) % 1.0)))
-        return ScoringPass(tokens, order, first=c + n - masked, weight=n / masked)
+        return ScoringPass(
+            tokens,
+            order,
+            first=c + n - masked,
+            weight=n / masked,
+        )
 
     @torch.no_grad()
     def score(self, passes: list[ScoringPass]) -> list[tuple[float, bool]]:
@@ -421,7 +466,12 @@ class HarnessModel(TemplateLM):
         with autocast(self.device, self.dtype), attention_of_many_shapes():
             if self.is_encoder:
                 length = length.to(self.device)
-                hidden = self._encoder_hidden(tokens, order, scored, length)
+                hidden = self._encoder_hidden(
+                    tokens,
+                    order,
+                    scored,
+                    length,
+                )
             else:
                 hidden = self.model.hidden(tokens, order)
             targets = tokens.gather(1, order)[scored]
@@ -434,7 +484,12 @@ class HarnessModel(TemplateLM):
             results = torch.cat(parts)
         log_probs, hits = results.double().cpu().unbind(dim=1)
         scores = []
-        parts = zip(passes, log_probs.split(counts), hits.split(counts), strict=True)
+        parts = zip(
+            passes,
+            log_probs.split(counts),
+            hits.split(counts),
+            strict=True,
+        )
         for p, values, hit in parts:
             scores.append((p.weight * float(values.sum()), bool(hit.all())))
         return scores
@@ -493,7 +548,11 @@ class HarnessModel(TemplateLM):
             top_p = 1.0
         if not top_k or top_k < 0:  # 0 and -1 mean "all" elsewhere
             top_k = None
-        choice = TokenChoice(temperature=temperature, top_p=top_p, top_k=top_k)
+        choice = TokenChoice(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
         return AnswerSettings(choice, max_tokens, until)
 
     def complete(
@@ -510,7 +569,12 @@ class HarnessModel(TemplateLM):
         for context, repeat in zip(contexts, repeats, strict=True):
             keys.append(digest(context, [repeat]))
             rows.append(context + [None] * settings.max_tokens)
-        planned = modes.plan_samples(self.decoding, rows, self.settings.seed, keys=keys)
+        planned = modes.plan_samples(
+            self.decoding,
+            rows,
+            self.settings.seed,
+            keys=keys,
+        )
         decoder = Decoder(
             self._generator,
             choice=settings.choice,

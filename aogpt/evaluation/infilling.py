@@ -59,7 +59,12 @@ class Passages:
         starts = self.start.tolist()
         ends = self.end.tolist()
         middles = []
-        for row, start, end in zip(rows, starts, ends, strict=True):
+        for row, start, end in zip(
+            rows,
+            starts,
+            ends,
+            strict=True,
+        ):
             middles.append(row[start:end])
         return middles
 
@@ -105,7 +110,12 @@ def _passages(
 ) -> Passages:
     """Return passages of tokens (N, T) whose middles have these starts and ends."""
     spans = torch.tensor(spans).long().view(-1, 2)
-    return Passages(tokens, start=spans[:, 0], end=spans[:, 1], document=documents)
+    return Passages(
+        tokens,
+        start=spans[:, 0],
+        end=spans[:, 1],
+        document=documents,
+    )
 
 
 def find_last_words(
@@ -144,7 +154,11 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
+def middle_nll(
+    model: AOGPT,
+    passages: Passages,
+    both_sides: bool,
+) -> Tensor:
     """Return -log p of the middle, token after token, given the left side or both
     sides: (N,) float64, nats per token. With both sides (not for a plain GPT) the order
     is: the left side, the right side, then the middle."""
@@ -168,7 +182,11 @@ def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     return -total / length
 
 
-def _masked_middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
+def _masked_middle_nll(
+    model: AOGPT,
+    passages: Passages,
+    both_sides: bool,
+) -> Tensor:
     """Return `middle_nll` of an encoder: a pass for the i-th token of every middle."""
     tokens = passages.tokens
     device = model.wte.weight.device
@@ -205,7 +223,11 @@ def resample_middles(
 ) -> Resampled:
     """Return the middles of passages, each filled in by `draws` continuations of the
     left side, weighted by the right side."""
-    resampled = Resampled(nll=[], tokens=[], effective_sample_size=[])
+    resampled = Resampled(
+        nll=[],
+        tokens=[],
+        effective_sample_size=[],
+    )
     start = passages.start.tolist()
     end = passages.end.tolist()
     for row, text in enumerate(passages.tokens):

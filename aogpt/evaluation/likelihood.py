@@ -68,7 +68,13 @@ class Scorer:
         """Return -log p of every token, (B, T) float64, in sequence order, NaN where
         none is scored. draw: (seed, number of the draw, rows, total of rows)."""
         if self.rule is not None:
-            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
+            return decoding_nll(
+                loaded.model,
+                tokens,
+                self.rule,
+                self.group,
+                roles,
+            )
         seed, number, rows, total = draw
         if self.orders is not None:
             return token_nll(
@@ -111,7 +117,12 @@ def decoding_nll(
     pace = rule.pace
     if pace is None and rule.block:
         pace = Pace(most=group)
-    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
+    plan = replace(
+        plan,
+        pace=pace,
+        block=rule.block,
+        unmask_by=rule.score,
+    )
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
     decoded = generate(model, plan, texts, forced=texts)
@@ -245,7 +256,12 @@ class Losses(NamedTuple):
     gains: Tensor | None = None
 
 
-def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
+def losses_of(
+    task: Task,
+    runner: BatchRunner,
+    seed: int,
+    draws: int,
+) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
     where the task is exact. Random numbers are a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
@@ -314,7 +330,12 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     # contexts.
     for i, size in enumerate(scorer.larger_ensembles):
         gains = losses.gains[..., i]
-        loss = estimate(losses.nll, gains, weights=weights, documents=documents)
+        loss = estimate(
+            losses.nll,
+            gains,
+            weights=weights,
+            documents=documents,
+        )
         gain = estimate(gains, weights=weights, documents=documents)
         by_size[size] = (loss, gain)
     return {size: by_size[size] for size in scorer.ensembles}

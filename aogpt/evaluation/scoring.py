@@ -256,7 +256,12 @@ def _judged_as(samples: SampleSet, judge: Judge) -> str:
     return "retokenised"
 
 
-def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
+def _result(
+    sample: Sample,
+    tokens: list[int],
+    nll: float,
+    count: int,
+) -> dict:
     """Return the results of one sample: the nats of its `count` scored tokens, and the
     measures of its tokens."""
     perplexity = math.nan

@@ -13,9 +13,9 @@ from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..sampling import gaps
-from ..sampling.adaptive import scores_of
 from ..sampling.modes import Context, check_start
 from ..sampling.resampling import fill_by_resampling
+from ..sampling.scores import scores_of
 from ..sampling.token_choice import TokenChoice, choose_tokens
 from ..scoring import masked_logits
 
@@ -114,7 +114,13 @@ class Fill:
         """Return a random number for each position."""
         first = range(1)  # the first sample of sample.py
         width = len(self.context)
-        bits = philox_bits(seed, 0, rows=first, width=width, stream=stream)
+        bits = philox_bits(
+            seed,
+            0,
+            rows=first,
+            width=width,
+            stream=stream,
+        )
         uniforms = to_uniform(bits)
         return uniforms[0].tolist()
 
@@ -133,7 +139,11 @@ class Fill:
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank."""
         log_probs = self.log_probs(position)
-        step = Step(position=position, token=token, log_prob=float(log_probs[token]))
+        step = Step(
+            position=position,
+            token=token,
+            log_prob=float(log_probs[token]),
+        )
         self.steps.append(step)
         self.tokens[position] = token
         self._log_probs = None
@@ -174,7 +184,12 @@ class PlainFill(Fill):
     blank are estimated from weighted fillings of the whole text, those that agree with
     the tokens filled in so far."""
 
-    def __init__(self, text: aogpt.TextModel, context: Context, seed: int):
+    def __init__(
+        self,
+        text: aogpt.TextModel,
+        context: Context,
+        seed: int,
+    ):
         super().__init__(text, context)
         gapped = gaps.gapped_of(context)
         check_start(bool(gapped.known[0]), text.loaded.scored_from)
@@ -215,7 +230,11 @@ class PlainFill(Fill):
         return math.nan, self.text.log_prob(self.tokens)
 
 
-def new_fill(text: aogpt.TextModel, context: Context, seed: int) -> Fill:
+def new_fill(
+    text: aogpt.TextModel,
+    context: Context,
+    seed: int,
+) -> Fill:
     """Return a text to fill in with any model."""
     if text.model.config.l2r_only:
         return PlainFill(text, context, seed)
@@ -277,7 +296,11 @@ def shown(fill: Fill, token: int) -> str:
     return visible(token_text(fill.text.tokenizer, token))
 
 
-def blank_views(fill: Fill, positions: list[int], selected: int | None) -> list[dict]:
+def blank_views(
+    fill: Fill,
+    positions: list[int],
+    selected: int | None,
+) -> list[dict]:
     """Return the blanks of a run, with their likeliest tokens."""
     views = []
     for position in positions:

@@ -155,7 +155,12 @@ class Outputs:
             raise OSError("; ".join(self.failed.values()))
 
 
-def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
+def check_output(
+    option: str,
+    path: Path,
+    sources: list[Path],
+    overwrite: bool,
+) -> None:
     """Raise UserError for a result file that cannot or must not be written. sources:
     the files that are read."""
     if path.is_dir():
@@ -244,7 +249,14 @@ def commit() -> str:
             ["git", *words], cwd=PROJECT, capture_output=True, text=True
         ).stdout
 
-    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
+    changed = git(
+        "diff",
+        "HEAD",
+        "--name-only",
+        "--",
+        ".",
+        ":!results",
+    )
     name = git("describe", "--always").strip() or "unknown"
     return f"{name}-dirty" if changed else name
 
@@ -330,7 +342,13 @@ def new_figure(
     import matplotlib.pyplot as plt
 
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+    return plt.subplots(
+        rows,
+        columns,
+        figsize=size,
+        layout="constrained",
+        **options,
+    )
 
 
 def png(figure, dpi: int = 150) -> bytes:

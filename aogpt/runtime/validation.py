@@ -81,7 +81,12 @@ def _validator(shape: Any):
     return TypeAdapter(shape)
 
 
-def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
+def from_values(
+    values: Any,
+    shape: Any,
+    source: str,
+    advice: str = "",
+) -> Any:
     """Return plain values as an instance of a type, such as a dataclass. Raises
     FileError."""
     # Strict validation of JSON, unlike that of Python values, turns lists into tuples
@@ -91,7 +96,12 @@ def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
     return from_json(text, shape, source, advice)
 
 
-def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
+def from_json(
+    text: str | bytes,
+    shape: Any,
+    source: str,
+    advice: str = "",
+) -> Any:
     """Return JSON text as an instance of a type, such as a dataclass. Raises
     FileError."""
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .batch import Batch, Tally
 from .cached import inputs_kept, make_steps
 from .plans import Plan
-from .scores import rule_of, scores_of  # noqa: F401  # playground/fill.py takes it here
+from .scores import rule_of
 
 
 def adapt(

@@ -153,13 +153,31 @@ def ragged_attention(
     splits = pick_splits(B * key_heads, slots)
     width = max(16, triton.next_power_of_2(D))
     tile_k, warps, stages, precision = pick_tile(q.dtype, width, queries)
-    out = torch.empty(N, H * D, dtype=v.dtype, device=q.device)
+    out = torch.empty(
+        N,
+        H * D,
+        dtype=v.dtype,
+        device=q.device,
+    )
     if splits == 1:
         parts = out
         log_sums = out  # not written
     else:
-        parts = torch.empty(splits, N, H, D, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(splits, N, H, dtype=torch.float32, device=q.device)
+        parts = torch.empty(
+            splits,
+            N,
+            H,
+            D,
+            dtype=torch.float32,
+            device=q.device,
+        )
+        log_sums = torch.empty(
+            splits,
+            N,
+            H,
+            dtype=torch.float32,
+            device=q.device,
+        )
     _attend[(tiles, key_heads, splits)](
         q,
         k,

@@ -267,7 +267,12 @@ def check_inputs(
     if forced is not None:  # nothing is drawn
         uniforms = torch.zeros(B, T, dtype=torch.float64)
     elif uniforms is None:
-        uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(
+            B,
+            T,
+            generator=generator,
+            dtype=torch.float64,
+        )
     for name, value in (("tokens", tokens), ("uniforms", uniforms), ("forced", forced)):
         if value is not None and value.shape != (B, T):
             raise UserError(
@@ -347,7 +352,13 @@ class Engine:
         self.cache: KVCache | None = None
         self.tables: list[Tensor] | None = None
         if not c.is_encoder:
-            self.cache = KVCache(c, batch_size, length, device, weight.dtype)
+            self.cache = KVCache(
+                c,
+                batch_size,
+                length,
+                device,
+                weight.dtype,
+            )
             parts = 6 * c.n_layer + 2
             table_bytes = c.block_size * parts * c.n_embd * weight.dtype.itemsize
             cache_bytes = sum(
@@ -370,7 +381,12 @@ class Engine:
         self.graphs: GraphRunner | None = None
         buffers: tuple[Tensor, ...] = ()
         if records:
-            rows = torch.zeros(5, batch_size, dtype=torch.long, device=device)
+            rows = torch.zeros(
+                5,
+                batch_size,
+                dtype=torch.long,
+                device=device,
+            )
             self.graphs = GraphRunner(rows)
             buffers = self.make_buffers()
         if c.is_encoder:
@@ -615,7 +631,12 @@ class Engine:
     def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
         """Draw the tokens of the next `step.size` slots of each row, or store forced
         ones. hidden, index: as `predict` gives them."""
-        row, _, slot = ragged(step.known, step.size, total=step.all_size, unused=self.T)
+        row, _, slot = ragged(
+            step.known,
+            step.size,
+            total=step.all_size,
+            unused=self.T,
+        )
         text = None
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, step.known)
@@ -672,7 +693,13 @@ class Engine:
         assert self.forced is not None
         return self.forced[row, self.order[row, slot]]
 
-    def store(self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor) -> None:
+    def store(
+        self,
+        row: Tensor,
+        slot: Tensor,
+        tokens: Tensor,
+        logits: Tensor,
+    ) -> None:
         """Store tokens (N,) and their log-probabilities under logits (N, V)."""
         if logits.dtype != torch.float64:
             logits = logits.float()

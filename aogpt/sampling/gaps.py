@@ -220,7 +220,13 @@ def _score(
         place = is_blank + 2 * is_padding
         order = place.argsort(dim=1, stable=True)
         start = is_known.sum(dim=1)
-        log_probs = log_probs_along(model, x, order=order, lengths=lengths, start=start)
+        log_probs = log_probs_along(
+            model,
+            x,
+            order=order,
+            lengths=lengths,
+            start=start,
+        )
         filling = _mean(log_probs, is_blank.gather(1, order))
 
     scores = []

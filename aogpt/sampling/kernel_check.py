@@ -70,7 +70,11 @@ def check_kernels(model: AOGPT, vocab_size: int | None) -> Kernels | None:
         if agrees("attention", lambda: attention_error(attention_kernel, model)):
             attention = attention_kernel
     graphs = agrees("CUDA graphs", lambda: graph_error(weight.device))
-    return Kernels(choice=kernels, attention=attention, graphs=graphs)
+    return Kernels(
+        choice=kernels,
+        attention=attention,
+        graphs=graphs,
+    )
 
 
 def agrees(name: str, check: Callable[[], str]) -> bool:
@@ -99,10 +103,18 @@ def wrong_draws(
     device: torch.device,
 ) -> str:
     """Return what is wrong with the tokens that the kernel draws; "": nothing."""
-    choice = TokenChoice(temperature=0.9, top_k=min(50, vocabulary), top_p=0.95)
+    choice = TokenChoice(
+        temperature=0.9,
+        top_k=min(50, vocabulary),
+        top_p=0.95,
+    )
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, vocabulary, generator=generator)
-    uniforms = torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(
+        ROWS,
+        generator=generator,
+        dtype=torch.float64,
+    )
     logits = logits.to(device)
     uniforms = uniforms.to(device)
     tokens, _ = kernels.choose(logits, uniforms, choice)
@@ -120,7 +132,14 @@ def attention_error(kernel: ModuleType, model: AOGPT) -> str:
     known = length // 2
     hidden = []
     for chosen in (None, kernel):
-        hidden.append(two_passes(model, length, known, chosen))
+        hidden.append(
+            two_passes(
+                model,
+                length,
+                known,
+                chosen,
+            )
+        )
     difference = hidden[1].float() - hidden[0].float()
     error = float(difference.norm() / hidden[0].float().norm())
     limit = TOLERANCE[model.wte.weight.dtype]
@@ -144,7 +163,13 @@ def two_passes(
     order = torch.stack(orders).to(device)
     tokens = torch.randint(model.config.vocab_size, (2, length), generator=generator)
     tokens = tokens.to(device)
-    cache = KVCache(model.config, 2, length, device, weight.dtype)
+    cache = KVCache(
+        model.config,
+        2,
+        length,
+        device,
+        weight.dtype,
+    )
     hidden = []
     for cached, count in ((0, known), (known, length - known)):
         rows = [[cached] * 2, [known] * 2, [count, count - 1], [0, 0], [0, 0]]
@@ -157,7 +182,14 @@ def two_passes(
             all_candidates=0,
             all_size=0,
         )
-        states = cached_hidden(model, tokens, order, step, cache, kernel=kernel)
+        states = cached_hidden(
+            model,
+            tokens,
+            order,
+            step,
+            cache,
+            kernel=kernel,
+        )
         hidden.append(states)
     return torch.cat(hidden)
 
@@ -169,10 +201,25 @@ def graph_error(device: torch.device) -> str:
         return 2 * step.rows + 1
 
     stage = Stage(twice, size=lambda step: step.inputs)
-    runner = GraphRunner(torch.zeros(5, 1, dtype=torch.long, device=device))
+    runner = GraphRunner(
+        torch.zeros(
+            5,
+            1,
+            dtype=torch.long,
+            device=device,
+        )
+    )
     runner.record(None, stage, 8)
     rows = torch.arange(5, device=device)[:, None]
-    step = Step(rows, inputs=1, width=0, end=0, active=1, all_candidates=0, all_size=0)
+    step = Step(
+        rows,
+        inputs=1,
+        width=0,
+        end=0,
+        active=1,
+        all_candidates=0,
+        all_size=0,
+    )
     if torch.equal(runner(None, stage, step), 2 * rows + 1):
         return ""
     return "a graph returned other numbers than its code"

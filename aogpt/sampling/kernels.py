@@ -85,7 +85,12 @@ def choose(
     truncates = top_k > 0 or choice.top_p < 1
     most = CANDIDATES if truncates and not choice.greedy else 1
     # The bits of each row's likeliest tokens, where something is cut off.
-    candidates = torch.empty(N, most, dtype=torch.int32, device=device)
+    candidates = torch.empty(
+        N,
+        most,
+        dtype=torch.int32,
+        device=device,
+    )
     _choose[(N,)](
         logits,
         uniforms,
@@ -165,7 +170,15 @@ def _choose(
                     limit = least
                     ties = top_k - above
         if limit >= 0:
-            above, equal = _above(logits, V, largest, heat, limit, V, TILE)
+            above, equal = _above(
+                logits,
+                V,
+                largest,
+                heat,
+                limit,
+                V,
+                TILE,
+            )
             total = above + tl.minimum(ties, equal) * _weight(limit)
         wanted = total
         floor = total
@@ -179,11 +192,28 @@ def _choose(
         #    already from the rest.
         outside = top_p < _ALL
         if not DROP:
-            token = _draw(logits, V, largest, heat, uniform, limit, ties, TILE)
+            token = _draw(
+                logits,
+                V,
+                largest,
+                heat,
+                uniform,
+                limit,
+                ties,
+                TILE,
+            )
             if outside:
                 logit = tl.load(logits + token).to(tl.float32)
                 bits, weight = _bits_and_weight(logit, largest, heat)
-                above, equal = _above(logits, V, largest, heat, bits, token, TILE)
+                above, equal = _above(
+                    logits,
+                    V,
+                    largest,
+                    heat,
+                    bits,
+                    token,
+                    TILE,
+                )
                 outside = above + equal * weight >= wanted
             uniform = _hash(uniform, _REDRAWN).to(tl.float64) * _LEAST
         if MOST > 1:
@@ -208,7 +238,16 @@ def _choose(
                     crosses = above + ties * weight > floor
                     ties -= (crosses & (above + ties > 1)).to(tl.int64)
         if DROP or outside:
-            token = _draw(logits, V, largest, heat, uniform, limit, ties, TILE)
+            token = _draw(
+                logits,
+                V,
+                largest,
+                heat,
+                uniform,
+                limit,
+                ties,
+                TILE,
+            )
     tl.store(tokens + row, token)
     logit = tl.load(logits + token).to(tl.float32)
     tl.store(log_probs + row, logit - largest - tl.log(exponentials))
@@ -445,7 +484,15 @@ def _limit(
     bits = tl.full((MOST,), -1, tl.int32)
     weights = tl.zeros((MOST,), tl.int64)
     if copies:
-        copied = _copy_above(logits, candidates, V, largest, heat, low, TILE)
+        copied = _copy_above(
+            logits,
+            candidates,
+            V,
+            largest,
+            heat,
+            low,
+            TILE,
+        )
         tl.debug_barrier()  # a thread reads what others have written
         bits = tl.load(candidates + place, mask=place < copied, other=-1)
         weights = _weight(tl.maximum(bits, 0))
@@ -456,7 +503,15 @@ def _limit(
         if copies:
             above = tl.sum(tl.where(bits > middle, weights, 0), axis=0)
         else:
-            above = _all_above(logits, V, largest, heat, middle, COUNT, TILE)
+            above = _all_above(
+                logits,
+                V,
+                largest,
+                heat,
+                middle,
+                COUNT,
+                TILE,
+            )
         below = above < wanted
         above_high = tl.where(below, above, above_high)
         high = tl.where(below, middle, high)

@@ -471,7 +471,13 @@ def plan_samples(
         T = len(context)
         rows = [context] * num_samples
         if options.required:
-            rows = _with_required(context, options.required, seed, key, numbers)
+            rows = _with_required(
+                context,
+                options.required,
+                seed,
+                key,
+                numbers,
+            )
         for row in rows:
             given.append(torch.tensor([token is not None for token in row]))
             tokens.append(torch.tensor([token or 0 for token in row]))
@@ -479,12 +485,31 @@ def plan_samples(
         steps += [step_count] * num_samples
         # The numbers in [0, 1) by which the plan puts positions in order.
         if orders is None:
-            bits = philox_bits(seed, key, numbers, T, PLANS)
+            bits = philox_bits(
+                seed,
+                key,
+                numbers,
+                T,
+                PLANS,
+            )
             sort_keys += torch.from_numpy(to_uniform(bits))
         else:
-            order = orders_at(orders, seed, key, numbers, T, PLANS)
+            order = orders_at(
+                orders,
+                seed,
+                key,
+                numbers,
+                T,
+                PLANS,
+            )
             sort_keys += inverse_permutation(order).double() / T
-        bits = philox_bits(seed, key, numbers, T, TOKENS)
+        bits = philox_bits(
+            seed,
+            key,
+            numbers,
+            T,
+            TOKENS,
+        )
         uniforms += torch.from_numpy(to_uniform(bits))
     plan = _mode_plan(
         options,
@@ -529,7 +554,13 @@ def _with_required(
         )
     # A row of places, each for a word or one token to generate.
     places = free + len(words)
-    bits = philox_bits(seed, key, numbers, places, WORDS)
+    bits = philox_bits(
+        seed,
+        key,
+        numbers,
+        places,
+        WORDS,
+    )
     rows: list[Context] = []
     for shuffled in bits.argsort(axis=1, kind="stable").tolist():
         word_at = dict(zip(shuffled, words, strict=False))
@@ -679,7 +710,13 @@ def generate_rows(
     process alone. options: with the mode's defaults."""
     planned = plan_samples(options, contexts, seed, count)
     alone = Processes(0, 1, model.wte.weight.device)
-    samples = generate_distributed(model, planned, options, vocab_size, alone)
+    samples = generate_distributed(
+        model,
+        planned,
+        options,
+        vocab_size,
+        alone,
+    )
     return [tokens for tokens, _, _ in samples.rows()]
 
 
@@ -753,7 +790,12 @@ def sample_records(
     return records
 
 
-def token_end(tokenizer: Tokenizer, tokens: list[int], first: int, text: str) -> int:
+def token_end(
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    first: int,
+    text: str,
+) -> int:
     """Return how many tokens, `first` at least, have this beginning of their text."""
     end = len(tokens)
     while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):

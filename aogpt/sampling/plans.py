@@ -247,7 +247,13 @@ def adaptive_plan(
     number. block: positions of blocks that are filled in one after the other
     (semi-autoregressive, as LLaDA, arXiv 2502.09992)."""
     if threshold is None and entropy_bound is None and block is None:
-        plan = random_plan(batch_size, length, generator, given, group or 1)
+        plan = random_plan(
+            batch_size,
+            length,
+            generator,
+            given,
+            group or 1,
+        )
         if by == "random":
             return plan
         return replace(plan, unmask_by=by)
@@ -286,7 +292,13 @@ def speculative_plan(
     if generator is None:
         plan = l2r_plan(batch_size, length, given, group=draft)
     else:
-        plan = random_plan(batch_size, length, generator, given, group=draft)
+        plan = random_plan(
+            batch_size,
+            length,
+            generator,
+            given,
+            group=draft,
+        )
     return replace(plan, draft=draft)
 
 

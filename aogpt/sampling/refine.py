@@ -90,7 +90,12 @@ def redraw(
     after the other, those of small key (B, T) in [0, 1) first. Their steps come after
     the sample's. uniforms, progress: as of `generate`."""
     plan = _last(samples.order, samples.length, chosen, keys)
-    new = decoder.generate(plan, samples.tokens, uniforms=uniforms, progress=progress)
+    new = decoder.generate(
+        plan,
+        samples.tokens,
+        uniforms=uniforms,
+        progress=progress,
+    )
     last_step = samples.step.amax(dim=1, keepdim=True)
     later = new.step + last_step + 1
     return Generation(
@@ -150,7 +155,12 @@ def along_order(decoder: Decoder, samples: Generation) -> Generation:
         T = samples.order.shape[1]
         place = inverse_permutation(samples.order)
         keys = place / T
-        plan = _last(samples.order, samples.length, chosen=generated, keys=keys)
+        plan = _last(
+            samples.order,
+            samples.length,
+            chosen=generated,
+            keys=keys,
+        )
         # Compiling would take longer than these passes.
         plain = replace(decoder, compile=False, kernels=False)
         scored = plain.generate(plan, samples.tokens, forced=samples.tokens)

@@ -75,7 +75,13 @@ class Weighted:
     ) -> list[int]:
         """Return the numbers of `count` fillings, drawn by weight, each
         independently."""
-        bits = philox_bits(seed, RESAMPLED, range(count), 1, RESAMPLING)
+        bits = philox_bits(
+            seed,
+            RESAMPLED,
+            range(count),
+            1,
+            RESAMPLING,
+        )
         uniforms = torch.from_numpy(to_uniform(bits)[:, 0])
         weights = torch.tensor(self.weights).double()
         return _inverse(weights, uniforms)
@@ -137,7 +143,13 @@ class Rows:
         self.draw_device = device
         if not supports_float64(device):
             self.draw_device = torch.device("cpu")
-        self.cache = KVCache(model.config, draws, length, device, weight.dtype)
+        self.cache = KVCache(
+            model.config,
+            draws,
+            length,
+            device,
+            weight.dtype,
+        )
         self.tokens = torch.zeros(draws, length, dtype=torch.long)
         self.tokens[:, : len(left)] = torch.tensor(left, dtype=torch.long)
         self.order = torch.arange(length, device=device).expand(draws, length)
@@ -162,7 +174,13 @@ class Rows:
         self.token_forwards += int(count.sum())
         self.cached = self.cached + count
         tokens = self.tokens.to(self.order.device)
-        return cached_hidden(self.model, tokens, self.order, step, self.cache)
+        return cached_hidden(
+            self.model,
+            tokens,
+            self.order,
+            step,
+            self.cache,
+        )
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log p (rows, V) of the next token after each state, in float64."""
@@ -358,7 +376,13 @@ def fill_by_resampling(
         log_right=log_right,
         weights=_normalised(weights, draws),
     )
-    return _merged(gapped, rows, fillings, effective, log_evidence)
+    return _merged(
+        gapped,
+        rows,
+        fillings,
+        effective,
+        log_evidence,
+    )
 
 
 @dataclass
@@ -397,7 +421,13 @@ def _draw(
     fillings of each length. after: the known tokens after the gap."""
     K = len(rows.tokens)
     longest = sizes[-1]
-    bits = philox_bits(seed, number, range(K), longest, RESAMPLED_TOKENS)
+    bits = philox_bits(
+        seed,
+        number,
+        range(K),
+        longest,
+        RESAMPLED_TOKENS,
+    )
     uniforms = torch.from_numpy(to_uniform(bits)).to(rows.draw_device)
     log_p = torch.zeros(K, dtype=torch.float64)
     log_q = torch.zeros_like(log_p)
@@ -456,7 +486,13 @@ def _systematic(
 ) -> list[int]:
     """Draw K indexes in proportion to weights (N,): those at equal distances, shifted
     by one random number (systematic resampling). number: of the gap."""
-    bits = philox_bits(seed, number, range(1), 1, RESAMPLING)
+    bits = philox_bits(
+        seed,
+        number,
+        range(1),
+        1,
+        RESAMPLING,
+    )
     shift = float(to_uniform(bits)[0, 0])
     strata = torch.arange(draws).double()
     strata = (strata + shift) / draws

@@ -31,7 +31,13 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
         # 1. Draft up to `draft` slots of each row in parallel.
         known = tally.known
         size = left.clamp(max=plan.draft)
-        drafts = draft(engine, tally, cached, known, size)
+        drafts = draft(
+            engine,
+            tally,
+            cached,
+            known,
+            size,
+        )
         # The first was drawn given all that it depends on.
         first = known + (size > 0)
         # Its input is cached, unless it was a [MASK].

@@ -199,7 +199,11 @@ def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V), 0 outside the choice's nucleus."""
     if choice.top_p == 1:
         return probs
-    total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = probs.sum(
+        dim=-1,
+        keepdim=True,
+        dtype=torch.float64,
+    )
     wanted = choice.top_p * total
     nucleus = _nucleus(probs, wanted)
     if choice.crossing == "drop":
@@ -214,7 +218,11 @@ def _without_crossing(nucleus: Tensor, wanted: Tensor) -> Tensor:
     least = nucleus.where(is_kept, torch.inf).amin(dim=-1, keepdim=True)
     ids = torch.arange(nucleus.shape[-1], device=nucleus.device)
     last = ids.where(nucleus == least, -1).amax(dim=-1, keepdim=True)
-    total = nucleus.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = nucleus.sum(
+        dim=-1,
+        keepdim=True,
+        dtype=torch.float64,
+    )
     crosses = total > wanted
     is_alone = is_kept.sum(dim=-1, keepdim=True) == 1
     is_dropped = (ids == last) & crosses & ~is_alone
@@ -270,7 +278,11 @@ def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     # booleans.
     above = torch.gt(probs, least, out=torch.empty_like(probs))
     above.mul_(probs)
-    return above.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return above.sum(
+        dim=-1,
+        keepdim=True,
+        dtype=torch.float64,
+    )
 
 
 def _outside_nucleus(
@@ -290,7 +302,11 @@ def _outside_nucleus(
             return (ties <= 0).squeeze(1)
     # Count the equals with lower ids. Ids are exact as float32 up to 2**24.
     V = probs.shape[-1]
-    ids = torch.arange(V, device=probs.device, dtype=probs.dtype)
+    ids = torch.arange(
+        V,
+        device=probs.device,
+        dtype=probs.dtype,
+    )
     earlier = torch.lt(ids, token.to(probs.dtype), out=torch.empty_like(probs))
     earlier.mul_(equal)
     rank = earlier.sum(dim=-1, keepdim=True)
@@ -378,10 +394,20 @@ def without_repeats(
         logits = penalised.where(is_present, logits)
     n = choice.no_repeat_ngram
     if n is not None and n <= T:
-        is_banned = _completing(text, position, n, V)
+        is_banned = _completing(
+            text,
+            position,
+            n,
+            V,
+        )
         logits = _without(logits, is_banned)
     if choice.banned:
-        is_banned = _completing_words(text, position, choice.banned, V)
+        is_banned = _completing_words(
+            text,
+            position,
+            choice.banned,
+            V,
+        )
         logits = _without(logits, is_banned)
     return logits
 
@@ -407,7 +433,12 @@ def _completing_words(
     longest = max(len(word) for word in words)
     padded = F.pad(text, (longest, longest), value=-1)
     row = torch.arange(N, device=text.device)
-    is_banned = torch.zeros(N, V, dtype=torch.bool, device=text.device)
+    is_banned = torch.zeros(
+        N,
+        V,
+        dtype=torch.bool,
+        device=text.device,
+    )
     for word in words:
         for place, token in enumerate(word):  # that the position has in the word
             start = position + longest - place  # of the word, in the padded text
@@ -434,7 +465,12 @@ def _completing(
     ngrams = padded.unfold(1, n, 1)  # (N, windows, n)
     is_known = ngrams >= 0
     row = torch.arange(N, device=text.device)
-    is_banned = torch.zeros(N, V, dtype=torch.bool, device=text.device)
+    is_banned = torch.zeros(
+        N,
+        V,
+        dtype=torch.bool,
+        device=text.device,
+    )
     # The place of the position in the n-gram; tokens of all other places must match.
     for place in range(n):
         window = ngrams[row, position - place + margin]  # (N, n)
@@ -449,6 +485,11 @@ def _completing(
 def _marked(tokens: Tensor, V: int) -> Tensor:
     """Return the ids among the tokens (N, any), BoolTensor (N, V); V counts as none."""
     N = len(tokens)
-    marked = torch.zeros(N, V + 1, dtype=torch.bool, device=tokens.device)
+    marked = torch.zeros(
+        N,
+        V + 1,
+        dtype=torch.bool,
+        device=tokens.device,
+    )
     marked.scatter_(1, tokens, True)
     return marked[:, :V]

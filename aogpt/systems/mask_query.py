@@ -39,7 +39,12 @@ class MaskQueryPass(Pass):
         super().__init__(config, None)
         self.context = context
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of attention, (B, 2 T, D), for q, k and v
         (B, 2 T, H, D/H)."""
         T = q.shape[1] // 2
@@ -49,14 +54,25 @@ class MaskQueryPass(Pass):
         queries = self.attend_queries(q, k, v)
         return torch.cat([contents, queries], dim=1)
 
-    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_queries(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of the queries alone, (B, T, D), for q, k and v
         (B, 2 T, H, D/H)."""
         if self.context is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
         mask = self.query_mask(T, q.device)
-        return attention(q[:, T:], k, v, mask=mask, dropout=self.dropout)
+        return attention(
+            q[:, T:],
+            k,
+            v,
+            mask=mask,
+            dropout=self.dropout,
+        )
 
     def queries_of(self, x: Tensor) -> Tensor:
         """Return the queries (B, T, D) among inputs x (B, 2 T, D)."""
@@ -76,7 +92,11 @@ class MaskQueryPass(Pass):
         return mask.unsqueeze(1)
 
 
-def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def merged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Return the output of attention of T queries, (B, T, D), over the contents before
     them and themselves, without a mask.
 
@@ -98,7 +118,13 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # The last content is seen by no query.
         content_k = k[:, :, : T - 1]
         content_v = v[:, :, : T - 1]
-        y = MergedAttention.apply(q[:, :, T:], content_k, content_v, own_k, own_v)
+        y = MergedAttention.apply(
+            q[:, :, T:],
+            content_k,
+            content_v,
+            own_k,
+            own_v,
+        )
     return y.transpose(1, 2).flatten(2)
 
 
@@ -124,11 +150,26 @@ class MergedAttention(torch.autograd.Function):
         later_score = own_score[:, :, 1:]
         dropout = 0.0
         is_causal = True
-        read, log_sum = FLASH(later_q, k, v, dropout, is_causal)
+        read, log_sum = FLASH(
+            later_q,
+            k,
+            v,
+            dropout,
+            is_causal,
+        )
         merged_log_sum = torch.logaddexp(later_score.to(log_sum.dtype), log_sum)
         own_share = (later_score - merged_log_sum).exp().unsqueeze(-1)
         merged = torch.lerp(read, later_own_v, own_share.to(read.dtype))
-        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, own_share)
+        ctx.save_for_backward(
+            q,
+            k,
+            v,
+            own_k,
+            own_v,
+            merged,
+            merged_log_sum,
+            own_share,
+        )
         return torch.cat([own_v[:, :, :1], merged], dim=2)
 
     @staticmethod
@@ -221,7 +262,12 @@ class MaskQuery(QueryDecoder):
         p = MaskQueryPass(self.config, group_start)
         return self.trunk(self.with_positions(x, positions), positions, p)
 
-    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+    def parallel_hidden(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        known: Tensor,
+    ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D); those from `known`
         (B,) on see the contents before `known`."""
         steps = torch.arange(order.shape[1], device=order.device)
@@ -235,7 +281,12 @@ class MaskQuery(QueryDecoder):
             return x
         return x + self.wpe(positions)
 
-    def trunk(self, x: Tensor, positions: Tensor, p: Pass) -> Tensor:
+    def trunk(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        p: Pass,
+    ) -> Tensor:
         """Return the final hidden states (..., D) of inputs x (..., D) at positions
         (...)."""
         if self.angles is not None:

@@ -22,14 +22,34 @@ class TwoStreamPass(Pass):
         self.query_allowed: Tensor | None = None
         self.target_angles: tuple[Tensor, Tensor] | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of the inputs, (B, T, D), for q, k and v (B, T, H, D/H)."""
-        return self.attend_where(self.allowed, q, k, v)
+        return self.attend_where(
+            self.allowed,
+            q,
+            k,
+            v,
+        )
 
-    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_queries(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """Return the output of the queries, (B, T, D). q is the query stream's, k and v
         are the content's."""
-        return self.attend_where(self.query_allowed, q, k, v)
+        return self.attend_where(
+            self.query_allowed,
+            q,
+            k,
+            v,
+        )
 
     def attend_where(
         self, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
@@ -38,7 +58,13 @@ class TwoStreamPass(Pass):
         for which a mask (B, 1, T, T) is True."""
         if mask is None:
             return super().attend(q, k, v)
-        return attention(q, k, v, mask=mask, dropout=self.dropout)
+        return attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            dropout=self.dropout,
+        )
 
 
 class TwoStreamBlock(nn.Module):
@@ -121,7 +147,12 @@ class TwoStream(QueryDecoder):
             p.allowed, p.query_allowed = self.group_masks(group_start)
         return self.trunk(x, in_positions, p)
 
-    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
+    def parallel_hidden(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        known: Tensor,
+    ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D); those of steps from
         `known` (B,) on read inputs 0..known."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
@@ -162,7 +193,12 @@ class TwoStream(QueryDecoder):
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
-    def trunk(self, x: Tensor, in_positions: Tensor, p: TwoStreamPass) -> Tensor:
+    def trunk(
+        self,
+        x: Tensor,
+        in_positions: Tensor,
+        p: TwoStreamPass,
+    ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D), for embedded inputs
         x (B, T, D) at positions (B, T)."""
         p.dropout = self.config.dropout if self.training else 0.0
@@ -180,7 +216,12 @@ class TwoStream(QueryDecoder):
         first_values = None
         for layer, block in enumerate(self.blocks):
             p.enter(layer)
-            x, queries, values = block(x, queries, p, first_values)
+            x, queries, values = block(
+                x,
+                queries,
+                p,
+                first_values,
+            )
             if first_values is None:
                 first_values = values
         return self.norm_f(queries)

@@ -36,14 +36,26 @@ def make_batch(
     length = tokens.shape[1]
     if not config.objective.definition.for_encoders:
         orders, group = config.stage(step)
-        order = orders_at(orders, config.seed, step, batch_rows, length)
+        order = orders_at(
+            orders,
+            config.seed,
+            step,
+            batch_rows,
+            length,
+        )
         if roles is None:
             return Batch(tokens, order, group=group)
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
         prompt_lengths = roles.given.sum(dim=1)
-        return Batch(tokens, order, weight, prompt_lengths, group)
+        return Batch(
+            tokens,
+            order,
+            weight,
+            prompt_lengths,
+            group,
+        )
     masks = masks_at(
         config.objective,
         seed=config.seed,

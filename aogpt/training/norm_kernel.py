@@ -42,7 +42,12 @@ def modulated_norm(
     B, T, D = x.shape
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=shift.dtype, device=x.device)
-    rrms = torch.empty(B, T, dtype=torch.float32, device=x.device)
+    rrms = torch.empty(
+        B,
+        T,
+        dtype=torch.float32,
+        device=x.device,
+    )
     _forward[(B * T,)](
         x,
         weight,
@@ -62,7 +67,15 @@ def modulated_norm(
 
 
 @modulated_norm.register_fake
-def _(x, weight, shift, scale, targets, inverse, eps):
+def _(
+    x,
+    weight,
+    shift,
+    scale,
+    targets,
+    inverse,
+    eps,
+):
     rrms = x.new_empty(x.shape[:2], dtype=torch.float32)
     return x.new_empty(x.shape, dtype=shift.dtype), rrms
 
@@ -82,7 +95,12 @@ def modulated_norm_backward(
     x = x.contiguous()
     grad = grad.contiguous()
     grad_x = torch.empty_like(x)
-    sums = torch.empty(T, D, dtype=torch.float32, device=x.device)
+    sums = torch.empty(
+        T,
+        D,
+        dtype=torch.float32,
+        device=x.device,
+    )
     products = torch.empty_like(sums)
     _backward[(T,)](
         grad,
@@ -105,7 +123,14 @@ def modulated_norm_backward(
 
 
 @modulated_norm_backward.register_fake
-def _(grad, x, weight, scale, inverse, rrms):
+def _(
+    grad,
+    x,
+    weight,
+    scale,
+    inverse,
+    rrms,
+):
     T, D = x.shape[1:]
     sums = x.new_empty((T, D), dtype=torch.float32)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -115,7 +140,13 @@ def _(grad, x, weight, scale, inverse, rrms):
 def keep_for_backward(ctx, inputs, output) -> None:
     """Save the tensors that the backward pass reads."""
     x, weight, shift, scale, targets, inverse, eps = inputs
-    ctx.save_for_backward(x, weight, scale, inverse, output[1])
+    ctx.save_for_backward(
+        x,
+        weight,
+        scale,
+        inverse,
+        output[1],
+    )
     ctx.rows = shift.shape[0]
     ctx.shift_dtype = shift.dtype
     ctx.set_materialize_grads(False)
@@ -153,7 +184,12 @@ def warps_of(width: int) -> int:
 
 
 @triton.jit
-def _load_row(pointer, start, d, D: tl.constexpr):
+def _load_row(
+    pointer,
+    start,
+    d,
+    D: tl.constexpr,
+):
     """Return the numbers start + d of a tensor in float32, 0 for d >= D."""
     numbers = tl.load(pointer + start + d, mask=d < D, other=0.0)
     return numbers.to(tl.float32)

@@ -110,7 +110,13 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             raise UserError(problem)
     else:
         path, values = newest
-        check_same_run(config, data_meta, path, values, procs.print0)
+        check_same_run(
+            config,
+            data_meta,
+            path,
+            values,
+            procs.print0,
+        )
         check_same_data(values["data"], data_meta, procs)
 
     weights = None  # random
