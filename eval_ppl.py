@@ -206,7 +206,13 @@ def read_orders(a: Arguments) -> dict[str, Meaning]:
         elif text.partition(":")[0] in get_args(RuleScore):
             meanings[text] = parse_rule(text, a.group)
         else:
-            meanings[text] = parse_order(text, "--orders")
+            try:
+                meanings[text] = parse_order(text, "--orders")
+            except UserError as error:
+                scores = ", ".join(get_args(RuleScore))
+                raise UserError(
+                    f"{error} (--orders also takes {scores} and score_entropy)"
+                ) from None
     return meanings
 
 

@@ -697,7 +697,8 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
         prompt = prompt[max(0, len(prompt) + room - total) :]
     if total > block_size and not prompt:
         raise gaps.TooLong(
-            f"{option} is {total}, but the model takes at most {block_size}"
+            f"{option} is {total}, but the model takes at most the block size, "
+            f"{block_size}"
         )
     if not len(prompt) < total <= block_size:
         raise gaps.TooLong(

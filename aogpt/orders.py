@@ -114,6 +114,11 @@ class OrderConfig(Table):
         return only_mixed and ORDER_KINDS[self.unmixed].is_fixed
 
     @property
+    def is_l2r(self) -> bool:
+        """Return whether all sequences are read from left to right."""
+        return self.is_fixed and self.unmixed == "l2r"
+
+    @property
     def is_any_order(self) -> bool:
         """Return whether every permutation may be drawn."""
         if self.kind == "mixture" and self.l2r_prob == 1:

@@ -1,6 +1,7 @@
 """How a script runs: options that several scripts share, errors in one line, and
 printing."""
 
+import functools
 import inspect
 import os
 import re
@@ -69,14 +70,20 @@ def with_help(options: Class) -> Class:
         if is_dataclass(part):
             with_help(part)
     for owner in options.__mro__[:-1]:  # all but `object`
-        for field in docstring_parser.parse_from_object(owner).params:
-            text = inspect.cleandoc(field.description or "")
-            text = re.sub(r"(?<![.:])\n", " ", text)
-            annotation = owner.__annotations__[field.arg_name]
-            owner.__annotations__[field.arg_name] = Annotated[
-                annotation, tyro.conf.arg(help=text)
-            ]
+        set_help(owner)
     return options
+
+
+@functools.cache  # a class is changed once, however often a process reads options
+def set_help(owner: type) -> None:
+    """Set the help of the fields that a class itself declares."""
+    for field in docstring_parser.parse_from_object(owner).params:
+        text = inspect.cleandoc(field.description or "")
+        text = re.sub(r"(?<![.:])\n", " ", text)
+        annotation = owner.__annotations__[field.arg_name]
+        owner.__annotations__[field.arg_name] = Annotated[
+            annotation, tyro.conf.arg(help=text)
+        ]
 
 
 def visible(text: Any, one_line: bool = False) -> str:

@@ -28,7 +28,7 @@ from . import plans
 from .engine import Decoder, Generation
 from .plans import Plan, Schedule
 from .refine import RefineBy, redrawn, refine
-from .scores import Score
+from .scores import SCORES, Score
 from .token_choice import TokenChoice
 
 Mode = Literal[
@@ -223,6 +223,11 @@ def check_combination(options: DecodingOptions) -> None:
                 "--mode speculative draws exactly: leave out --repetition-penalty and "
                 "--no-repeat-ngram and --ban"
             )
+    if options.order in SCORES:
+        raise UserError(
+            f"--order {options.order} is no distribution over orders: take --mode "
+            f"{options.order}"
+        )
     if options.order is not None:
         parse_order(options.order, "--order")
     if options.unmask_by == "random":

@@ -81,7 +81,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
         orders["random"] = ValidationOrders(OrderConfig("random"))
     if m.is_encoder:
         return orders, "random"
-    if group == 1 and own.kind == "l2r":
+    if group == 1 and own.is_l2r:
         return orders, "l2r"
     if group == 1 and own.is_any_order:
         return orders, "l2r" if m.l2r_only else "random"
