@@ -402,8 +402,7 @@ def equal_time_tables(
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
-            needed = {name} if other == name else {first, name, other}
-            if not needed <= entries.keys():
+            if name not in entries:
                 continue
             entry = entries[name]
             times = times_beside(speeds.get(recipe, {}), name, first)
@@ -415,7 +414,7 @@ def equal_time_tables(
                 )
             part = ""
             on_line = ""
-            if other != name:
+            if other != name and {first, other} <= entries.keys():
                 runs = entries[other]["runs"]
                 loss = figure_cell(experiment, experiment.kind, runs)
                 tokens, operations = costs_beside(entries[other], entries[first])
