@@ -108,10 +108,14 @@ class OrderConfig(Table):
         return self.mixed if self.kind == "mixture" else self.kind
 
     @property
+    def is_of_one_kind(self) -> bool:
+        """Return whether all orders are of the kind `unmixed`, also in a mixture."""
+        return self.kind != "mixture" or self.l2r_prob == 1
+
+    @property
     def is_fixed(self) -> bool:
         """Return whether all sequences have one and the same order."""
-        only_mixed = self.kind != "mixture" or self.l2r_prob == 1
-        return only_mixed and ORDER_KINDS[self.unmixed].is_fixed
+        return self.is_of_one_kind and ORDER_KINDS[self.unmixed].is_fixed
 
     @property
     def is_l2r(self) -> bool:
@@ -121,9 +125,8 @@ class OrderConfig(Table):
     @property
     def is_any_order(self) -> bool:
         """Return whether every permutation may be drawn."""
-        if self.kind == "mixture" and self.l2r_prob == 1:
-            return ORDER_KINDS[self.mixed].covers_all
-        return ORDER_KINDS[self.kind].covers_all
+        kind = self.unmixed if self.is_of_one_kind else self.kind
+        return ORDER_KINDS[kind].covers_all
 
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""

@@ -33,7 +33,7 @@ from studies.experiment import CONFIGS, Experiment, experiment_names, load_exper
 from studies.figures import figure
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
-from studies.speedrun import speed_of_short_run
+from studies.speedrun import speeds_in_turn
 
 REPETITIONS = 7  # of each short run
 
@@ -108,17 +108,14 @@ def measure_speeds(experiment: Experiment) -> None:
     _, recipes = pages.load_results(experiment.name)
     speeds: pages.Speeds = {}
     for recipe, entries in recipes.items():
-        own = speeds[recipe] = {}
-        for _ in range(REPETITIONS):
-            for name in experiment.equal_time:
-                if name not in entries:
-                    continue
+        show(f"{recipe}:", flush=True)
+        configs = {}
+        for name in experiment.equal_time:
+            if name in entries:
                 run_config = experiment.recipes[recipe][name]
                 tuned = entries[name]["tuned"]
-                config = experiment.config(recipe, run_config, 0, tuned)
-                speed = speed_of_short_run(config, processes=1)
-                own.setdefault(name, []).append(speed)
-                show(f"{recipe}: {name}: {speed:,.0f} tokens a second", flush=True)
+                configs[name] = experiment.config(recipe, run_config, 0, tuned)
+        speeds[recipe] = speeds_in_turn(configs, REPETITIONS)
     report = {
         "tokens_per_second": speeds,
         "commit": commit(),

@@ -195,14 +195,12 @@ def measure_speeds(benchmark: Experiment, a: Arguments) -> None:
             raise UserError(
                 f"{name} has no results: run it first, without --repetitions"
             )
-    speeds: dict[str, list[float]] = {}
-    for _, name in itertools.product(range(a.repetitions), a.run_configs):
+    configs = {}
+    for name in a.run_configs:
         run_config = benchmark.recipes[RECIPE][name]
         tuned = entries[name]["tuned"]
-        config = benchmark.config(RECIPE, run_config, 0, tuned)
-        speed = speed_of_short_run(config, a.processes)
-        speeds.setdefault(name, []).append(speed)
-        show(f"{name}: {speed:,.0f} tokens per second", flush=True)
+        configs[name] = benchmark.config(RECIPE, run_config, 0, tuned)
+    speeds = speeds_in_turn(configs, a.repetitions, a.processes)
     report = {
         "tokens_per_second": speeds,
         "command": command(),
@@ -211,6 +209,18 @@ def measure_speeds(benchmark: Experiment, a: Arguments) -> None:
         "versions": versions(),
     }
     write_json(file_of(benchmark, ".speeds.json"), report)
+
+
+def speeds_in_turn(
+    configs: dict[str, Config], repetitions: int, processes: int = 1
+) -> dict[str, list[float]]:
+    """Return the tokens per second of each repetition of short runs, by name."""
+    speeds: dict[str, list[float]] = {}
+    for _, (name, config) in itertools.product(range(repetitions), configs.items()):
+        speed = speed_of_short_run(config, processes)
+        speeds.setdefault(name, []).append(speed)
+        show(f"{name}: {speed:,.0f} tokens per second", flush=True)
+    return speeds
 
 
 def speed_of_short_run(config: Config, processes: int) -> float:

@@ -161,28 +161,27 @@ def is_starred(argument):
     return isinstance(argument, ast.Starred)
 
 
+def places_of(lines_of):
+    """Return FILE:LINE of each line that a check finds in the sources."""
+    places = []
+    for name, tree, _ in source_files():
+        for line in lines_of(tree):
+            places.append(f"{name}:{line}")
+    return places
+
+
 def test_no_call_unpacks_what_the_file_has_gathered():
-    places = [
-        f"{name}:{line}" for name, tree, _ in source_files() for line in splats(tree)
-    ]
+    places = places_of(splats)
     assert not places, "name the arguments in the call: " + ", ".join(places)
 
 
 def test_no_text_or_list_is_multiplied_by_a_condition():
-    places = [
-        f"{name}:{line}"
-        for name, tree, _ in source_files()
-        for line in multiplied_texts(tree)
-    ]
+    places = places_of(multiplied_texts)
     assert not places, "write an if: " + ", ".join(places)
 
 
 def test_no_call_unpacks_a_generator():
-    places = [
-        f"{name}:{line}"
-        for name, tree, _ in source_files()
-        for line in starred_generators(tree)
-    ]
+    places = places_of(starred_generators)
     assert not places, "write a loop: " + ", ".join(places)
 
 

@@ -249,14 +249,7 @@ def commit() -> str:
             ["git", *words], cwd=PROJECT, capture_output=True, text=True
         ).stdout
 
-    changed = git(
-        "diff",
-        "HEAD",
-        "--name-only",
-        "--",
-        ".",
-        ":!results",
-    )
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
     name = git("describe", "--always").strip() or "unknown"
     return f"{name}-dirty" if changed else name
 
