@@ -283,13 +283,7 @@ def scorers_of(
         scorers[name] = []
         for run, config in zip((a.run, a.other), configs, strict=False):
             try:
-                scorer = scorer_of(
-                    name,
-                    orders[name],
-                    a,
-                    config,
-                    block_size,
-                )
+                scorer = scorer_of(name, orders[name], a, config, block_size)
             except UserError as error:
                 if a.other is None:
                     raise
@@ -364,13 +358,7 @@ def open_all(
         if isinstance(source, TokenDataset):
             eval_set = open_eval_set(source, loaded, a.max_sequences, block_size)
         else:
-            eval_set = open_texts(
-                name,
-                source,
-                loaded,
-                a.max_sequences,
-                block_size,
-            )
+            eval_set = open_texts(name, source, loaded, a.max_sequences, block_size)
         eval_sets.append(eval_set)
     return eval_sets
 
@@ -388,13 +376,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     models = []
     for name in (a.run, a.other):
         if name is not None:
-            loaded = load(
-                name,
-                a.weights,
-                procs.device,
-                a.block_size,
-                a.checkpoint,
-            )
+            loaded = load(name, a.weights, procs.device, a.block_size, a.checkpoint)
             models.append(loaded)
     if a.other is not None:
         models = comparable(models)

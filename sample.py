@@ -152,13 +152,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     dtype = pick_dtype(a.dtype, procs.device)
 
     # 2. The model, and the options that depend on it.
-    loaded = load(
-        a.run,
-        a.weights,
-        procs.device,
-        a.block_size,
-        a.checkpoint,
-    )
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     if dtype == torch.bfloat16:
         loaded.model.bfloat16()
     config = loaded.model.config
@@ -181,13 +175,7 @@ def sample(a: Arguments, procs: Processes) -> None:
             procs.print0(note, file=sys.stderr)
 
     # 3. Samples.
-    session = Session(
-        options,
-        loaded,
-        tokenizer,
-        outputs,
-        procs,
-    )
+    session = Session(options, loaded, tokenizer, outputs, procs)
     fill(a, session, requests)
 
 
@@ -294,13 +282,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     if not session.procs.main:
         return
     for number, text in gapped.items():
-        records, samples = resample(
-            a,
-            session,
-            number,
-            requests[number],
-            text,
-        )
+        records, samples = resample(a, session, number, requests[number], text)
         report.add(records, samples)
     report.finish()
 
@@ -320,18 +302,7 @@ def resample(
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = a.seed
     if number:  # other random numbers for each request
-        seed = (
-            int(
-                philox_bits(
-                    seed,
-                    number,
-                    range(1),
-                    1,
-                    INFILL_SEEDS,
-                )[0, 0]
-            )
-            >> 1
-        )
+        seed = int(philox_bits(seed, number, range(1), 1, INFILL_SEEDS)[0, 0]) >> 1
     try:
         weighted = resampling.fill_by_resampling(
             loaded.model,
@@ -350,13 +321,7 @@ def resample(
         chosen = weighted.resampled(a.num_samples, seed)
     samples = resampling.as_generation(loaded.model, weighted, chosen)
     prompts = [("infill", request.text)]
-    records = sample_records(
-        samples,
-        session.tokenizer,
-        prompts,
-        a.until_end,
-        a.stop,
-    )
+    records = sample_records(samples, session.tokenizer, prompts, a.until_end, a.stop)
     for record, i in zip(records, chosen, strict=True):
         record["prompt_index"] = number
         record["weight"] = weighted.weights[i]

@@ -171,13 +171,7 @@ def training_loop(
         model = replicate(state.model, procs)
         if val_data is not None and t.init_from and progress.step == 0:
             # The losses of the source's weights, before the first step changes them.
-            validate(
-                config,
-                procs,
-                state,
-                val_data,
-                log,
-            )
+            validate(config, procs, state, val_data, log)
 
         while progress.step < t.steps and not stop.requested:
             step = progress.step
@@ -225,13 +219,7 @@ def training_loop(
                 saver.wait()  # for the checkpoint before: it may become progress.best
                 best = progress.best
                 if val_data is not None and validates:
-                    best = validate(
-                        config,
-                        procs,
-                        state,
-                        val_data,
-                        log,
-                    )
+                    best = validate(config, procs, state, val_data, log)
                 if saver.should_save(progress, stop, best):
                     saver.save(state, best)
                     log.restart_clock()
@@ -246,13 +234,7 @@ def validate(
 ) -> dict | None:
     """Log the validation losses. Returns the best checkpoint, {"step", "loss"}, if this
     step is saved: the best one so far, or this step."""
-    losses = evaluate(
-        state.model,
-        state.averages,
-        val_data,
-        config,
-        procs,
-    )
+    losses = evaluate(state.model, state.averages, val_data, config, procs)
     log.validation(losses, val_data.num_blocks)
     selecting = losses[""][best_by(config)]  # of the first average
     return better_of(state.progress.best, state.progress.step, selecting.mean)

@@ -316,12 +316,7 @@ class RMSNorm(nn.RMSNorm):
         dtype = self.weight.dtype if x.is_cuda else x.dtype
         x = x.to(dtype)
         weight = self.weight.to(dtype)
-        return F.rms_norm(
-            x,
-            self.normalized_shape,
-            weight,
-            self.eps,
-        )
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
@@ -362,12 +357,7 @@ class TargetTable(PositionTable):
         width: int,
         wave_std: float | None = 0.04,
     ):
-        super().__init__(
-            c,
-            c.block_size,
-            width,
-            wave_std,
-        )
+        super().__init__(c, c.block_size, width, wave_std)
         # Position 0 has the waves that it has in `wpe`, where it is row 1.
         self.first_wave = 1
 
@@ -591,20 +581,10 @@ class Block(nn.Module):
             return x + self.drop(y), values
         modulation = p.modulation(self.adaln, parts=6)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        normed = p.modulated_norm(
-            self.norm1,
-            x,
-            shift1,
-            scale1,
-        )
+        normed = p.modulated_norm(self.norm1, x, shift1, scale1)
         y, values = self.attn(normed, p, first_values)
         x = x + gate1 * self.drop(y)
-        normed = p.modulated_norm(
-            self.norm2,
-            x,
-            shift2,
-            scale2,
-        )
+        normed = p.modulated_norm(self.norm2, x, shift2, scale2)
         y = self.mlp(normed)
         return x + gate2 * self.drop(y), values
 
@@ -764,12 +744,7 @@ class Transformer(nn.Module):
         if self.adaln_f is None:
             return self.norm_f(x)
         shift, scale = p.modulation(self.adaln_f, parts=2)
-        return p.modulated_norm(
-            self.norm_f,
-            x,
-            shift,
-            scale,
-        )
+        return p.modulated_norm(self.norm_f, x, shift, scale)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for `rotate`, (B, T, 1, D/H / 2) each, at

@@ -351,13 +351,7 @@ def masks_at(
 ) -> Masks:
     """Return the training masks of the sequences `rows` of a global batch of `total`, a
     pure function of the arguments. A prompt (in `roles`) is never masked."""
-    row_uniforms, position_uniforms = _uniform(
-        seed,
-        step,
-        rows,
-        length,
-        roles,
-    )
+    row_uniforms, position_uniforms = _uniform(seed, step, rows, length, roles)
     if config.prefix_prob:
         row_uniforms, position_uniforms = _with_prefixes(
             config.prefix_prob, row_uniforms, position_uniforms
@@ -411,13 +405,7 @@ def _uniform(
 ) -> tuple[Tensor, Tensor]:
     """Return uniform numbers of sequences (B,) and positions (B, T), which are NEVER at
     tokens of the prompt."""
-    bits = philox_bits(
-        seed,
-        step,
-        rows,
-        length + 1,
-        stream,
-    )
+    bits = philox_bits(seed, step, rows, length + 1, stream)
     uniform = torch.from_numpy(to_uniform(bits))
     position_uniforms = uniform[:, 1:]
     if roles is not None:
@@ -449,13 +437,7 @@ def stratified(
     """Return uniform numbers (len(rows),), float64, such that each of `total` equal
     parts of (0, 1) holds one of all `total` rows. width: of the table whose row `total`
     gives their random offset."""
-    bits = philox_bits(
-        seed,
-        step,
-        range(total, total + 1),
-        width,
-        stream,
-    )
+    bits = philox_bits(seed, step, range(total, total + 1), width, stream)
     offset = float(to_uniform(bits)[0, 0])
     row = torch.arange(rows.start, rows.stop, dtype=torch.float64)
     return (row / total + offset) % 1.0

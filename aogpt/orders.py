@@ -170,13 +170,7 @@ def orders_at(
     # / 2^65) go by position. A kind that needs one uniform number for a sequence takes
     # a key's: inside a mixture the coin is known to be small. More columns would change
     # the orders of all kinds.
-    bits = philox_bits(
-        seed,
-        step,
-        rows,
-        length + 1,
-        stream,
-    )
+    bits = philox_bits(seed, step, rows, length + 1, stream)
     coins = bits[:, 0]
     keys = bits[:, 1:]
     if config.kind == "random":

@@ -157,12 +157,7 @@ def parallel_log_probs(
     else:
         check_boolean(steps, "steps")
     if not model.config.is_encoder:
-        x = parallel_hidden(
-            model,
-            tokens,
-            order,
-            known,
-        )
+        x = parallel_hidden(model, tokens, order, known)
         log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
         return log_probs.where(steps, torch.zeros_like(log_probs))
     encoder: Any = model  # of systems/encoder.py

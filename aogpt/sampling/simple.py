@@ -46,13 +46,7 @@ def simple_generate(
     if tokens is not None:
         text = tokens.clone()
     log_probs = torch.zeros(T, device=order.device)
-    cache = KVCache(
-        model.config,
-        1,
-        T,
-        order.device,
-        model.wte.weight.dtype,
-    )
+    cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     known = T - sum(sizes)  # tokens that are given: the first ones of the order
     if known > 0 and tokens is None:
         raise UserError("the first positions of the order are given: pass their tokens")
@@ -60,14 +54,7 @@ def simple_generate(
         # 1. Predict the next positions of the order, each from all tokens known so far.
         #    Keys and values of inputs that stay are in the cache.
         ordered = text[order]
-        logits = predict_next(
-            model,
-            ordered,
-            order,
-            known,
-            size,
-            cache,
-        )  # (size, V)
+        logits = predict_next(model, ordered, order, known, size, cache)  # (size, V)
 
         # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
