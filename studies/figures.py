@@ -1,8 +1,7 @@
-"""The figures of findings and tasks: a grid of panels, each with curves or points.
+"""The figures of findings: a grid of panels, each with curves or points.
 `entries` are run configs by name, with the results of their seeds.
 """
 
-import functools
 import io
 import re
 import statistics
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from aogpt.runtime.outputs import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.measures import mean_and_half_width
-from studies.pages import FEW, title_of, unit_of, value_of
+from studies.pages import FEW, SHARE, is_share, title_of, token_of, value_of
 
 Entries = dict[str, dict]
 PALETTE = [*COLORS, "#882255", "#999999", "#7A4A1E", "#332288"]
@@ -88,17 +87,30 @@ def system_of(name: str) -> int | None:
     return SYSTEMS.get(parts[0], SYSTEMS.get(parts[-1]))
 
 
+@dataclass(frozen=True)
+class Panel:
+    """The run configs of a recipe that are drawn together."""
+
+    experiment: Experiment
+    recipe: str
+    entries: Entries
+
+    @property
+    def loss_unit(self) -> str:
+        return f"nats per {token_of(self.experiment, self.recipe, self.entries)}"
+
+
 def draw_panels(
-    panels: dict[str, dict],
+    panels: dict[str, Panel],
     draw: Callable,
     columns: int,
     caption: str,
     sharey: bool,
 ) -> bytes:
-    """Return a PNG with a panel for each title, which draw(axes, entries) fills, and a
+    """Return a PNG with a panel for each title, which draw(axes, panel) fills, and a
     caption that says what bars and bands are."""
     rows = -(-len(panels) // columns)
-    labels = max(map(len, panels.values()))
+    labels = max(len(panel.entries) for panel in panels.values())
     height = 3.8 + 0.17 * labels
     drawing, grid = new_figure(
         rows,
@@ -109,8 +121,8 @@ def draw_panels(
     )
     drawing.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     places = list(grid.flat)
-    for axes, (title, entries) in zip(places, panels.items(), strict=False):
-        draw(axes, entries)
+    for axes, (title, panel) in zip(places, panels.items(), strict=False):
+        draw(axes, panel)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
         axes.tick_params(labelleft=True)
@@ -198,30 +210,33 @@ def draw_mean(axes, x: float, values: list[float], label: str, style: Style) -> 
 def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
     """Return a panel for each recipe and, if the experiment has families, for each
     family in it."""
-    panels: dict[str, Entries] = {}
+    panels: dict[str, Panel] = {}
     for recipe, entries in recipes.items():
         for name, entry in entries.items():
             title = f"{experiment.name}, {title_of(recipe)}"
             if experiment.families:
                 title += f",\n{title_of(name.split('_')[0])}"
-            panels.setdefault(title, {})[name] = entry
+            panel = panels.setdefault(title, Panel(experiment, recipe, entries={}))
+            panel.entries[name] = entry
     draw, caption = DRAWINGS[experiment.figure]
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
     is_comparable = experiment.figure in ("curves", "scatter")
     shares_axis = is_comparable and experiment.figure_shares_axis
     return draw_panels(
         panels,
-        functools.partial(draw, experiment),
+        draw,
         columns=min(4, len(panels)),
         caption=caption,
         sharey=shares_axis and not experiment.families,
     )
 
 
-def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
+def draw_curves(axes, panel: Panel) -> None:
     """Draw the loss over tokens, and at the end that of each seed; dotted, the least
     possible one, if known. Where all run configs draw another loss than the compared
     one, the axis names it, and else their labels do."""
+    experiment = panel.experiment
+    entries = panel.entries
     kind = re.sub("^(lowest|eval)_", "", experiment.kind)
     kinds = [experiment.figure_losses.get(name, kind) for name in entries]
     if len(set(kinds)) == 1:
@@ -252,7 +267,7 @@ def draw_curves(experiment: Experiment, axes, entries: Entries) -> None:
             linewidth=0.8,
         )
     axes.set_xlabel("tokens to predict, millions")
-    axes.set_ylabel(f"loss, {title_of(kind)}, nats per token")
+    axes.set_ylabel(f"loss, {title_of(kind)}, {panel.loss_unit}")
     if experiment.figure_top is not None:
         axes.set_ylim(top=experiment.figure_top)
 
@@ -298,8 +313,10 @@ def draw_curve(
     )
 
 
-def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
+def draw_lines(axes, panel: Panel) -> None:
     """Draw the losses shown over the `x` of the run configs, a line for each loss."""
+    experiment = panel.experiment
+    entries = panel.entries
     places = experiment.x
     names = [name for name in places if name in entries]
     names.sort(key=places.get)
@@ -315,12 +332,14 @@ def draw_lines(experiment: Experiment, axes, entries: Entries) -> None:
         xs = [places[name] for name in names]
         axes.plot(xs, means, color=styles[kind].color)
     axes.set_xlabel(experiment.x_label)
-    axes.set_ylabel("loss, nats per token")
+    axes.set_ylabel(f"loss, {panel.loss_unit}")
 
 
-def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
+def draw_points(axes, panel: Panel) -> None:
     """Draw the measures of `x`, or those shown, side by side, a mean for each run
     config."""
+    experiment = panel.experiment
+    entries = panel.entries
     kinds = list(experiment.x) or experiment.shown
     styles = styles_of(entries)
     last = max(1, len(entries) - 1)
@@ -335,11 +354,13 @@ def draw_points(experiment: Experiment, axes, entries: Entries) -> None:
     titles = [title_of(kind) for kind in kinds]
     axes.set_xticks(range(len(kinds)), titles, fontsize=8)
     axes.set_xlim(-0.5, len(kinds) - 0.5)
-    axes.set_ylabel("loss, nats per token")
+    axes.set_ylabel(f"loss, {panel.loss_unit}")
 
 
-def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
+def draw_scatter(axes, panel: Panel) -> None:
     """Draw the first figure shown over the compared one, a mean for each run config."""
+    experiment = panel.experiment
+    entries = panel.entries
     styles = styles_of(entries)
     other = experiment.shown[0]
     for name, entry in entries.items():
@@ -361,13 +382,15 @@ def draw_scatter(experiment: Experiment, axes, entries: Entries) -> None:
             capsize=2,
         )
         axes.plot(xs, ys, ".", color=styles[name].color, markersize=3)
-    axes.set_xlabel(f"loss, {title_of(experiment.kind)}, nats per token")
-    axes.set_ylabel(f"loss, {title_of(other)}, nats per token")
+    axes.set_xlabel(f"loss, {title_of(experiment.kind)}, {panel.loss_unit}")
+    axes.set_ylabel(f"loss, {title_of(other)}, {panel.loss_unit}")
 
 
-def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
+def draw_runs(axes, panel: Panel) -> None:
     """Draw the compared figure, a point for each run, since a mean says little of runs
     that succeed or fail."""
+    experiment = panel.experiment
+    entries = panel.entries
     styles = styles_of(entries)
     for place, (name, entry) in enumerate(entries.items()):
         values = sorted(values_of(entry, experiment.kind))
@@ -384,7 +407,10 @@ def draw_runs(experiment: Experiment, axes, entries: Entries) -> None:
         )
     axes.set_xticks([])
     axes.set_xlabel("run configs")
-    axes.set_ylabel(f"{title_of(experiment.kind)}, {unit_of(experiment.kind)}")
+    unit = panel.loss_unit
+    if is_share(experiment.kind):
+        unit = SHARE
+    axes.set_ylabel(f"{title_of(experiment.kind)}, {unit}")
 
 
 DRAWINGS = {

@@ -14,6 +14,8 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Iterable
+from pathlib import Path
 
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
@@ -32,6 +34,14 @@ from studies.verdicts import (
 )
 
 RESULTS = ROOT / "results" / "findings"
+TOKENS = {
+    "books_bytes": "byte",
+    "shuffled": "byte",
+    "chorales": "note",
+    "sudoku6": "cell",
+}
+"""What a token of prepared data is, by folder, where it has a name."""
+SHARE = "share of test records"
 FEW = 4  # below that many seeds their values are shown, not a mean
 
 Speeds = dict[str, dict[str, list[float]]]
@@ -167,8 +177,25 @@ def form_of(kind: str) -> str:
     return ".1%" if is_share(kind) else ".3f"
 
 
-def unit_of(kind: str) -> str:
-    return "share of test records" if is_share(kind) else "nats per token"
+def unit_of(experiment: Experiment, recipe: str, names: Iterable[str]) -> str:
+    """Return the unit of the compared figure of some run configs of a recipe."""
+    if is_share(experiment.kind):
+        return SHARE
+    return f"nats per {token_of(experiment, recipe, names)}"
+
+
+def token_of(experiment: Experiment, recipe: str, names: Iterable[str]) -> str:
+    """Return what a token of some run configs is, such as "byte"; "token" where that
+    differs among them."""
+    tokens = set()
+    for name in names:
+        run_config = experiment.recipes[recipe][name]
+        folder = experiment.base.get("data", {}).get("folder", "")
+        folder = run_config.changes.get("data.folder", folder)
+        tokens.add(TOKENS.get(Path(folder).name, "token"))
+    if len(tokens) > 1:
+        return "token"
+    return tokens.pop()
 
 
 def is_share(kind: str) -> bool:
@@ -354,6 +381,10 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
                 cell = figure_cell(experiment, kind, recipes[recipe][name]["runs"])
             line.append(cell)
         lines.append(line)
+    units = {}
+    for recipe, entries in recipes.items():
+        units[recipe] = unit_of(experiment, recipe, entries)
+    same_unit = len(set(units.values())) == 1
     head = []
     for recipe, kind in columns:
         words = []
@@ -361,11 +392,15 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
             words.append(title_of(recipe))
         if len(kinds) > 1:
             words.append(title_of(kind))
+        if not same_unit:
+            words.append(units[recipe])
         head.append(", ".join(words))
-    corner = unit_of(experiment.kind)
+    corner = []
     if len(recipes) > 1 and len(kinds) == 1:
-        corner = f"{title_of(kinds[0])}, {corner}"
-    return markdown_table([corner, *head], lines)
+        corner.append(title_of(kinds[0]))
+    if same_unit:
+        corner.append(units[recipe])
+    return markdown_table([", ".join(corner), *head], lines)
 
 
 def is_measured(kind: str, recipes: Recipes) -> bool:
