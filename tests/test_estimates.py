@@ -10,6 +10,7 @@ from helpers import some_slow
 from reference import all_sequences, enumerable_system
 
 from aogpt.evaluation.estimates import Estimate, estimate, t_quantile
+from aogpt.evaluation.likelihood import importance_weighted
 from aogpt.objectives import token_nll
 from aogpt.orders import OrderConfig
 
@@ -31,6 +32,23 @@ def test_estimate_is_mean_standard_error_and_spread_of_the_draws_of_each_sequenc
     draws = torch.tensor([[1.0, 3.0], [0.0, 4.0], [2.0, 2.0]])
     assert estimate(draws, joint=True).monte_carlo_error == pytest.approx(1.0)
     assert estimate(draws).standard_error == 0  # their means agree
+
+
+@pytest.mark.parametrize("draws", [2, 8, 32])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
+def test_the_error_of_a_weighted_bound_is_its_spread_over_draws(spread, draws):
+    """Also where probabilities along orders differ by many nats, so that one of them
+    makes up their mean: as in real text, where the delta method says a quarter."""
+    repeats = 4000
+    log_p = spread * torch.randn(repeats, draws, dtype=torch.float64).sort().values
+    tokens = torch.full((1,), 100.0, dtype=torch.float64)
+    bounds = [importance_weighted(-row[None] / 100, tokens) for row in log_p]
+    means = torch.tensor([bound.nll for bound in bounds])
+    errors = torch.tensor([bound.monte_carlo_error for bound in bounds])
+    assert errors.square().mean().sqrt() == pytest.approx(means.std().item(), rel=0.25)
+    pair = importance_weighted(-log_p[:2] / 100, tokens.expand(2))
+    both = errors[:2].double().square().sum().sqrt() / 2
+    assert pair.monte_carlo_error == pytest.approx(both.item(), rel=1e-6)
 
 
 def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():

@@ -377,7 +377,9 @@ def importance_weighted(
     and `scored` (N,) tokens.
 
     It falls with D, to -log of the mean of p over all orders. The Monte Carlo error is
-    that of the log of a mean (delta method)."""
+    the jackknife's, which leaves out one order at a time: probabilities along orders
+    differ by many nats, so that one or two of them make up the mean, and the error of a
+    mean that is linear in them would be several times too small."""
     N, D = nll.shape
     log_p = -nll * scored[:, None]
     bound = (math.log(D) - log_p.logsumexp(dim=1)) / scored
@@ -385,9 +387,14 @@ def importance_weighted(
     mean = estimate(bound, weights=weights, documents=documents)
     if D == 1:
         return replace(mean, monte_carlo_error=math.nan)
-    largest = log_p.amax(dim=1, keepdim=True)
-    p = (log_p - largest).exp()  # up to a factor
-    relative_variance = p.var(dim=1) / p.mean(dim=1).square() / D
-    variance = (weights / scored).square() * relative_variance
+    # The log of the sum of the others, for each order: of those before and those after.
+    before = log_p.logcumsumexp(dim=1)
+    after = log_p.flip(1).logcumsumexp(dim=1).flip(1)
+    none = log_p.new_full((N, 1), -math.inf)
+    before = torch.cat([none, before[:, :-1]], dim=1)
+    after = torch.cat([after[:, 1:], none], dim=1)
+    without_one = torch.logaddexp(before, after)  # (N, D)
+    variance = without_one.var(dim=1) * (D - 1) ** 2 / D
+    variance = (weights / scored).square() * variance
     error = float(variance.sum().sqrt()) / N
     return replace(mean, monte_carlo_error=error)
