@@ -47,15 +47,19 @@ def token_log_probs(
             their orders end with the positions that they do not have.
 
     Raises UserError for tokens outside the vocabulary, other shapes, rows of `order`
-    that are not permutations, and groups of a plain GPT."""
+    that are not permutations, and groups or other orders than from left to right of a
+    plain GPT."""
     check_tokens(model, tokens, order)
     check_permutations(order)
+    if model.config.l2r_only:
+        l2r = torch.arange(order.shape[1], device=order.device)
+        if group > 1 or not torch.equal(order, l2r.expand_as(order)):
+            raise UserError(
+                "this model is a plain GPT, which has no target positions: it predicts "
+                "one token after the other from left to right"
+            )
     if group == 1 and not model.config.is_encoder:
         return -model(tokens, order)
-    if model.config.l2r_only:
-        raise UserError(
-            "this model has no target positions and predicts one token at a time"
-        )
     if model.separate_queries:
         starts = group_starts(order, group, prompt_lengths)
         return -model(tokens, order, starts)
@@ -229,7 +233,7 @@ def parallel_hidden(
     allowed = without_start(allowed, steps[:, None], model.config)
     p = MaskedPass(model.config, order, allowed.unsqueeze(1))
     if decoder.adaln_f is not None:
-        p.condition = decoder.condition()
+        p.adaln_input = decoder.target_vectors()
     x = decoder.embed(in_tokens, in_positions)
     return decoder.trunk(x, in_positions, p)
 
@@ -315,6 +319,11 @@ def check_mask(
     masked: Tensor,
 ) -> None:
     """Raise UserError if tokens and a mask of them do not fit the model."""
+    if model.config.l2r_only:
+        raise UserError(
+            "this model is a plain GPT, which has one prediction for all masked "
+            "positions: score along an order from left to right"
+        )
     check_tokens(model, tokens, masked)
     check_boolean(masked, "masked")
 

@@ -209,11 +209,13 @@ def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(
         assert word in str(error.value)
 
 
-def test_a_model_without_target_positions_may_train_on_any_order_that_never_changes(
-    load,
-):
-    for kind in ('"l2r"', '"fixed_random"', '"mixture"\nl2r_prob = 1.0'):
+def test_a_model_without_target_positions_trains_from_left_to_right_alone(load):
+    """Scores and samples of a plain GPT are from left to right, whatever its run."""
+    for kind in ('"l2r"', '"mixture"\nl2r_prob = 1.0'):
         load(f'[model]\ntarget = "none"\n[order]\nkind = {kind}')
+    for kind in ("r2l", "fixed_random", "random", "mixture"):
+        with pytest.raises(UserError, match=f"'{kind}' needs target positions.*l2r"):
+            load(f'[model]\ntarget = "none"\n[order]\nkind = "{kind}"')
 
 
 def test_the_command_line_overrides_the_file_and_leaves_the_rest_alone():

@@ -63,7 +63,7 @@ def any_order(model, data, config):
         (OrderConfig("l2r"), "none", ["l2r"], "l2r"),
         (OrderConfig("mixture", 1.0), "none", ["l2r"], "l2r"),
         (OrderConfig("mixture"), "input", ["l2r", "random"], "random"),
-        (OrderConfig("fixed_random"), "none", ["l2r", "fixed"], "fixed"),
+        (OrderConfig("r2l"), "adaln", ["l2r", "random", "fixed"], "fixed"),
         (OrderConfig("slots", block=4), "adaln", ["l2r", "random", "own"], "own"),
     ],
 )

@@ -513,8 +513,11 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     model = make_system(ONE_BY_ONE, 3)
     tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
     order = random_orders(batch_size=3, length=LENGTH, seed=1)
-    with pytest.raises(ValueError, match="predicts one token at a time"):
-        token_log_probs(make_system("AO-GPT", target="none"), tokens, order, 2)
+    gpt = make_system("AO-GPT", target="none")
+    l2r = torch.arange(LENGTH).expand(3, LENGTH)
+    for others, group in ((l2r, 2), (order, 1)):
+        with pytest.raises(ValueError, match="plain GPT.*from left to right"):
+            token_log_probs(gpt, tokens, others, group)
     got = token_log_probs(model, tokens, order, group=4)
     # the second and later of a group: the step that begins it, of them
     for i in range(LENGTH):

@@ -224,12 +224,18 @@ class Config(Table):
         return pick_dtype(self.train.dtype, device, self.model.n_embd)
 
     def stage(self, step: int) -> tuple[OrderConfig, int]:
-        """Return the orders and group size at a step (from 0)."""
+        """Return the orders at a step (from 0), and the steps of an order that are
+        predicted at once: 1 unless the objective is in groups."""
+        orders = self.order
+        group = self.objective.group
         started = [stage for stage in self.schedule if stage.step <= step]
-        if not started:
-            return self.order, self.objective.group
-        last = started[-1]
-        return replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob), last.group
+        if started:
+            last = started[-1]
+            orders = replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob)
+            group = last.group
+        if not self.objective.definition.in_groups:
+            group = 1
+        return orders, group
 
     def __post_init__(self):
         validation.check_values(self, name=str)
@@ -325,7 +331,7 @@ def check_orders(config: Config) -> None:
         orders = replace(config.order, kind=stage.kind, l2r_prob=stage.l2r_prob)
         orders.check_length(m.block_size)
         refuse(
-            m.l2r_only and not orders.is_fixed,
+            m.l2r_only and not orders.is_l2r,
             f"order.kind = {stage.kind!r} needs target positions: set model.target to "
             "'adaln', or order.kind to 'l2r'",
         )

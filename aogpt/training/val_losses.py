@@ -25,7 +25,7 @@ class Loss(NamedTuple):
     error: float | None  # standard error over Monte Carlo samples of orders or masks
 
 
-Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDERS`
+Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDER_TITLES`
 
 
 class ValidationOrders(NamedTuple):
@@ -72,8 +72,6 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
     orders whose loss selects the best checkpoint."""
     m = config.model
     own, group = config.stage(config.train.steps)
-    if not config.objective.definition.in_groups:
-        group = 1
     orders = {}
     if not m.is_encoder:
         orders["l2r"] = ValidationOrders(OrderConfig("l2r"))
@@ -84,7 +82,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
     if group == 1 and own.is_l2r:
         return orders, "l2r"
     if group == 1 and own.is_any_order:
-        return orders, "l2r" if m.l2r_only else "random"
+        return orders, "random"
     name = "fixed" if own.is_fixed and group == 1 else "own"
     orders[name] = ValidationOrders(own, group)
     return orders, name
