@@ -187,6 +187,11 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
         samples = project.samples("--mode", mode, "--num-samples", 8, *rule)
         assert least(samples) > bound - 1e-4  # float32
         assert samples[0]["settings"]["above_mean"] == 1.25
+    # A rule that leaves no token at all leaves the most probable one.
+    words = ["--mode", "l2r", "--num-samples", 2]
+    samples = project.samples(*words, "--above-mean", 1e6)
+    greedy = project.samples(*words, "--temperature", 0)
+    assert [s["tokens"] for s in samples] == [s["tokens"] for s in greedy]
     # It is named wherever samples are reported.
     words = ["out/run", "--mode", "l2r", "--length", 16, *rule]
     assert "above_mean 1.25" in project.run("sample.py", *words)

@@ -153,14 +153,15 @@ def _may_branch(x: Tensor) -> bool:
 
 def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V) at the temperature, float32 or float64, 0 for tokens
-    that top-k or min-p leave out; not normalised again. The most probable token stays.
-    Everything but top-p, for which `choose_tokens` has a faster way. kernels.py
-    declines fields of `TokenChoice` that it does not know."""
+    that top-k or min-p leave out; not normalised again. Everything but top-p, for which
+    `choose_tokens` has a faster way. kernels.py declines fields of `TokenChoice` that
+    it does not know."""
     if logits.dtype != torch.float64:
         logits = logits.float()
     if choice.temperature != 1:
         logits = logits / choice.temperature
-    probs = logits.softmax(dim=-1)
+    all_probs = logits.softmax(dim=-1)
+    probs = all_probs
     V = probs.shape[-1]
     if choice.top_k is not None and choice.top_k < V:
         highest = probs.topk(choice.top_k, dim=-1).values
@@ -172,7 +173,12 @@ def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
         highest = probs.amax(dim=-1, keepdim=True)
         least = choice.min_p * highest
         probs = probs.where(probs >= least, 0)
-    return probs
+    if probs is all_probs:
+        return probs
+    # A rule may leave nothing of a row; its most probable tokens stay.
+    is_best = all_probs == all_probs.amax(dim=-1, keepdim=True)
+    is_empty = probs.sum(dim=-1, keepdim=True) == 0
+    return torch.where(is_best & is_empty, all_probs, probs)
 
 
 def _from(
@@ -360,12 +366,12 @@ def known_text(
 ) -> Tensor:
     """Return tokens by position (B, T), -1 where not known.
 
-    tokens, order: (B, T + 1) by slot, the last of which is not used. known: (B,)
-    slots."""
+    tokens, order: (B, T + 1) by place, the last of which is not used. known: (B,)
+    places."""
     tokens = tokens[:, :-1]
     order = order[:, :-1]
-    slots = torch.arange(tokens.shape[1], device=tokens.device)
-    is_known = slots < known[:, None]
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    is_known = places < known[:, None]
     known_tokens = tokens.where(is_known, -1)
     text = torch.empty_like(tokens)
     return text.scatter_(1, order, known_tokens)
