@@ -1,8 +1,25 @@
 """The sampler to read first: one sequence of a decoder, in any order, with a KV cache.
 
 Sampling has two stages. First the order and the sizes are drawn, without the model
-(plans.py; docs/method.md says why that is exact). Then this loop runs the model.
-cached.py has a table of what is kept in the cache and what is computed again.
+(plans.py; docs/method.md says why that is exact). Then this loop runs the model:
+
+    order = torch.tensor([4, 1, 5, 0, 2, 3])
+    uniforms = torch.rand(6, dtype=torch.float64)
+    tokens, log_probs = simple_generate(model, order, [3, 2, 1], uniforms)
+
+The second step knows the tokens x4, x1 and x5 and predicts positions 0 and 2 in one
+pass. Both of its last inputs hold the last known token, each with a target of its own;
+neither sees the other:
+
+    input   token    predicts   sees inputs
+    0       [None]              0            in the cache since the first step
+    1       x4                  0 1
+    2       x1                  0 1 2
+    3       x5       0          0 1 2 3      computed now; stays in the cache
+    4       x5       2          0 1 2   4    computed now; replaced in the next step
+
+Inputs 1 and 2 are computed in the second step, as the first one did not know their
+tokens. cached.py says this for batches, and for models with queries of their own.
 
 `engine` does the same for batches of any plan, and never makes the host wait for the
 device."""
@@ -32,15 +49,19 @@ def simple_generate(
     drawn, before temperature and top-p; those of given tokens are 0.
 
     Args:
-        model: in evaluation mode, as dropout would make samples inexact.
-        order: LongTensor (T,), positions in the order of prediction.
-        sizes: how many positions each step predicts; the positions before these are
-            given.
+        model: a decoder in evaluation mode, as dropout would make samples inexact.
+        order: LongTensor (T,), positions in the order of prediction; of a plain GPT
+            from left to right.
+        sizes: how many positions each step predicts, at least one; of a plain GPT one.
+            The positions of the order before these are given.
         uniforms: float64 (T,) in [0, 1), by position: what `draw` turns into tokens.
         tokens: LongTensor (T,), by position; those that are given are read.
         temperature: 0 takes the most probable tokens.
         vocab_size: no id from it on is drawn.
-        top_p: tokens are drawn from the `nucleus` of this probability."""
+        top_p: tokens are drawn from the `nucleus` of this probability.
+
+    Raises UserError for what does not fit together."""
+    check_inputs(model, order, sizes, uniforms, temperature)
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
@@ -53,13 +74,13 @@ def simple_generate(
     for size in sizes:
         # 1. Predict the next positions of the order, each from all tokens known so far.
         #    Keys and values of inputs that stay are in the cache.
-        ordered = text[order]
+        ordered = text[order]  # those that are not known yet are not read
         logits = predict_next(model, ordered, order, known, size, cache)  # (size, V)
 
         # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
         allowed = logits[:, :vocab_size]
-        if temperature < 1e-10 or top_p == 0:  # logits could overflow
+        if temperature < 1e-10 or top_p == 0:  # divided, logits could overflow
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
@@ -73,6 +94,37 @@ def simple_generate(
             log_probs[positions[i]] = token_log_probs[i, drawn[i]]
         known = known + size
     return text, log_probs
+
+
+def check_inputs(
+    model: AOGPT, order: Tensor, sizes: list[int], uniforms: Tensor, temperature: float
+) -> None:
+    """Raise UserError for inputs that `simple_generate` cannot use."""
+    T = len(order)
+    config = model.config
+    if config.is_encoder:
+        raise UserError("this sampler is for decoders; `generate` takes encoders, too")
+    if model.training:
+        raise UserError("the model is in training mode; call model.eval() first")
+    positions = torch.arange(T, device=order.device)
+    if not torch.equal(order.sort().values, positions):
+        raise UserError(f"the order is not a permutation of 0..{T - 1}")
+    if any(size < 1 for size in sizes) or sum(sizes) > T:
+        raise UserError(
+            f"sizes are {sizes}; give numbers of at least 1 that add up to at most {T}"
+        )
+    one_by_one = all(size == 1 for size in sizes)
+    if config.l2r_only and not (one_by_one and torch.equal(order, positions)):
+        raise UserError(
+            "this model is a plain GPT: give it the order from left to right, and "
+            "sizes of 1"
+        )
+    if uniforms.shape != (T,) or uniforms.dtype != torch.float64:
+        raise UserError(f"give {T} uniforms of float64, one for each position")
+    if not ((uniforms >= 0) & (uniforms < 1)).all():
+        raise UserError("uniforms must lie in [0, 1)")
+    if temperature < 0:
+        raise UserError(f"temperature is {temperature}; give 0 or above")
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
