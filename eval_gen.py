@@ -186,8 +186,12 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         result["rows"].append(row)
         if not procs.main:
             continue
-        name = name_of(row["sampler"])
-        show(f"{row['run']} {name}: {row['perplexity']:.2f}", flush=True)
+        sampler = row["sampler"]
+        name = name_of(sampler)
+        if "temperature" in sampler:
+            name += f", temperature {sampler['temperature']:g}"
+            name += f", top-p {sampler['top_p']:g}"
+        show(f"{row['run']} {name}: perplexity {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
         head = ["# Generation quality", "", f"    {result['command']}", ""]
         outputs.write_report(a.json, result, [*head, *lines_of(result)])
@@ -297,7 +301,7 @@ def columns_of(settings: dict) -> list[Column]:
     """Return the columns of a report with these settings. evaluation/scoring.py makes
     the rows."""
     columns = [
-        Column("T", "temperature", "g"),
+        Column("temperature", "temperature", "g"),
         Column("top-p", "top_p", "g"),
         Column("perplexity", "perplexity", ".2f"),
         Column("95% from", "perplexity_low", ".2f"),
@@ -334,8 +338,8 @@ def legend() -> str:
         "mean of the samples' own. The other columns are means over samples; "
         f"{'; '.join(meanings)}; different: how many samples differ; self-BLEU: BLEU-4 "
         "of a sample with all others as references, 1 where another one is equal; it "
-        "grows with the number of samples. NFE: model calls of a sample. Seconds: to "
-        "generate all samples of a row."
+        "grows with the number of samples. NFE: model calls of a sample, none "
+        "for a step that unmasks nothing. Seconds: to generate all samples of a row."
     )
 
 

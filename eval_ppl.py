@@ -65,7 +65,7 @@ LABELS = {
 HEAD = [
     "text",
     "orders",
-    "M",
+    "ensemble",
     "nats/token",
     "std. error",
     "by document",
@@ -75,7 +75,16 @@ HEAD = [
     "perplexity",
     "95% interval",
 ]
+# Notes on the rows of the table, in the order in which they are printed.
+EXACT = (
+    "left to right, another fixed order or the model's own: exact, -log p of the text "
+    "in that order"
+)
 NOTES = {
+    "random": (
+        "any order: the mean loss over random orders, of an encoder over masks; an "
+        "upper bound of -log of the mean probability over orders (docs/likelihoods.md)"
+    ),
     "score_entropy": (
         "score entropy: SEDD's own bound, with which it is published; any order: its "
         "outputs normalised to probabilities"
@@ -102,6 +111,14 @@ COMPARED = [
     "A - B",
     "p",
 ]
+SIZES = "ensemble: orders of the context whose probabilities are averaged"
+FEW = 16  # differences of Monte Carlo samples from which an error is estimated roughly
+ROUGH = (
+    "Monte Carlo: from few samples here, so itself rough; more of them: --num-orders 16"
+)
+UNKNOWN = (
+    "unknown: needs two sequences (std. error), documents or samples (Monte Carlo)"
+)
 PAIRED = (
     "A - B: the mean of the differences of the same sequences, below 0 where A is "
     "better, ± the half-width of the 95% interval, the wider one of over sequences and "
@@ -554,7 +571,7 @@ def markdown(results: list[dict]) -> list[str]:
             f"{r['nll']:.4f}",
             _number(r["standard_error"], 4),
             _number(r["document_error"], 4),
-            _number(r["monte_carlo_error"], 5),
+            monte_carlo_cell(r),
             f"{r['bits_per_token']:.4f}",
             _number(r["bits_per_byte"], 4),
             f"{r['perplexity']:.3f}",
@@ -566,7 +583,33 @@ def markdown(results: list[dict]) -> list[str]:
                 gain = f"{r['gain']:.5f} ± {_number(r['gain_error'], 5)}"
             cells.append(gain)
         rows.append(cells)
-    return [*markdown_table(head, rows, left=2), "", *_notes(results)]
+    table = markdown_table(head, rows, left=2)
+    return [*table, "", *_notes(results), *table_notes(results)]
+
+
+def monte_carlo_cell(r: dict) -> str:
+    """Return the Monte Carlo error of a result, or that there is none."""
+    if r["monte_carlo_error"] == 0:
+        return "exact"
+    return _number(r["monte_carlo_error"], 5)
+
+
+def table_notes(results: list[dict]) -> list[str]:
+    """Return the notes on the columns of the table of one model."""
+    notes = []
+    if any(r["monte_carlo_error"] == 0 for r in results):
+        notes.append(EXACT)
+    if any(r["ensemble"] > 1 for r in results):
+        notes.append(SIZES)
+    errors = []
+    for r in results:
+        errors += [r["standard_error"], r["document_error"], r["monte_carlo_error"]]
+        is_rough = 1 < r["draws"] and r["sequences"] * (r["draws"] - 1) < FEW
+        if is_rough and ROUGH not in notes:
+            notes.append(ROUGH)
+    if any(math.isnan(error) for error in errors):
+        notes.append(UNKNOWN)
+    return notes
 
 
 def comparison(differences: list[dict]) -> list[str]:
