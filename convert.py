@@ -163,7 +163,7 @@ def write_adapter(
     CheckpointError for a run without adapters."""
     prefix = "ema." if weights == "ema" else "model."
 
-    def read(path: Path) -> tuple[store.State, dict[str, Tensor]]:
+    def read(path: Path) -> tuple[store.StateFile, dict[str, Tensor]]:
         values = store.read_values(path, prefix=prefix)
         if not values.get("adapter"):
             return values, {}

@@ -122,8 +122,11 @@ def train(config: Config, procs: Processes) -> int:
         )
     else:
         mode = " --temperature 0.7 --top-p 0.9"
+        orders, _ = config.stage(step)
         if data.of_records:
             mode = ' --mode l2r --prompt "..." --until-end'
+        elif not (config.model.is_encoder or orders.is_any_order or orders.is_l2r):
+            mode = f" --order {orders.option}" + mode  # it knows no other orders
         elif not config.model.is_encoder and not config.model.l2r_only:
             mode = " --mode l2r" + mode  # reads best
         finished = f"finished {step} steps"
@@ -173,6 +176,7 @@ def training_loop(
             # The losses of the source's weights, before the first step changes them.
             validate(config, procs, state, val_data, log)
 
+        first_step = progress.step  # of this start
         while progress.step < t.steps and not stop.requested:
             step = progress.step
             for optimizer in state.optimizers:
@@ -185,7 +189,7 @@ def training_loop(
             # next step before it needs it.
             loss = torch.zeros((), device=procs.device)
             for micro_step in range(micro_steps):
-                if step < log.first_step:  # the first of this start
+                if step == first_step:  # which can take minutes
                     log.first_micro_steps(micro_step, micro_steps)
                 batch = next(batches)  # tokens (B, T), and their orders or masks
                 if has_peers:
@@ -201,29 +205,31 @@ def training_loop(
                 loss = procs.mean(loss)
             if is_sharded:
                 norm = cast(DTensor, norm).full_tensor()
-            # The optimizers' step and the averages; adds 1 to progress.step. Sequences,
-            # tokens and skipped steps are counted by log.training.
+            # The optimizers' step and the averages; adds 1 to progress.step.
             update(state, loss, norm)
 
             losses.add(progress.step, loss, norm)
-            log.training(losses.arrived())
+            # Adds to progress.sequences, tokens and skipped steps, and logs.
+            log.count_and_log(losses.arrived())
             # All processes must stop, and save, after the same step.
             stop.agree(config, progress, datasets, saver.next_by_clock)
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
-            checkpoint_due = saver.is_due(progress, stop)
+            checkpoint_due = saver.note_due(progress, stop)
             if validates or checkpoint_due:
                 # So that the checkpoint has the counts of all steps.
-                log.training(losses.arrived(wait=True))
-                saver.wait()  # for the checkpoint before: it may become progress.best
+                log.count_and_log(losses.arrived(wait=True))
+                # The checkpoint before may become progress.best.
+                saver.finish_writing()
+                # What progress.best is to be once this step is saved.
                 best = progress.best
                 if val_data is not None and validates:
                     best = validate(config, procs, state, val_data, log)
                 if saver.should_save(progress, stop, best):
                     saver.save(state, best)
                     log.restart_clock()
-        saved = saver.wait()
+        saved = saver.finish_writing()
     if stop.error is not None:
         raise stop.error
     return saved
@@ -232,8 +238,8 @@ def training_loop(
 def validate(
     config: Config, procs: Processes, state: State, val_data: TokenDataset, log: Log
 ) -> dict | None:
-    """Log the validation losses. Returns the best checkpoint, {"step", "loss"}, if this
-    step is saved: the best one so far, or this step."""
+    """Validate and log the losses. Returns what the best checkpoint is if this step is
+    saved, {"step", "loss"}: the best one so far, or this step."""
     losses = evaluate(state.model, state.averages, val_data, config, procs)
     log.validation(losses, val_data.num_blocks)
     selecting = losses[""][best_by(config)]  # of the first average
@@ -260,9 +266,7 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
     it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
     for optimizer in state.optimizers:
-        # AdamW and Muon skip the step where found_inf is 1; AdamW's fused kernel reads
-        # it only if there is a grad_scale, too.
-        optimizer.grad_scale = None  # type: ignore[attr-defined]  # not declared
+        # Fused AdamW and Muon skip the step where found_inf is 1.
         optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -128,6 +128,18 @@ class OrderConfig(Table):
         kind = self.unmixed if self.is_of_one_kind else self.kind
         return ORDER_KINDS[kind].covers_all
 
+    @property
+    def option(self) -> str:
+        """Return these orders as `parse_order` reads them, such as slots:block=8."""
+        settings = []
+        for name in ORDER_KINDS[self.kind].settings:
+            value = getattr(self, name)
+            if value != getattr(OrderConfig, name):
+                settings.append(f"{name}={value}")
+        if not settings:
+            return self.kind
+        return f"{self.kind}:{','.join(settings)}"
+
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
         has_blocks = "block" in ORDER_KINDS[self.unmixed].settings

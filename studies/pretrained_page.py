@@ -24,7 +24,7 @@ SAMPLES = (
     "a sample's tokens, nats; repeated: the share of 4-grams that occurred before. A "
     "low perplexity with a low entropy is repetition, not quality."
 )
-ORDERS = {"l2r": "left to right", "random": "any order", "infill": "infilling"}
+ORDER_TITLES = {"l2r": "left to right", "random": "any order", "infill": "infilling"}
 SETS = {  # by report
     "starts_lora": "books",
     "ppl_books": "books",
@@ -132,7 +132,9 @@ def changes_elsewhere(rows: dict) -> list[str]:
         if name != "books" and tokens_of(rows, report) == tokens_of(rows):
             changes = []
             for row in rows[report]["differences"]:
-                changes.append(f"{change_of(row, sign=-1)} {ORDERS[row['orders']]}")
+                changes.append(
+                    f"{change_of(row, sign=-1)} {ORDER_TITLES[row['orders']]}"
+                )
             sentences.append(f"on {name} {', '.join(changes)}")
     return sentences
 
@@ -145,7 +147,7 @@ def before_and_after(rows: dict) -> str:
             cells.append(
                 [
                     f"{name}, {row['sequences']} blocks",
-                    ORDERS[row["orders"]],
+                    ORDER_TITLES[row["orders"]],
                     f"{tokens_of(rows, report):,}",
                     f"{nll['a']:.3f}",
                     f"{nll['b']:.3f}",
@@ -178,7 +180,7 @@ def equal_budget(rows: dict) -> str:
     cells = []
     for row in report["differences"]:
         nll = row["nll"]
-        name = ORDERS[row["orders"]]
+        name = ORDER_TITLES[row["orders"]]
         losses = [f"{nll['a']:.3f}", f"{nll['b']:.3f}"]
         cells.append([name, *losses, change_of(row, sign=-1)])
     head = [
@@ -467,7 +469,7 @@ def stages(rows: dict) -> str:
     for report, group in (("a3_one", 1), ("a3_eight", 8)):
         for row in rows[report]["differences"]:
             nll = row["nll"]
-            title = f"{ORDERS[row['orders']]}, {group} at a time"
+            title = f"{ORDER_TITLES[row['orders']]}, {group} at a time"
             losses = [f"{nll['a']:.3f}", f"{nll['b']:.3f}"]
             cells.append([title, *losses, change_of(row, sign=-1)])
     head = ["order", "direct", "three stages", "stages minus direct"]

@@ -406,6 +406,14 @@ def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):
         make()
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *NEW])
+def test_orders_are_what_their_option_says(kind):
+    for config in (OrderConfig(kind), OrderConfig(kind, block=4, seed=7, share=0.25)):
+        same = parse_order(config.option, "--order")
+        rows = orders_at(config, seed=1, step=0, rows=range(8), length=12)
+        assert torch.equal(rows, orders_at(same, 1, 0, range(8), 12))
+
+
 def test_an_order_is_named_on_the_command_line_with_its_settings():
     assert parse_order("random", "--order") == OrderConfig("random")
     expected = OrderConfig("fixed_blockwise", block=4, seed=1)

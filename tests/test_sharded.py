@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_w
         tensor.detach().fill_(7)
     assert not path.exists(), "it must not pass for a checkpoint yet"
     gate.set()
-    assert saver.wait() == path
+    assert saver.finish_writing() == path
     assert names(path.parent) == [path.name]
     assert not warnings
     contents = read_checkpoint(path)
@@ -161,12 +161,14 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     monkeypatch.setattr(os, "rename", fail)
     state.progress.step = 4
     saver.save(state, {"step": 4, "loss": 1.0})
-    assert saver.wait() is None
+    assert saver.finish_writing() is None
     assert state.progress.best is None
     assert len(warnings) == 1
     assert "no room; there is no earlier checkpoint" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
-    assert saver.wait() is None and len(warnings) == 1, "a failure is told once"
+    assert saver.finish_writing() is None and len(warnings) == 1, (
+        "a failure is told once"
+    )
 
 
 def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkeypatch):
@@ -175,7 +177,7 @@ def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkey
     monkeypatch.setattr(store, "digest", lambda contents: {}["a bug"])
     saver.save(state, None)
     with pytest.raises(KeyError, match="a bug"):
-        saver.wait()
+        saver.finish_writing()
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before(

@@ -19,7 +19,7 @@ TEXTS = Path(__file__).with_suffix(".md").read_text("utf-8").split("%% ")[1:]
 TEXTS = dict(text.split("\n", 1) for text in TEXTS)
 # tables of a run's configuration that the card shows
 TABLES = ("model", "order", "objective", "optim")
-ORDERS = {
+ORDER_TITLES = {
     "l2r": "left to right",
     "random": "any order",
     "fixed": "the run's own order",
@@ -148,12 +148,12 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
         step = row.get("step")
         if not isinstance(step, int) or step > loaded.step:
             continue
-        if any(number(row, key.format(kind)) is not None for kind in ORDERS):
+        if any(number(row, key.format(kind)) is not None for kind in ORDER_TITLES):
             newest = row
     if newest is None:
         return ""
     lines = ["| orders | nats per token | standard error |", "|---|---:|---:|"]
-    for kind, orders in ORDERS.items():
+    for kind, orders in ORDER_TITLES.items():
         loss = number(newest, key.format(kind))
         if loss is None:
             continue

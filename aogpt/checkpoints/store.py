@@ -58,7 +58,7 @@ class CheckpointError(UserError):
 
 
 @schema
-class State(TypedDict):
+class StateFile(TypedDict):
     """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
 
     step: NonNegative
@@ -145,7 +145,7 @@ def write(
     run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
 ) -> Path:
     """Write a checkpoint from this process alone, a file for each kind of tensor.
-    values: the contents of State. keep: how many of the newest checkpoints stay,
+    values: the contents of StateFile. keep: how many of the newest checkpoints stay,
     besides the best. Raises OSError or SafetensorError."""
     path = path_of(run_folder, values["step"])
     folder = temporary_of(path)
@@ -266,7 +266,7 @@ def is_finite(tensor: Tensor) -> Tensor | bool:
     return extremes.isfinite().all()
 
 
-def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> State:
+def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> StateFile:
     """Return the contents of state.json, after its checksum and those of the files have
     been verified. share: the files to verify, where several processes divide them.
     prefix: the beginning of the names of tensors that will be read; files of other
@@ -285,7 +285,7 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
             raise CheckpointError(
                 f"{path} is of format {version}; this version reads {FORMAT}"
             )
-        contents = from_values(contents, State, str(file), ADVICE)
+        contents = from_values(contents, StateFile, str(file), ADVICE)
         sums = contents["parts"]
         odd = sorted({part.name for part in parts(path)} ^ sums.keys())
         if odd:
@@ -354,7 +354,7 @@ def read_newest(
     )
 
 
-def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, values: StateFile, targets: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint, by name; of a DTensor this process's shard.
     Raises CheckpointError for a missing name, another shape or dtype, or an unreadable
     file."""
@@ -376,7 +376,7 @@ def read_tensors(path: Path, values: State, targets: dict[str, Tensor]) -> None:
         dcp.load(targets, storage_reader=reader, no_dist=True)
 
 
-def read_all(path: Path, values: State, prefix: str = "") -> dict[str, Tensor]:
+def read_all(path: Path, values: StateFile, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, whole, by the rest of their
     names."""
     import torch.distributed.checkpoint as dcp

@@ -41,7 +41,7 @@ from .optimizers import learning_rates
 from .state import Progress
 from .val_losses import Losses
 
-ORDERS = {
+ORDER_TITLES = {
     "l2r": "left to right",
     "random": "any order",
     "fixed": "the run's fixed order",
@@ -168,9 +168,9 @@ class Log:
             disable=not (procs.main and can_show_bar()),
         )
 
-    def training(self, losses: Iterator[tuple[int, float, float]]) -> None:
-        """Log finished steps, from 1: (step, loss, gradient norm); counts skipped
-        ones."""
+    def count_and_log(self, losses: Iterator[tuple[int, float, float]]) -> None:
+        """Count and log finished steps, from 1: (step, loss, gradient norm). Sequences,
+        tokens and skipped steps are counted in `progress`."""
         t = self.config.train
         for step, loss, norm in losses:
             finite = math.isfinite(loss + norm)
@@ -244,7 +244,7 @@ class Log:
         step = self.progress.step
         averaged = losses[""]
         text = ", ".join(
-            f"{ORDERS[kind]} {loss.mean:.4f}" for kind, loss in averaged.items()
+            f"{ORDER_TITLES[kind]} {loss.mean:.4f}" for kind, loss in averaged.items()
         )
         blocks = min(self.config.eval.sequences, num_blocks)
         self._print(

@@ -14,7 +14,7 @@ import tyro
 from ..runtime.command_line import run_script, show, visible, with_help
 from ..runtime.errors import UserError
 from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
-from .metrics import ORDERS, read_metrics
+from .metrics import ORDER_TITLES, read_metrics
 
 STYLES = ("-", "--")
 COLUMNS = 3  # panels side by side
@@ -85,7 +85,7 @@ def all_panels() -> dict[str, tuple[str, ...]]:
     panel's title."""
     panels: dict[str, tuple[str, ...]] = {}
     panels["training loss (the run's objective), smoothed; pale: as it is"] = ("loss",)
-    for kind, orders in ORDERS.items():
+    for kind, orders in ORDER_TITLES.items():
         title = f"validation, {orders} (averaged weights; dashed: of the last step)"
         panels[title] = (f"val_loss_{kind}", f"val_loss_{kind}_raw")
     panels["gradient norm, smoothed; pale: as it is"] = ("grad_norm",)

@@ -135,9 +135,10 @@ class Saver:
         if minutes > 0:
             self.next_by_clock = time.monotonic() + 60 * minutes
 
-    def is_due(self, progress: Progress, stop: StopRequest) -> bool:
-        """Return whether a checkpoint is due: by the number of the step, at the end, as
-        the processes have agreed, or since an earlier step that was skipped."""
+    def note_due(self, progress: Progress, stop: StopRequest) -> bool:
+        """Note and return whether a checkpoint is due: by the number of the step, at
+        the end, as the processes have agreed, or since an earlier step that was
+        skipped."""
         by_step = progress.step % self.config.checkpoint.interval == 0
         is_last = progress.step == self.config.train.steps
         if by_step or is_last or stop.requested or stop.clock:
@@ -148,7 +149,8 @@ class Saver:
         self, progress: Progress, stop: StopRequest, best: dict | None
     ) -> bool:
         """Return whether to save now: a checkpoint is due, or `best` is better than the
-        best checkpoint. Call after `wait`. The state before a skipped step may be its
+        best checkpoint. Call after
+        `finish_writing`. The state before a skipped step may be its
         cause: except at the end, only states after a step that counted are saved."""
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
@@ -157,8 +159,8 @@ class Saver:
 
     def save(self, state: State, best: dict | None) -> None:
         """Write the state, or start to; best: {"step", "loss"}, progress.best once it
-        is written. All processes must call, after `wait`; all raise UserError if the
-        state is not finite."""
+        is written. All processes must call, after `finish_writing`; all raise UserError
+        if the state is not finite."""
         config = self.config
         tensors = named_tensors(state)
         for name in self.procs.gather(not_finite(tensors)):
@@ -190,13 +192,14 @@ class Saver:
             self.writing = Writing(
                 future=None, error=error, state=state, best=best, path=path, step=step
             )
-            self.wait()
+            self.finish_writing()
         self.unsaved = False
         self.restart_clock()
 
-    def wait(self) -> Path | None:
-        """Wait until nothing is being written. Returns the last checkpoint; None, after
-        a warning, if it could not be written."""
+    def finish_writing(self) -> Path | None:
+        """Wait until nothing is being written; what has been written may become
+        progress.best. Returns the last checkpoint; None, after a warning, if it could
+        not be written."""
         writing = self.writing
         if writing is None:
             return self.written
@@ -226,7 +229,7 @@ class Saver:
             self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
         return None
 
-    close = wait  # for contextlib.closing
+    close = finish_writing  # for contextlib.closing
 
 
 def better_of(best: dict | None, step: int, loss: float) -> dict | None:

@@ -69,7 +69,7 @@ TOLD = {
 
 @dataclass
 class Progress:
-    """The progress of a run. Its fields are keys of checkpoints.store.State."""
+    """The progress of a run. Its fields are keys of checkpoints.store.StateFile."""
 
     step: int = 0
     sequences: int = 0  # trained on so far; the next batch starts there
@@ -329,7 +329,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 def plain_values(
     state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
 ) -> dict:
-    """Return everything else, as JSON values: keys of checkpoints.store.State."""
+    """Return everything else, as JSON values: keys of checkpoints.store.StateFile."""
     ema = state.averages[0]
     values = asdict(state.progress)
     values["best"] = best
@@ -352,7 +352,7 @@ def restore(state: State, path: Path, values: dict) -> None:
             f"{path} holds {unknown[0]}, which this run does not have; start another "
             "with --name"
         )
-    store.read_tensors(path, cast(store.State, values), tensors)
+    store.read_tensors(path, cast(store.StateFile, values), tensors)
     name = not_finite(tensors)
     if name:
         raise CheckpointError(
