@@ -7,13 +7,17 @@ x[s[0]] .. x[s[i-1]] and predicts x[s[i]]. For the order 2 0 3 1:
     input token       [None]   x2   x0   x3     x[s[i-1]]; [None] is a learned vector
     input position    0        3    1    4      s[i-1] + 1: row of `wpe`; 0 is [None]'s
     target position   2        0    3    1      s[i]: row of `wtpe`
-    predicts          x2       x0   x3   x1     x[s[i]]
+    attends to        0        0-1  0-2  0-3    inputs of steps 0 to i
+    predicts          x2       x0   x3   x1     x[s[i]]; its loss is -log p of that
 
 Attention is causal along the order. A causal decoder cannot know which position comes
 next, so every step is conditioned on its target position: `ModelConfig.target` says
 how. The paper's answer is adaLN: the target position modulates every norm (Xue et al.,
-arXiv 2506.19935, section 3). With "rotary" alone step 0 does not know its target: it
-sees one key, and the angle of its query changes no softmax over one.
+arXiv 2506.19935, section 3). With "rotary" alone step 0 does not know its target: where
+there is one key, attention returns its value whatever the query is.
+
+`AOGPT.forward` returns the losses (B, T) of all steps; training minimises their mean
+(objectives.py).
 
 Shapes: B batch, T steps, D width, H heads, V vocabulary. `systems.build_model` makes a
 model with initial values, scoring.py scores known sequences, sampling/ has the cache of
@@ -31,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 # How a decoder is conditioned on the target position. To add a way: a line here, and a
 # layer or a `Pass` below that names what it `conditions`.
-PageTarget = Literal[
+DecoderTarget = Literal[
     "none",  # a plain GPT
     "input",  # an embedding of the target position is added to the input (sigma-GPT)
     "adaln",  # it modulates every norm (AO-GPT)
@@ -39,12 +43,12 @@ PageTarget = Literal[
     "per_block",  # the same, a table per block
     "rotary",  # nothing but queries that are rotated to it
 ]
-# Those with a class of their own, which systems/kinds.py names.
+# Those of decoders with a class of their own, which systems/kinds.py names.
 SystemTarget = Literal[
     "two_stream",  # a stream of queries, which start from it, reads the tokens' (A3)
     "mask_query",  # the query is a [MASK] at the target (Eso-LM B)
 ]
-Target = Literal[PageTarget, SystemTarget]
+Target = Literal[DecoderTarget, SystemTarget]
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class Pass:
             self.targets = targets
             self.inverse = inverse_permutation(targets)
         # (block_size, cond_dim) silu(wtpe), all that adaLN reads: set by `hidden`
-        self.condition: Tensor | None = None
+        self.adaln_input: Tensor | None = None
         self.hide_start = config.start == "hidden"
         self.dropout = 0.0  # set by `run_blocks`
         # (cos, sin) of rotary positions, see `rotate`: set by `trunk`, as is `added`
@@ -205,7 +209,7 @@ class Pass:
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """Return adaLN's shifts, scales and gates for each step: `parts` tensors
         (B, T, D)."""
-        table = linear(self.condition)  # (block_size, parts D): once per position
+        table = linear(self.adaln_input)  # (block_size, parts D): once per position
         tables = table.chunk(parts, dim=-1)
         return tuple(self.lookup(part) for part in tables)
 
@@ -362,7 +366,7 @@ class TargetTable(PositionTable):
         self.first_wave = 1
 
     def make_neutral(self) -> None:
-        """Set all vectors to 0."""
+        """Set all vectors to 0, which changes nothing where they are added."""
         nn.init.zeros_(self.weight)
 
 
@@ -767,10 +771,13 @@ class Transformer(nn.Module):
 
 
 class AOGPT(Transformer):
-    """A decoder of log p(x | order) in any order (the paper, section 3)."""
+    """A decoder of log p(x | order) in any order (the paper, section 3).
+
+    To train one from scratch, make it by `systems.build_model`, which sets the initial
+    values; those of the class itself are torch's."""
 
     def __init__(self, config: ModelConfig):
-        if config.is_encoder or config.target not in get_args(PageTarget):
+        if config.is_encoder or config.target not in get_args(DecoderTarget):
             raise ValueError(
                 f"this configuration (target {config.target!r}, {config.attention} "
                 "attention) is of another class than AOGPT: use "
@@ -792,7 +799,13 @@ class AOGPT(Transformer):
         """Return -log p(x[order[b, i]] | x[order[b, :i]]), nats, in prediction order.
 
         tokens (B, T) in sequence order; order (B, T), every row a permutation of
-        0..T-1, else an error of an index out of bounds. Returns (B, T)."""
+        0..T-1, else an error of an index out of bounds. With target "none" the order
+        must be left to right: it is not checked, and others mean nothing. Returns
+        (B, T)."""
+        if order.shape != tokens.shape:
+            raise ValueError(
+                f"the order is {tuple(order.shape)}, the tokens {tuple(tokens.shape)}"
+            )
         wanted = in_prediction_order(tokens, order)
         x = self.hidden(tokens, order)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
@@ -800,14 +813,16 @@ class AOGPT(Transformer):
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Return the final hidden states (B, T, D); state i predicts position
         order[:, i]."""
+        # Scoring and decoding embed other inputs and call `trunk`: what conditions a
+        # step on its target belongs there.
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
         p = self.pass_type(self.config, order)
         if self.adaln_f is not None:
-            p.condition = self.condition()
+            p.adaln_input = self.target_vectors()
         return self.trunk(x, in_positions, p)
 
-    def condition(self) -> Tensor:
+    def target_vectors(self) -> Tensor:
         """Return the input of adaLN by target position, (block_size, cond_dim)."""
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)

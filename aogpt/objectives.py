@@ -1,10 +1,11 @@
 """Losses and likelihoods: pure functions of (model, tokens, orders or masks), in nats
 per token. `OBJECTIVES` lists what training can minimise.
 
-All of them bound or equal one quantity, -log p(x) / T averaged over prediction orders
-(the paper, section 3): along orders for decoders, over random sets of masked positions
-for encoders. So the losses of decoders and encoders can be compared. Shapes: B
-sequences, T positions."""
+All but masked_ce bound or equal one quantity, -log p(x) / T averaged over prediction
+orders (the paper, section 3): along orders for decoders, over random sets of masked
+positions for encoders. So the losses of decoders and encoders can be compared.
+
+Shapes: B sequences, T positions."""
 
 import math
 from collections.abc import Callable

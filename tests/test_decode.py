@@ -79,6 +79,7 @@ SPECULATIVE = modes("""
     speculative --order l2r --draft 3, speculative --draft 2
 """)
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
+GPTS = ("GPT-2", ROTARY_GPT)
 OF_EACH_KIND = modes("""
     l2r --group-size 3, random, mdm --steps 3 --schedule cosine, even --steps 2,
     confidence, entropy --group-size 3, confidence --threshold 0.45 --block 3,
@@ -602,14 +603,20 @@ def uniforms_for(rows, length=LENGTH, seed=0):
 
 
 def fits(system, mode):
-    """Return whether a system decodes in a mode: without targets all positions have one
-    prediction."""
-    conditioned = system not in ("GPT-2", ROTARY_GPT, *ENCODERS)
-    if conditioned:
-        return True
-    if mode in SPECULATIVE:
-        return False
-    return system in ENCODERS or mode not in ADAPTIVE
+    """Return whether a system decodes in a mode."""
+    if system in GPTS:
+        return mode == "l2r"
+    return system not in ENCODERS or mode not in SPECULATIVE
+
+
+def given_for(system, rows, seed):
+    """Return some given positions, BoolTensor (rows, LENGTH): of a plain GPT those at
+    the beginning."""
+    given = some_given(rows, LENGTH, seed=seed)
+    if system not in GPTS:
+        return given
+    counts = given.sum(dim=1, keepdim=True)
+    return torch.arange(LENGTH) < counts
 
 
 def every_mode_of(quick_modes):
@@ -647,9 +654,8 @@ QUICK_LOG_PROBS = {
     "target rotary": SPECULATIVE,
     "Llama": SPECULATIVE,
     "mask_query, rotary": ["speculative --draft 2"],
-    # One prediction for all targets.
-    "GPT-2": ["random --group-size 2"],
-    ROTARY_GPT: ["mdm --steps 3"],
+    "GPT-2": ["l2r"],
+    ROTARY_GPT: ["l2r"],
     # No cache; that of SEDD is conditioned on the share of masks.
     "RADD": ["random", "confidence --threshold 0.45 --block 3"],
     "SEDD": ["mdm --steps 3 --schedule cosine", "margin --group-size 2"],
@@ -659,7 +665,7 @@ QUICK_ALONE = {
     "AO-GPT": OF_EACH_KIND,
     "two_stream": ["random --group-size 2"],  # tokens of a group see each other
     "mask_query": ["confidence --group-size 2"],  # candidates are inputs of their own
-    "GPT-2": ["mdm --steps 3"],  # one prediction for all targets
+    "GPT-2": ["l2r"],
     "SEDD": ["even --steps 3 --schedule cosine"],  # the share of masks is an input
     "encoder AO-GPT": ["entropy"],  # every step reads the whole row
 }
@@ -701,7 +707,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step
     are those that the uncached model prefers."""
     model = text_model(system)
-    given = some_given(7, LENGTH, seed=7)
+    given = given_for(system, 7, seed=7)
     given[2:4] = False
     # relative: without any token given, no position is preferred to another
     if system in ("RADD", "SEDD", "target rotary", "Llama", "mask_query, rotary"):
@@ -745,17 +751,22 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     assert (got.log_probs[~free] == 0).all()
 
 
-@pytest.mark.parametrize("system", [*DECODERS, ONE_BY_ONE])
+SIMPLE_MODES = modes("l2r, l2r --group-size 3, random --group-size 2, mdm --steps 4")
+
+
 @pytest.mark.parametrize(
-    "mode",
-    modes("""
-    l2r, l2r --group-size 3, random --group-size 2, mdm --steps 4
-"""),
+    "system, mode",
+    [
+        (system, mode)
+        for system in [*DECODERS, ONE_BY_ONE]
+        for mode in SIMPLE_MODES
+        if fits(system, mode)
+    ],
 )
 def test_the_simple_sampler_is_the_engine(system, mode):
     """Tokens and log-probabilities, some tokens given; float64."""
     model = text_model(system, torch.float64)
-    given = some_given(4, LENGTH, seed=3)
+    given = given_for(system, 4, seed=3)
     plan = make_plan(mode, 4, LENGTH, given, seed=2)
     tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=1)
     uniforms = uniforms_for(4)
@@ -798,7 +809,7 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     cut. What stands at free positions is ignored; tokens that may not be drawn may be
     given."""
     model = text_model(system, torch.float64)
-    given = some_given(7, LENGTH, seed=3)
+    given = given_for(system, 7, seed=3)
     given[2] = False
     tokens = random_tokens(TOKENS, 7, LENGTH, seed=4)
     plan = make_plan(mode, 7, LENGTHS, given)
@@ -1495,3 +1506,43 @@ def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
         assert torch.equal(tokens, greedy)
     with pytest.raises(UserError, match="pass their tokens"):
         simple_generate(model, order, [2], uniforms)
+
+
+ORDER = torch.arange(4)
+UNIFORMS = torch.full((4,), 0.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "system, changes, words",
+    [
+        ("RADD", {}, "for decoders"),
+        ("AO-GPT", {"order": torch.tensor([0, 0, 1, 3])}, "not a permutation of 0..3"),
+        ("AO-GPT", {"sizes": [2, 0, 2]}, "at least 1"),
+        ("AO-GPT", {"sizes": [4, 1]}, "add up to at most 4"),
+        ("AO-GPT", {"uniforms": UNIFORMS.float()}, "4 uniforms of float64"),
+        ("AO-GPT", {"uniforms": UNIFORMS[:3]}, "4 uniforms of float64"),
+        ("AO-GPT", {"uniforms": UNIFORMS + 0.5}, r"lie in \[0, 1\)"),
+        ("AO-GPT", {"temperature": -1.0}, "temperature is -1.0"),
+        ("GPT-2", {"order": ORDER.flip(0)}, "plain GPT.*left to right"),
+        ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*sizes of 1"),
+    ],
+)
+def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
+    arguments = {"order": ORDER, "sizes": [1] * 4, "uniforms": UNIFORMS}
+    arguments.update(changes)
+    model = make_system(system, 0, torch.float64)
+    with pytest.raises(UserError, match=words):
+        simple_generate(model, **arguments)
+    if not changes:
+        return
+    with pytest.raises(UserError, match="training mode"):
+        simple_generate(make_system("AO-GPT").train(), ORDER, [1] * 4, UNIFORMS)
+
+
+@pytest.mark.parametrize("mode", ["random", "l2r --group-size 2", "mdm --steps 2"])
+def test_a_plain_gpt_follows_no_plan_but_one_by_one_from_left_to_right(mode):
+    """It has one prediction for all positions: samples would be wrong."""
+    plan = make_plan(mode, 2, LENGTH, seed=1)
+    for system in GPTS:
+        with pytest.raises(UserError, match="plain GPT.*l2r_plan of groups of 1"):
+            generate(text_model(system), plan, generator=seeded(0))

@@ -4,6 +4,8 @@ called."""
 import functools
 import itertools
 import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from reference import (
 
 from aogpt import model as model_page
 from aogpt import sampling
-from aogpt.model import ModelConfig, PermutationGather
+from aogpt.model import ModelConfig, PermutationGather, Target
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.modes import contexts_of
 from aogpt.scoring import masked_log_probs, parallel_log_probs, token_log_probs
@@ -95,6 +97,8 @@ def test_a_decoder_computes_its_formulas(variant, length):
     tokens = random_tokens(TOKENS, 3, length, seed=1)
     order = random_orders(3, length, seed=2)
     order[0] = torch.arange(length)
+    if model.config.l2r_only:
+        order[:] = order[0]
     expected = log_probs(model.config, parameters(model), tokens, order)
     got = token_log_probs(model, tokens, order)
     assert got.shape == (3, length)
@@ -151,6 +155,10 @@ def test_masked_log_probs_are_those_of_each_target_alone(variant, length):
     """Each under the order (unmasked positions ascending, it, the rest)."""
     model = make_variant(variant, 1)
     tokens = random_tokens(TOKENS, 10, length, seed=2)
+    if model.config.l2r_only:
+        with pytest.raises(UserError, match="plain GPT"):
+            masked_log_probs(model, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        return
     rates = torch.tensor([0.2, 0.5, 0.8, 0.5, 0.5, 0.5, 1.0, 0.0])[:, None]
     masked = torch.rand(8, length, generator=seeded(3)) < rates
     one = torch.eye(length, dtype=torch.bool)
@@ -332,6 +340,14 @@ def test_ao_gpt_is_not_made_of_the_configuration_of_another_class(settings):
         model_page.AOGPT(config)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (2, 4)])
+def test_an_order_of_another_shape_than_the_tokens_is_refused(shape):
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    order = torch.arange(shape[1]).expand(shape)
+    with pytest.raises(ValueError, match=r"the order is .*, the tokens \(2, 5\)"):
+        make_system("AO-GPT")(tokens, order)
+
+
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "mask_query"])
 def test_a_row_that_is_no_permutation_raises_in_every_pass(system):
     """No check of values runs in training; a loss of memory that nobody wrote would be
@@ -376,6 +392,23 @@ def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
     order = random_orders(2, 2 * LENGTH, seed=4)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (token_log_probs(model, longer, order) - reference).abs().max() < 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", get_args(Target))
+def test_a_step_depends_on_its_target_whatever_the_way(target):
+    """The last two positions change places: step 2 has the same context, and another
+    target. A way that no code reads would train and score without a word."""
+    c = ModelConfig(vocab_size=11, block_size=4, n_layer=2, n_head=2, n_embd=32)
+    position = "rotary" if target == "rotary" else "learned"
+    model = build_model(replace(c, target=target, position=position)).double().eval()
+    for p in model.parameters():  # initial values may be neutral
+        p.add_(0.3 * torch.randn_like(p))
+    tokens = torch.tensor([[3, 1, 4, 2], [3, 1, 4, 2]])
+    order = torch.tensor([[1, 0, 2, 3], [1, 0, 3, 2]])
+    hidden = model.hidden(tokens, order)
+    is_same = torch.allclose(hidden[0, 2], hidden[1, 2])
+    assert is_same == (target == "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32])

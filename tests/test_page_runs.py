@@ -55,7 +55,7 @@ ONLY_OF = {
         "Pass.modulation",
         "Pass.modulated_norm",
         "Pass.lookup",
-        "AOGPT.condition",
+        "AOGPT.target_vectors",
     },
     "fast": {"Transformer.angles_at"},
 }

@@ -296,8 +296,9 @@ class TokenDataset:
         if count < block_size:
             raise UserError(
                 f"{self.split} of {self.folder} has {count:,} tokens, fewer than a "
-                f"block of {block_size:,}: lower block_size to at most {count:,}, or "
-                "prepare more text"
+                f"block of {block_size:,}: lower block_size to at most {count:,} "
+                "(--model.block-size of train.py, --block-size of others), or prepare "
+                "more text"
             )
         self.block_size = block_size
         self.num_blocks = count // block_size

@@ -62,9 +62,9 @@ def route(
 def _train_and_val(
     documents: Iterator[str], fraction: float, whole: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield one validation document in every group of 1 / fraction in a row, or of all
-    where they are fewer. Its place is drawn from the group's number: no split depends
-    on later documents."""
+    """Yield one validation document in every group of 1 / fraction documents in a row;
+    fewer documents than that are one group. Its place is drawn from the group's number:
+    no split depends on later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
         if whole:
@@ -155,14 +155,14 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
 
 
 @dataclass
-class Losses:
+class RoundTrip:
     """Counts of the documents whose text does not come back from their tokens."""
 
     tokenizer: Tokenizer
     documents: int = 0
     changed: int = 0  # documents that have other bytes, or decode to another text
     decoded: int = 0  # bytes of text that were decoded again
-    first: str = ""  # the first change, for a note
+    example: str = ""  # the first change, for a note
 
     def add(self, text: str, ids: np.ndarray) -> tuple[int, int]:
         """Count a text and its ids (n,), also with end-of-text after them. Returns the
@@ -174,14 +174,14 @@ class Losses:
         of_tokens = int(self.tokenizer.count_bytes(ids).sum())
         self.documents += 1
         is_changed = size != of_tokens
-        is_first = self.decoded <= CHECKED_BYTES
-        if is_changed and not self.first or is_first:
+        is_checked = self.decoded <= CHECKED_BYTES
+        if is_checked or (is_changed and not self.example):
             self.decoded += size
             decoded = self.tokenizer.decode(ids)
             text = without_lone_surrogates(text)
             is_changed |= decoded != text
-            if decoded != text and not self.first:
-                self.first = _first_difference(text, decoded)
+            if decoded != text and not self.example:
+                self.example = _first_difference(text, decoded)
         self.changed += is_changed
         return size, of_tokens
 
@@ -208,8 +208,10 @@ class SplitFile:
         self.ends = array("q")  # the place after each document
         # a hash of each document's text without white space, unless nothing is left
         self.hashes = array("Q")
+        # Of the text, and of what the ids stand for, where a tokenizer.json may lose
+        # some of it (prepare.py adds them up).
         self.text_bytes = 0
-        self.token_bytes = 0  # of the text that the ids stand for
+        self.token_bytes = 0
         self.has_roles = False  # whether a token is not predicted
         self._file = path.open("wb")
         self._roles_path = path.with_suffix(".roles.bin")

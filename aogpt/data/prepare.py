@@ -40,7 +40,7 @@ from ..runtime.validation import (
 from . import packing, tokenizers
 from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
-from .packing import Losses, SplitFile
+from .packing import RoundTrip, SplitFile
 from .prompts import Examples, encode_example, without_marks
 from .sources import LEFT_OUT, Corpus, Reading, source_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
@@ -420,7 +420,7 @@ class Writer:
         self.files: dict[str, SplitFile] = {}
         self.long: list[tuple[int, str]] = []  # records that are: tokens and place
         # The other tokenizers lose nothing: the bytes of a text are among their ids.
-        self.losses = Losses(tokenizer) if tokenizer.name == HUB else None
+        self.round_trip = RoundTrip(tokenizer) if tokenizer.name == HUB else None
         self.notes: list[str] = []
 
     def write(self, corpora: dict[str, Corpus]) -> None:
@@ -490,11 +490,11 @@ class Writer:
             )
         file = self.files[split]
         file.write(text, ids, roles)
-        if self.losses:
+        if self.round_trip:
             plain = text
             if roles is not None:
                 plain = without_marks(text)
-            size, of_tokens = self.losses.add(plain, ids)
+            size, of_tokens = self.round_trip.add(plain, ids)
             file.text_bytes += size
             file.token_bytes += of_tokens
 
@@ -561,10 +561,11 @@ class Writer:
             notes.append(
                 counted(len(self.long), "records longer than a block are skipped")
             )
-        if self.losses and self.losses.changed:
+        trip = self.round_trip
+        if trip and trip.changed:
             notes.append(
-                f"{self.losses.changed:,} of {self.losses.documents:,} documents do "
-                f"not come back from their tokens unchanged ({self.losses.first}): the "
+                f"{trip.changed:,} of {trip.documents:,} documents do "
+                f"not come back from their tokens unchanged ({trip.example}): the "
                 "tokenizer loses text; bits per byte are of the bytes of the text"
             )
         return notes

@@ -44,7 +44,7 @@ from ..runtime.processes import Processes
 from ..runtime.randomness import REQUESTS, philox_bits, to_uniform
 from ..runtime.validation import Count, check_value, check_values
 from ..sampling import modes
-from ..sampling.engine import Decoder, Progress
+from ..sampling.engine import Decoder, OnUnmasked
 from ..sampling.modes import BATCH_SIZE, DecodingOptions
 from ..sampling.token_choice import TokenChoice
 from ..systems import log_linear_noise
@@ -560,7 +560,7 @@ class HarnessModel(TemplateLM):
         contexts: list[list[int]],
         repeats: list[int],
         settings: AnswerSettings,
-        progress: Progress,
+        progress: OnUnmasked,
     ) -> list[str]:
         """Return the text after each context, a function of (seed, context, repeat)
         alone."""

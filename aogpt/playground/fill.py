@@ -23,7 +23,7 @@ IMPOSSIBLE = -1e4  # nats
 CHOICES = 8  # tokens that are listed for a blank
 
 
-class Step(NamedTuple):
+class Filled(NamedTuple):
     """A token that was filled in."""
 
     position: int
@@ -39,7 +39,7 @@ class Fill:
         self.text = text
         self.context = list(context)
         self.tokens = list(context)
-        self.steps: list[Step] = []
+        self.steps: list[Filled] = []
         self._log_probs: Tensor | None = None  # of every blank, (blanks, V)
 
     @property
@@ -139,7 +139,7 @@ class Fill:
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank."""
         log_probs = self.log_probs(position)
-        step = Step(
+        step = Filled(
             position=position,
             token=token,
             log_prob=float(log_probs[token]),

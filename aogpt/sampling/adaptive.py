@@ -1,28 +1,29 @@
 """Steps that the model chooses: the positions of which it is most confident, and how
 many of them.
 
-Shapes: B samples in flight, T positions; a slot is a place in the prediction order."""
+Shapes: B samples in flight, T positions; a place is an index in the prediction
+order."""
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, Tally
+from .batch import EngineParts, Tally
 from .cached import inputs_kept, make_steps
 from .plans import Plan
 from .scores import rule_of
 
 
 def adapt(
-    engine: Batch,
+    engine: EngineParts,
     plan: Plan,
     tally: Tally,
 ) -> None:
     """Unmask the candidates that pass the limits of `Pace` until every row is complete.
     Their number depends on the model, so every round waits once for it."""
     T = engine.T
-    generated = plan.generated  # (B, T), by slot
+    generated = plan.generated  # (B, T), by place
     block_size = plan.block or max(T, 1)
-    block_of = plan.order // block_size  # (B, T), by slot
+    block_of = plan.order // block_size  # (B, T), by place
     assert plan.pace is not None
     score_names: list[str] = [plan.unmask_by]
     if plan.pace.entropy_bound is not None:
@@ -31,9 +32,9 @@ def adapt(
     while (tally.known < plan.length).any():
         # 1. The candidates of a row: what is left of the block that it is in.
         known = tally.known
-        next_slot = known.clamp(max=T - 1)[:, None]
-        block = block_of.gather(1, next_slot)  # (B, 1)
-        unknown = tally.slots >= known[:, None]
+        next_place = known.clamp(max=T - 1)[:, None]
+        block = block_of.gather(1, next_place)  # (B, 1)
+        unknown = tally.places >= known[:, None]
         left = generated & unknown & (block_of == block)
         candidates = left.sum(dim=1)
 
@@ -73,10 +74,10 @@ def within_limits(
     pace = plan.pace
     assert pace is not None
     first_scores = scores[0]
-    slots = torch.arange(first_scores.shape[1])
+    places = torch.arange(first_scores.shape[1])
     start = known[:, None]
     end = (known + candidates)[:, None]
-    is_candidate = (slots >= start) & (slots < end)  # (B, T + 1)
+    is_candidate = (places >= start) & (places < end)  # (B, T + 1)
     taken = is_candidate
     if pace.threshold is not None:
         least = rule_of(plan.unmask_by).least(pace.threshold)

@@ -15,7 +15,7 @@ from .cached import KVCache, Step
 from .compiled import Stage
 from .token_choice import TokenChoice
 
-Progress = Callable[[int], Any] | None  # called with the number of positions unmasked
+OnUnmasked = Callable[[int], Any] | None  # called with the number of positions unmasked
 
 
 @dataclass
@@ -23,10 +23,10 @@ class Tally:
     """The progress and the cost of the samples of a batch."""
 
     known: Tensor  # (B,) tokens
-    step: Tensor  # (B, T) the round of each slot, -1: none
+    step: Tensor  # (B, T) the round of each place, -1: none
     nfe: Tensor  # (B,) passes that each sample took part in
-    slots: Tensor  # (T,) 0 to T - 1
-    progress: Progress
+    places: Tensor  # (T,) 0 to T - 1
+    progress: OnUnmasked
     rounds: int = 0
     calls: int = 0
     forwards: int = 0
@@ -38,9 +38,9 @@ class Tally:
         self.nfe += count > 0
 
     def unmask(self, size: Tensor) -> None:
-        """Count the next `size` (B,) slots of each row as known."""
+        """Count the next `size` (B,) places of each row as known."""
         after = self.known + size
-        newly = (self.slots >= self.known[:, None]) & (self.slots < after[:, None])
+        newly = (self.places >= self.known[:, None]) & (self.places < after[:, None])
         self.step = self.step.where(~newly, self.rounds)
         self.known = after
         self.rounds = self.rounds + 1
@@ -48,7 +48,7 @@ class Tally:
             self.progress(int(size.sum()))
 
 
-class Batch(Protocol):
+class EngineParts(Protocol):
     """The part of an `Engine` that `adapt` and `speculate` use; its methods say there
     what they do."""
 
@@ -75,8 +75,8 @@ class Batch(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def uniforms_at(self, row: Tensor, slot: Tensor) -> Tensor: ...
+    def uniforms_at(self, row: Tensor, place: Tensor) -> Tensor: ...
 
     def store(
-        self, row: Tensor, slot: Tensor, tokens: Tensor, logits: Tensor
+        self, row: Tensor, place: Tensor, tokens: Tensor, logits: Tensor
     ) -> None: ...

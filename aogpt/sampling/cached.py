@@ -231,9 +231,9 @@ class CachedPass(Pass):
         # adaLN: of each input, or of all positions where there are fewer of these
         self.per_input = step.inputs < config.block_size
         if tables is None and model.adaln_f is not None:
-            self.condition = model.condition()
-            if self.per_input and self.condition is not None:
-                self.condition = self.condition[self.targets]
+            self.adaln_input = model.target_vectors()
+            if self.per_input and self.adaln_input is not None:
+                self.adaln_input = self.adaln_input[self.targets]
 
     def make_masks(self, model: AOGPT) -> None:
         """Make the mask of what inputs see of the first slots, (B, 1, W, end), and for
@@ -329,7 +329,7 @@ class CachedPass(Pass):
         if self.table is not None:
             outputs = self.table[self.targets]
         else:
-            outputs = linear(self.condition)
+            outputs = linear(self.adaln_input)
             if not self.per_input:
                 outputs = outputs[self.targets]
         return outputs.chunk(parts, dim=-1)
@@ -445,10 +445,10 @@ def modulation_tables(model: AOGPT) -> list[Tensor] | None:
     (block_size, 2 D) of the final norm. None without adaLN."""
     if model.adaln_f is None:
         return None
-    condition = model.condition()
+    vectors = model.target_vectors()
     layers: list[Any] = [block.adaln for block in model.blocks]
     layers.append(model.adaln_f)
-    return [layer(condition) for layer in layers]
+    return [layer(vectors) for layer in layers]
 
 
 def float32_logits(model: AOGPT, x: Tensor) -> Tensor:

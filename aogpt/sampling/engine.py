@@ -4,8 +4,8 @@ takes step after step. A plan whose steps are known is followed without waiting 
 device; the model decides steps in `adaptive` and `speculation`.
 
 Shapes: B samples in flight, T positions, G steps, N inputs of a pass, V vocabulary. A
-slot is a place in the prediction order, in the cache and in the buffers (B, T + 1);
-nobody reads slot T."""
+place is an index in the prediction order: place i of the buffers (B, T + 1) has the
+token of position `order[b, i]`. Nobody reads place T."""
 
 import contextlib
 import sys
@@ -25,7 +25,7 @@ from ..runtime.validation import Count, check_value
 from ..systems import log_linear_noise
 from . import cached as caching
 from .adaptive import adapt
-from .batch import Progress, Tally
+from .batch import OnUnmasked, Tally
 from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps, ragged
 from .compiled import GraphRunner, Stage, few_shapes, ladder, many_shapes
 from .kernel_check import Kernels, load_kernels
@@ -113,7 +113,7 @@ class Decoder:
         uniforms: Tensor | None = None,
         forced: Tensor | None = None,
         end_token: int | None = None,
-        progress: Progress = None,
+        progress: OnUnmasked = None,
     ) -> Generation:
         """Generate the samples of a plan. Arguments and errors: see the function
         `generate`."""
@@ -178,7 +178,7 @@ def generate(
     compile: bool = False,
     kernels: bool | Kernels = False,
     end_token: int | None = None,
-    progress: Progress = None,
+    progress: OnUnmasked = None,
 ) -> Generation:
     """Generate the samples of a plan. To generate in a loop, keep an `Engine`.
 
@@ -251,6 +251,11 @@ def check_inputs(
             "speculative decoding needs a decoder that is conditioned on the target "
             "position"
         )
+    if c.l2r_only and not is_one_by_one_l2r(plan):
+        raise UserError(
+            "this model is a plain GPT, which predicts one token after the other from "
+            "left to right: give it an l2r_plan of groups of 1"
+        )
     is_exact = choice.noise == "float64" and not choice.avoids_repeats
     if plan.draft and (forced is not None or not is_exact):
         raise UserError(
@@ -293,6 +298,14 @@ def check_inputs(
         uniforms=uniforms,
         forced=forced,
     )
+
+
+def is_one_by_one_l2r(plan: Plan) -> bool:
+    """Return whether a plan is from left to right, one position a step."""
+    identity = torch.arange(plan.order.shape[1])
+    is_l2r = torch.equal(plan.order, identity.expand_as(plan.order))
+    at_once = (group_sizes(plan) > 1).any()
+    return is_l2r and not at_once and plan.unmask_by == "order" and plan.pace is None
 
 
 class Engine:
@@ -408,7 +421,7 @@ class Engine:
         *,
         generator: torch.Generator | None = None,
         uniforms: Tensor | None = None,
-        progress: Progress = None,
+        progress: OnUnmasked = None,
     ) -> Generation:
         """Generate the samples of a plan, with the checks of the function of this
         name."""
@@ -430,7 +443,7 @@ class Engine:
         return self.run(plan, inputs, progress)
 
     @torch.no_grad()
-    def run(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
+    def run(self, plan: Plan, inputs: Inputs, progress: OnUnmasked) -> Generation:
         """Generate the samples of a plan from checked inputs, B at a time."""
         shapes = many_shapes() if self.compiled else contextlib.nullcontext()
         # Triton's kernels run on the current GPU.
@@ -448,7 +461,7 @@ class Engine:
                 parts.append(self.run_batch(plan[rows], part, progress))
         return Generation.joined(parts)
 
-    def run_batch(self, plan: Plan, inputs: Inputs, progress: Progress) -> Generation:
+    def run_batch(self, plan: Plan, inputs: Inputs, progress: OnUnmasked) -> Generation:
         """Generate up to B samples."""
         # 1. Fill the batch up with samples of length 0, and the buffers with it.
         T = self.T
@@ -483,7 +496,7 @@ class Engine:
             known=known,
             step=torch.full_like(plan.step, -1),
             nfe=torch.zeros_like(known),
-            slots=torch.arange(T),
+            places=torch.arange(T),
             progress=progress,
         )
         if plan.draft:
@@ -526,15 +539,18 @@ class Engine:
 
     def take_step(self, step: Step) -> None:
         """Predict and unmask. Each stage is tensor code whose shapes follow from the
-        numbers of the step."""
+        numbers of the step: without graphs these are self.predict(step) (`encode` of an
+        encoder), self.prefer(...) and self.unmask(...)."""
         hidden, index = self.call(self.predicting, step)
         if step.unmask_by != "order":
             index, _ = self.call(self.preferring, step, hidden, index)
         self.call(self.unmasking, step, hidden, index)
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Return hidden states (N, D), and which of them predicts each slot, (B, T +
-        1); it means something for candidates alone."""
+        """Return hidden states (N, D), and which of them predicts each place, (B, T +
+        1); it means something for candidates alone. With two rows of 5 and 2 inputs, of
+        which the last 2 and 1 predict places 3, 4 and 1: index[0, 3:5] is 3 4, and
+        index[1, 1] is 6."""
         assert self.cache is not None
         hidden = caching.cached_hidden(
             self.model,
@@ -545,13 +561,13 @@ class Engine:
             tables=self.tables,
             kernel=self.kernels.attention if self.kernels else None,
         )
-        slot = torch.arange(self.T + 1, device=self.device)
+        place = torch.arange(self.T + 1, device=self.device)
         start = step.count.cumsum(0) - step.count
         if step.first is None:
-            index = start[:, None] + (slot - step.cached[:, None])
+            index = start[:, None] + (place - step.cached[:, None])
         else:  # queries come last
             queries = start + step.count - step.candidates
-            index = queries[:, None] + (slot - step.first[:, None])
+            index = queries[:, None] + (place - step.first[:, None])
         return hidden, index.clamp(0, step.inputs - 1)
 
     def encode(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -588,17 +604,17 @@ class Engine:
         by the first of the scores `by`; None: by that of the step.
 
         hidden, index: as `predict` gives them. Returns `index` in that order, and the
-        scores of its slots, (scores, B, T + 1): inf where known, -inf where a slot is
+        scores of its places, (scores, B, T + 1): inf where known, -inf where a place is
         not a candidate."""
         # 1. The scores of every candidate, (N, scores).
-        row, _, slot = ragged(
+        row, _, place = ragged(
             step.known, step.candidates, total=step.all_candidates, unused=self.T
         )
         if self.forced is None:
-            targets = torch.zeros_like(slot)
+            targets = torch.zeros_like(place)
         else:
-            targets = self.forced_at(row, slot)
-        state_chunks = hidden[index[row, slot]].split(self.head_rows)  # (n, D) each
+            targets = self.forced_at(row, place)
+        state_chunks = hidden[index[row, place]].split(self.head_rows)  # (n, D) each
         target_chunks = targets.split(self.head_rows)
         names = by or [step.unmask_by]
         parts = []
@@ -606,32 +622,34 @@ class Engine:
             parts.append(scores_of(self.logits(states), names, chunk_targets))
         candidate_scores = torch.cat(parts).to(self.device)
 
-        # 2. Their place by slot. Known slots stay in front (infinity; the sort is
-        #    stable), slots that come later or that a row does not have stay behind, and
-        #    so does slot T.
-        slots = torch.arange(self.T + 1, device=self.device)
-        is_unknown = slots >= step.known[:, None]
-        exists = slots < self.T
-        by_slot = []
+        # 2. The scores by place. Known places stay in front (infinity; the sort is
+        #    stable), places that come later or that a row does not have stay behind,
+        #    and so does place T.
+        places = torch.arange(self.T + 1, device=self.device)
+        is_unknown = places >= step.known[:, None]
+        exists = places < self.T
+        by_place = []
         for score in candidate_scores.unbind(dim=-1):
             scores = torch.full_like(self.log_probs, -torch.inf)
-            scores[row, slot] = score
+            scores[row, place] = score
             scores = scores.where(is_unknown, torch.inf)
             scores = scores.where(exists, -torch.inf)
-            by_slot.append(scores)
+            by_place.append(scores)
 
         # 3. Highest score first.
-        preferred = by_slot[0].argsort(dim=1, descending=True, stable=True)
+        preferred = by_place[0].argsort(dim=1, descending=True, stable=True)
         self.order.copy_(self.order.gather(1, preferred))
-        sorted_scores = torch.stack([scores.gather(1, preferred) for scores in by_slot])
+        sorted_scores = torch.stack(
+            [scores.gather(1, preferred) for scores in by_place]
+        )
         return index.gather(1, preferred), sorted_scores
 
     # ---- tokens ----------------------------------------------------------------------
 
     def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
-        """Draw the tokens of the next `step.size` slots of each row, or store forced
+        """Draw the tokens of the next `step.size` places of each row, or store forced
         ones. hidden, index: as `predict` gives them."""
-        row, _, slot = ragged(
+        row, _, place = ragged(
             step.known,
             step.size,
             total=step.all_size,
@@ -641,40 +659,40 @@ class Engine:
         if self.choice.avoids_repeats and self.forced is None:
             text = known_text(self.tokens, self.order, step.known)
         row_chunks = row.split(self.head_rows)
-        slot_chunks = slot.split(self.head_rows)
-        for rows, slots in zip(row_chunks, slot_chunks, strict=True):
-            logits = self.logits(hidden[index[rows, slots]])
+        place_chunks = place.split(self.head_rows)
+        for rows, places in zip(row_chunks, place_chunks, strict=True):
+            logits = self.logits(hidden[index[rows, places]])
             if self.forced is not None:
-                self.store(rows, slots, self.forced_at(rows, slots), logits)
+                self.store(rows, places, self.forced_at(rows, places), logits)
                 continue
             size = max(1, len(logits))
             if logits.device.type == "cpu":
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for start in range(0, len(logits), size):
                 chunk = slice(start, start + size)
-                self.draw(logits[chunk], rows[chunk], slots[chunk], text)
+                self.draw(logits[chunk], rows[chunk], places[chunk], text)
 
     def draw(
-        self, logits: Tensor, row: Tensor, slot: Tensor, text: Tensor | None
+        self, logits: Tensor, row: Tensor, place: Tensor, text: Tensor | None
     ) -> None:
         """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B,
         T), where repeats are avoided."""
         allowed = logits
         if text is not None:
-            position = self.order[row, slot]
+            position = self.order[row, place]
             allowed = without_repeats(logits, text[row], position, self.choice)
-        uniforms = self.uniforms_at(row, slot)
+        uniforms = self.uniforms_at(row, place)
         kernel = None if self.kernels is None else self.kernels.choice
         if kernel is None or not kernel.can_choose(allowed, self.choice):
             tokens = choose_tokens(allowed, uniforms, self.choice)
-            self.store(row, slot, tokens, logits)
+            self.store(row, place, tokens, logits)
             return
         tokens, log_probs = kernel.choose(allowed, uniforms, self.choice)
         if text is not None:  # log-probabilities are those of the model
-            self.store(row, slot, tokens, logits)
+            self.store(row, place, tokens, logits)
             return
-        self.tokens[row, slot] = tokens
-        self.log_probs[row, slot] = log_probs
+        self.tokens[row, place] = tokens
+        self.log_probs[row, place] = log_probs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (N, V), those of ids that may not be drawn minus infinity."""
@@ -683,20 +701,20 @@ class Engine:
             logits[:, self.vocab_size :] = -torch.inf
         return logits
 
-    def uniforms_at(self, row: Tensor, slot: Tensor) -> Tensor:
-        """Return the uniform number of the position in each slot, (N,)."""
-        position = self.order[row.to(self.device), slot.to(self.device)]
+    def uniforms_at(self, row: Tensor, place: Tensor) -> Tensor:
+        """Return the uniform number of the position in each place, (N,)."""
+        position = self.order[row.to(self.device), place.to(self.device)]
         return self.uniforms[row.to(self.draw_device), position.to(self.draw_device)]
 
-    def forced_at(self, row: Tensor, slot: Tensor) -> Tensor:
-        """Return the forced tokens of the positions in slots, (N,)."""
+    def forced_at(self, row: Tensor, place: Tensor) -> Tensor:
+        """Return the forced tokens of the positions in places, (N,)."""
         assert self.forced is not None
-        return self.forced[row, self.order[row, slot]]
+        return self.forced[row, self.order[row, place]]
 
     def store(
         self,
         row: Tensor,
-        slot: Tensor,
+        place: Tensor,
         tokens: Tensor,
         logits: Tensor,
     ) -> None:
@@ -706,14 +724,14 @@ class Engine:
         all_log_probs = logits.log_softmax(dim=-1)
         log_probs = all_log_probs.gather(1, tokens[:, None].to(logits.device))
         row = row.to(self.device)
-        slot = slot.to(self.device)
-        self.tokens[row, slot] = tokens.to(self.device)
-        self.log_probs[row, slot] = log_probs.squeeze(1).float().to(self.device)
+        place = place.to(self.device)
+        self.tokens[row, place] = tokens.to(self.device)
+        self.log_probs[row, place] = log_probs.squeeze(1).float().to(self.device)
 
     def ended(self, tally: Tally) -> Tensor:
         """Return the rows, BoolTensor (B,), that have generated end-of-text and all
         before it."""
-        is_unknown = tally.slots >= tally.known[:, None]  # (B, T), by slot
+        is_unknown = tally.places >= tally.known[:, None]  # (B, T), by place
         is_generated = (tally.step >= 0) & ~is_unknown
         is_end = (self.tokens[:, :-1].cpu() == self.end_token) & is_generated
         position = self.order[:, :-1].cpu()
@@ -766,8 +784,8 @@ class Engine:
         could not read forced tokens, which each batch has at another address."""
         if self.graphs is None:
             if self.compiled:
-                slots = self.T if self.cache is None else self.cache.unused_slot
-                step = few_shapes(step, slots)
+                places = self.T if self.cache is None else self.cache.unused_slot
+                step = few_shapes(step, places)
             return stage.function(self, step, *tensors)
         if self.forced is not None:
             return stage.function(self, step, *tensors)

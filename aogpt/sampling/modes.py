@@ -521,7 +521,7 @@ def plan_samples(
         length=torch.tensor([len(row) for row in tokens]),
         given=pad_sequence(given, batch_first=True),
         steps=torch.tensor(steps),
-        keys=pad_sequence(sort_keys, batch_first=True),
+        sort_keys=pad_sequence(sort_keys, batch_first=True),
     )
     return PlannedSamples(
         plan=plan,
@@ -581,9 +581,9 @@ def _mode_plan(
     length: Tensor,
     given: Tensor,
     steps: Tensor,
-    keys: Tensor,
+    sort_keys: Tensor,
 ) -> Plan:
-    """Return the plan of a mode. length, steps (B,), given BoolTensor (B, T), keys
+    """Return the plan of a mode. length, steps (B,), given BoolTensor (B, T), sort_keys
     (B, T)."""
     B = len(length)
     o: Any = options  # none of the mode's own options is None
@@ -593,7 +593,7 @@ def _mode_plan(
                 B,
                 length,
                 steps,
-                generator=keys,
+                generator=sort_keys,
                 given=given,
                 even=o.mode == "even",
                 schedule=o.schedule,
@@ -601,10 +601,10 @@ def _mode_plan(
         case "l2r":
             return plans.l2r_plan(B, length, given, o.group_size)
         case "random" | "order":
-            return plans.random_plan(
+            return plans.sorted_plan(
                 B,
                 length,
-                generator=keys,
+                sort_keys,
                 given=given,
                 group=o.group_size,
             )
@@ -613,7 +613,7 @@ def _mode_plan(
                 B,
                 length,
                 by=o.unmask_by,
-                generator=keys,
+                generator=sort_keys,
                 given=given,
                 group=o.group_size,
                 threshold=o.threshold,
@@ -622,7 +622,7 @@ def _mode_plan(
             )
         case "speculative":
             return plans.speculative_plan(
-                B, length, o.draft, generator=keys, given=given
+                B, length, o.draft, generator=sort_keys, given=given
             )
         case "resampling":
             raise UserError(

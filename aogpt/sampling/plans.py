@@ -174,6 +174,19 @@ def random_plan(
     return samples.in_groups(samples.uniforms, group)
 
 
+def sorted_plan(
+    batch_size: int,
+    length: Length,
+    sort_keys: Tensor,
+    given: Given = None,
+    group: int = 1,
+) -> Plan:
+    """Plan positions by rising key, `group` a step. sort_keys: (B, T) by position, in
+    [0, 1); of an order (B, T) they are `inverse_permutation(order) / T`."""
+    samples = _Samples(batch_size, length, given)
+    return samples.in_groups(sort_keys, group)
+
+
 def mdm_plan(
     batch_size: int,
     length: Length,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model import AOGPT, head_chunk, inverse_permutation
 from .cached import float32_logits
-from .engine import Decoder, Generation, Progress
+from .engine import Decoder, Generation, OnUnmasked
 from .plans import Plan
 from .race import fresh_uniforms
 from .token_choice import REFINED
@@ -32,7 +32,7 @@ def refine(
     rounds: int,
     share: float,
     by: RefineBy,
-    progress: Progress = None,
+    progress: OnUnmasked = None,
 ) -> Generation:
     """Return the samples after all rounds, with the log-probabilities of the text that
     is there then: each generated token given all tokens before it in `order`.
@@ -84,7 +84,7 @@ def redraw(
     chosen: Tensor,
     keys: Tensor,
     uniforms: Tensor,
-    progress: Progress = None,
+    progress: OnUnmasked = None,
 ) -> Generation:
     """Return the samples with the chosen tokens, BoolTensor (B, T), drawn again one
     after the other, those of small key (B, T) in [0, 1) first. Their steps come after

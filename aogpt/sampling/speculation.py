@@ -4,22 +4,22 @@ of the same model. Samples have the same distribution as one-token-at-a-time dec
 How many drafts a row accepts depends on the model, so every round waits once for it;
 counts are on the host.
 
-Shapes: B samples in flight, N slots of all rows, V vocabulary; a slot is a place in the
-prediction order."""
+Shapes: B samples in flight, N places of all rows, V vocabulary; a place is an index
+in the prediction order."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, Tally
+from .batch import EngineParts, Tally
 from .cached import make_steps, ragged
 from .plans import Plan
 from .race import draw, fresh_uniforms
 from .token_choice import ACCEPTED, CORRECTED, probabilities
 
 
-def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
+def speculate(engine: EngineParts, plan: Plan, tally: Tally) -> None:
     """Draft and verify until every row is complete."""
     by_queries = engine.model.mask_queries
     if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
@@ -28,7 +28,7 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
     cached = torch.zeros_like(tally.known)
     left = plan.length - tally.known
     while left.any():
-        # 1. Draft up to `draft` slots of each row in parallel.
+        # 1. Draft up to `draft` places of each row in parallel.
         known = tally.known
         size = left.clamp(max=plan.draft)
         drafts = draft(
@@ -44,7 +44,7 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
         cached = known if by_queries else first
 
         # 2. Verify the others. Where something is left behind a full draft, the same
-        #    pass predicts one slot more, the bonus.
+        #    pass predicts one place more, the bonus.
         has_bonus = left > plan.draft
         end = known + size + has_bonus
         n_verify = end - first
@@ -61,7 +61,7 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
             settled = settled + verified
 
         # 3. The inputs of what is settled are in the cache: input i holds the token
-        #    before slot i, or with queries the one in it.
+        #    before place i, or with queries the one in it.
         tally.unmask(settled)
         cached = tally.known
         if by_queries:
@@ -71,7 +71,8 @@ def speculate(engine: Batch, plan: Plan, tally: Tally) -> None:
 
 @dataclass
 class Drafts:
-    """The tokens that a round has drafted, `size` slots of each row from `known` on."""
+    """The tokens that a round has drafted: `size` places of each row from `known`
+    on."""
 
     known: Tensor  # (B,)
     size: Tensor  # (B,)
@@ -79,29 +80,29 @@ class Drafts:
 
 
 def draft(
-    engine: Batch, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
+    engine: EngineParts, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
 ) -> Drafts:
-    """Draw the next `size` slots of each row in parallel."""
-    logits, row, slot = predict_slots(
+    """Draw the next `size` places of each row in parallel."""
+    logits, row, place = predict_places(
         engine, tally, cached=cached, known=known, first=known, size=size
     )
     probs = probabilities(logits, engine.choice)
-    uniforms = engine.uniforms_at(row, slot)
+    uniforms = engine.uniforms_at(row, place)
     tokens = draw(probs, uniforms)
-    engine.store(row, slot, tokens, logits)
+    engine.store(row, place, tokens, logits)
     return Drafts(known=known, size=size, probs=probs)
 
 
 def verify(
-    engine: Batch,
+    engine: EngineParts,
     tally: Tally,
     drafts: Drafts,
     cached: Tensor,
     first: Tensor,
     n_verify: Tensor,
 ) -> Tensor:
-    """Settle the drafts of a round. Return how many slots of each row, from `first` on,
-    are settled, (B,).
+    """Settle the drafts of a round. Return how many places of each row, from `first`
+    on, are settled, (B,).
 
     A draft x, drawn from p, is kept with probability min(1, q(x) / p(x)), where q is
     the order's joint given the drafts before it. The first that is not kept is drawn
@@ -109,22 +110,22 @@ def verify(
     (Leviathan et al. 2023).
 
     Example: known = 3, three drafts a, b, c (size = 3), of which the first needs no
-    verification (first = 4), and a bonus slot (n_verify = 3):
+    verification (first = 4), and a bonus place (n_verify = 3):
 
-        slot, input   input token   slot holds   column
-        3             x of slot 2   a            -        settled, its input is cached
-        4             a             b            0
-        5             b             c            1
-        6             c             nothing      2        bonus, if b and c are kept
+        place, input   input token    place holds  column
+        3              x of place 2   a            -        settled, its input is cached
+        4              a              b            0
+        5              b              c            1
+        6              c              nothing      2        bonus, if b and c are kept
 
-    If b is kept and c is not, `stop` is column 1: b and a new token in slot 5 are
+    If b is kept and c is not, `stop` is column 1: b and a new token in place 5 are
     settled.
 
-    cached: (B,) inputs in the cache. first, n_verify: (B,) the first slot to verify,
+    cached: (B,) inputs in the cache. first, n_verify: (B,) the first place to verify,
     and how many, with the bonus."""
     # 1. Predict all drafts in one causal pass, as if they were known. Entry n of N is
-    #    slot `first` + `column[n]` of row `row[n]`.
-    logits, row, slot = predict_slots(
+    #    place `first` + `column[n]` of row `row[n]`.
+    logits, row, place = predict_places(
         engine,
         tally,
         cached=cached,
@@ -137,41 +138,41 @@ def verify(
     known = drafts.known.to(q.device)
     size = drafts.size.to(q.device)
     n_verify = n_verify.to(q.device)
-    column = slot - first[row]
+    column = place - first[row]
     draft_end = known + size
-    is_draft = slot < draft_end[row]  # the others are bonus slots
-    # Distributions stand row after row. A bonus slot has p = 0: it is drawn from q.
+    is_draft = place < draft_end[row]  # the others are bonus places
+    # Distributions stand row after row. A bonus place has p = 0: it is drawn from q.
     drafts_before = size.cumsum(0) - size  # (B,) in the rows before
-    number = drafts_before[row] + slot - known[row]
+    number = drafts_before[row] + place - known[row]
     last = len(drafts.probs) - 1
     p = drafts.probs[number.clamp(max=last)]
     p = p * is_draft[:, None]
 
     # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
-    token = engine.tokens[row.to(engine.device), slot.to(engine.device)]
+    token = engine.tokens[row.to(engine.device), place.to(engine.device)]
     token = token.to(q.device)
     index = token[:, None]
     p_token = p.gather(1, index).squeeze(1)
     q_token = q.gather(1, index).squeeze(1)
-    uniforms = engine.uniforms_at(row, slot)
+    uniforms = engine.uniforms_at(row, place)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p_token < q_token
-    # Log-probabilities under q replace those of the draft; slots not kept are
+    # Log-probabilities under q replace those of the draft; places not kept are
     # overwritten later.
-    engine.store(row, slot, token, logits)
+    engine.store(row, place, token, logits)
 
     # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it
-    #    a rejected draft or the bonus slot; `n_verify`, one past the last, where there
+    #    a rejected draft or the bonus place; `n_verify`, one past the last, where there
     #    is none.
     is_kept = accept & is_draft
     not_kept = torch.where(is_kept, engine.T, column)
     stop = n_verify.scatter_reduce(0, row, not_kept, "amin")
     is_drawn = stop < n_verify
 
-    # 4. Draw the slot of that column: a rejected draft from (q - p)+, with a fresh
+    # 4. Draw the place of that column: a rejected draft from (q - p)+, with a fresh
     #    uniform number, since its own decided the draft; a bonus token from q, with its
-    #    own. `entry` (B,): which of the N that slot is. Rows without such a slot take
-    #    some other, and draw into slot T.
+    #    own. `entry` (B,): which of the N that place is. Rows without such a place take
+    #    some other, and draw into place T.
     entries_before = n_verify.cumsum(0) - n_verify
     entry = (entries_before + stop).clamp(max=len(q) - 1)
     q = q[entry]
@@ -184,29 +185,29 @@ def verify(
     corrected = fresh_uniforms(uniforms, CORRECTED)
     uniforms = torch.where(is_draft[entry], corrected, uniforms)
     tokens = draw(weights, uniforms)
-    slot = torch.where(is_drawn, first + stop, engine.T)
+    place = torch.where(is_drawn, first + stop, engine.T)
     rows = torch.arange(engine.B, device=q.device)
-    engine.store(rows, slot, tokens, logits[entry])
+    engine.store(rows, place, tokens, logits[entry])
     settled = stop + is_drawn  # those accepted, and the one drawn
     return settled.cpu()
 
 
-def predict_slots(
-    engine: Batch,
+def predict_places(
+    engine: EngineParts,
     tally: Tally,
     cached: Tensor,
     known: Tensor,
     first: Tensor,
     size: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits (N, V) of `size` slots of each row from `first` on, given `known`
-    tokens, and their rows and slots (N,). Arguments (B,) on the host."""
+    """Return logits (N, V) of `size` places of each row from `first` on, given `known`
+    tokens, and their rows and places (N,). Arguments (B,) on the host."""
     is_active = size > 0
     inputs = first + size - cached
     first_query = None
     by_queries = engine.model.mask_queries
     if by_queries and not torch.equal(first, known):
-        # The contents of all slots before the last one, then the queries.
+        # The contents of all places before the last one, then the queries.
         contents = first + size - 1 - cached
         inputs = contents + size
         first_query = first.to(engine.device)
@@ -222,11 +223,11 @@ def predict_slots(
         first=first_query,
     )
     hidden, index = engine.call(engine.predicting, step)
-    row, _, slot = ragged(
+    row, _, place = ragged(
         first.to(engine.device), step.size, total=int(size.sum()), unused=engine.T
     )
     tally.called(count)
-    logits = engine.logits(hidden[index[row, slot]])
+    logits = engine.logits(hidden[index[row, place]])
     row = row.to(logits.device)
-    slot = slot.to(logits.device)
-    return logits, row, slot
+    place = place.to(logits.device)
+    return logits, row, place

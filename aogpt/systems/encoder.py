@@ -45,7 +45,7 @@ class FullPass(Pass):
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """Return adaLN's shifts, scales and gates: `parts` tensors (B, 1, D)."""
-        table = linear(self.condition)  # (B, 1, parts D): one for all positions
+        table = linear(self.adaln_input)  # (B, 1, parts D): one for all positions
         return table.chunk(parts, dim=-1)
 
 
@@ -153,7 +153,7 @@ class Encoder(Transformer):
         p = FullPass(self.config, allowed)
         if self.noise is not None:
             level = self.noise(sigma)  # (B, cond_dim)
-            p.condition = F.silu(level).unsqueeze(1)
+            p.adaln_input = F.silu(level).unsqueeze(1)
         x = self.embed(tokens, positions)
         if self.angles is not None:
             p.key_angles = self.angles_at(positions, x.dtype)

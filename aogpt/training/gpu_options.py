@@ -30,7 +30,7 @@ class FusedPass(Pass):
         """Return shifts and scales by position, (block_size, D), and gates for each
         step, (B, T, D)."""
         outputs = []
-        for number, part in enumerate(linear(self.condition).chunk(parts, dim=-1)):
+        for number, part in enumerate(linear(self.adaln_input).chunk(parts, dim=-1)):
             is_gate = number % 3 == 2
             outputs.append(self.lookup(part) if is_gate else part)
         return tuple(outputs)
