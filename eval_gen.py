@@ -277,13 +277,15 @@ def number(value: float | None, form: str) -> str:
 
 
 def name_of(settings: dict) -> str:
-    """Return the mode and the size of its steps, which a sweep varies."""
+    """Return the mode, the size of its steps, which a sweep varies, and its orders."""
     if "mode" not in settings:
         return "text"
     size = ""
     for key in (*SIZES, *LIMITS):
         size = size or settings.get(key) or ""
     name = f"{settings['mode']} {size}"
+    if settings.get("order"):
+        name += f", {settings['order']}"
     if settings.get("refine"):
         name += f", refined {settings['refine']}"
     return name
@@ -365,7 +367,7 @@ def lines_of(result: dict) -> list[str]:
         "",
         legend(),
     ]
-    shown = {*SIZES, *LIMITS, "refine"}
+    shown = {*SIZES, *LIMITS, "order", "refine"}
     shown.update(column.key for column in columns)
     for note in notes(result["rows"], shown):
         lines.append(f"- {note}")

@@ -10,8 +10,10 @@ Examples:
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
+import itertools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -42,7 +44,7 @@ from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import INFILL_SEEDS, philox_bits
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling import gaps, modes, resampling, terminal
+from aogpt.sampling import gaps, modes, resampling
 from aogpt.sampling.engine import Generation
 from aogpt.sampling.gaps import Gapped
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
@@ -201,6 +203,8 @@ def check_arguments(a: Arguments, procs: Processes) -> None:
 
 
 MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
+BOLD = "\033[1m"
+RESET = "\033[0m"
 
 
 def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
@@ -218,6 +222,10 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
             else:
                 contexts.append(text)
                 numbers.append(number)
+    if contexts and session.options.order is not None:
+        note = modes.block_note(session.options, longest=max(map(len, contexts)))
+        if note:
+            session.procs.print0(note, file=sys.stderr)
     several = max([*numbers, *gapped]) > 0
     lengths = Counter(numbers)  # how many each request has
     count = a.num_samples
@@ -689,10 +697,23 @@ def print_samples(
             title += f" ({caption(record)})"
         sys.stdout.write(f"=== {title} ===\n")
         text = visible(record["text"])
-        if -1 in record["step"] and terminal.can_style():
+        # Escape sequences are for a terminal that knows them.
+        is_styled = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        if -1 in record["step"] and is_styled:
             pieces = tokenizer.pieces(record["tokens"])
-            text = terminal.emphasised(pieces, record["step"])
+            text = emphasised(pieces, record["step"])
         sys.stdout.write(f"{text}\n\n")  # not show(), which would escape the bold type
+
+
+def emphasised(pieces: list[str], step: list[int]) -> str:
+    """Return a text from its tokens, in which those are bold that were generated, not
+    given (step -1)."""
+    text = ""
+    tokens = zip(pieces, step, strict=True)
+    for is_given, run in itertools.groupby(tokens, key=lambda token: token[1] < 0):
+        shown = visible("".join(piece for piece, _ in run))
+        text += shown if is_given else f"{BOLD}{shown}{RESET}"
+    return text
 
 
 if __name__ == "__main__":

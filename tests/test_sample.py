@@ -917,3 +917,18 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
 def test_rankings_of_too_many_fillings_are_refused(mistake, run):
     words = ["--infill", "the[MASK:2] step", "--candidates", 10**9]
     assert "fillings to rank, more than" in mistake(sample, run, *words)
+
+
+def test_generated_text_is_bold_on_a_terminal():
+    pieces = ["an ", "old\a", "漢"]
+    text = sample.emphasised(pieces, [-1, 1, 0])
+    assert text == "an \033[1mold\\x07漢\033[0m"
+
+
+def test_blocks_longer_than_every_sample_are_told():
+    """The orders are then those of one block: from left to right in slots."""
+    for order, is_told in (("slots:block=9", True), ("slots:block=8", False)):
+        options = modes.with_mode_defaults(modes.DecodingOptions(order=order))
+        note = modes.block_note(options, longest=8)
+        assert ("blocks of 9 are longer than the samples, 8 tokens" in note) == is_told
+    assert modes.block_note(modes.with_mode_defaults(modes.DecodingOptions()), 8) == ""

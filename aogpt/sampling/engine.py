@@ -21,7 +21,6 @@ from ..model import AOGPT, head_chunk
 from ..runtime import devices
 from ..runtime.command_line import show
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, check_value
 from ..systems import log_linear_noise
 from . import cached as caching
 from .adaptive import adapt
@@ -332,8 +331,8 @@ class Engine:
         device = weight.device
         self.B = batch_size
         self.T = length
-        if vocab_size is not None:
-            check_value(vocab_size, Count, "vocab_size")
+        if vocab_size is not None and vocab_size < 1:
+            raise UserError(f"vocab_size is {vocab_size}; give at least 1")
         self.vocab_size = vocab_size
         self.end_token = end_token
         self.choice = choice or TokenChoice()

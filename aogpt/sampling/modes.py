@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
-from ..orders import inverse_permutation, orders_at, parse_order
+from ..orders import ORDER_KINDS, inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -255,6 +255,20 @@ def end_note(options: DecodingOptions) -> str:
         f"note: --mode {name} can fill in what follows the end of a text before the "
         "text, which costs right answers: take --mode l2r, or --mode confidence "
         "--block 4"
+    )
+
+
+def block_note(options: DecodingOptions, longest: int) -> str:
+    """Return a line on orders in blocks that are longer than all samples; "" for
+    others. longest: tokens of the longest sample."""
+    if options.order is None:
+        return ""
+    orders = parse_order(options.order, "--order")
+    if "block" not in ORDER_KINDS[orders.unmixed].settings or orders.block <= longest:
+        return ""
+    return (
+        f"note: --order {options.order}: blocks of {orders.block} are longer than the "
+        f"samples, {longest} tokens, which are one block each"
     )
 
 
