@@ -38,6 +38,7 @@ from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, proven
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
+from aogpt.sampling.resampling import TEMPERATURE
 
 HEAD = [
     "run",
@@ -272,7 +273,9 @@ def table_of(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
         mean, half = mean_and_half_width(row["nll"], row["documents"])
-        line = [row["run"], row["given"], row["mode"], f"{mean:.4f}", f"± {half:.4f}"]
+        bound = "≥ " if row["mode"] == RESAMPLING else ""  # see the notes
+        line = [row["run"], row["given"], row["mode"]]
+        line += [f"{bound}{mean:.4f}", f"± {half:.4f}"]
         for key in ("rouge_1", "rouge_2", "rouge_l"):
             line.append(f"{statistics.mean(row[key]):.3f}")
         cells.append(line)
@@ -300,9 +303,9 @@ def notes(rows: list[dict]) -> list[str]:
         if row["mode"] == RESAMPLING:
             size = statistics.mean(row["effective_sample_size"])
             lines.append(
-                f"{row['run']}: {row['draws']} continuations, of which {size:.1f} "
-                "count (mean effective sample size); nats/token are a lower bound on "
-                "average"
+                f"{row['run']}: {row['draws']} continuations at temperature "
+                f"{TEMPERATURE}, whatever the other options, of which {size:.1f} count "
+                "(mean effective sample size); nats/token are a lower bound on average"
             )
     for run in dict.fromkeys(row["run"] for row in rows):
         # The model's own loss; that of resampling, the last row, where it has no other.

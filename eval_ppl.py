@@ -111,11 +111,9 @@ COMPARED = [
     "A - B",
     "p",
 ]
-SIZES = "ensemble: orders of the context whose probabilities are averaged"
-FEW = 16  # differences of Monte Carlo samples from which an error is estimated roughly
-ROUGH = (
-    "Monte Carlo: from few samples here, so itself rough; more of them: --num-orders 16"
-)
+ENSEMBLE = "ensemble: orders of the context whose probabilities are averaged"
+FEW = 16  # differences of samples: from fewer a Monte Carlo error is rough
+ROUGH = "Monte Carlo: from few samples here, so itself rough; more: --num-orders {}"
 UNKNOWN = (
     "unknown: needs two sequences (std. error), documents or samples (Monte Carlo)"
 )
@@ -509,6 +507,7 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "blocks": eval_set.dataset.num_blocks,
             "tokens": int(task.scored_tokens().sum()),
             "draws": 1 if task.scorer.exact else draws,
+            "exact": task.scorer.exact,
         }
         rows.append(row)
     return rows
@@ -588,8 +587,8 @@ def markdown(results: list[dict]) -> list[str]:
 
 
 def monte_carlo_cell(r: dict) -> str:
-    """Return the Monte Carlo error of a result, or that there is none."""
-    if r["monte_carlo_error"] == 0:
+    """Return the Monte Carlo error of a result, or that nothing of it is sampled."""
+    if r["exact"]:
         return "exact"
     return _number(r["monte_carlo_error"], 5)
 
@@ -597,16 +596,17 @@ def monte_carlo_cell(r: dict) -> str:
 def table_notes(results: list[dict]) -> list[str]:
     """Return the notes on the columns of the table of one model."""
     notes = []
-    if any(r["monte_carlo_error"] == 0 for r in results):
+    if any(r["exact"] for r in results):
         notes.append(EXACT)
     if any(r["ensemble"] > 1 for r in results):
-        notes.append(SIZES)
+        notes.append(ENSEMBLE)
     errors = []
     for r in results:
         errors += [r["standard_error"], r["document_error"], r["monte_carlo_error"]]
-        is_rough = 1 < r["draws"] and r["sequences"] * (r["draws"] - 1) < FEW
-        if is_rough and ROUGH not in notes:
-            notes.append(ROUGH)
+        is_rough = r["draws"] > 1 and r["sequences"] * (r["draws"] - 1) < FEW
+        rough = ROUGH.format(max(16, 2 * r["draws"]))
+        if is_rough and rough not in notes:
+            notes.append(rough)
     if any(math.isnan(error) for error in errors):
         notes.append(UNKNOWN)
     return notes

@@ -39,6 +39,11 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     (middle,) = longer.middle(block.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
     assert len(find_passages(block, tokenizer, 40, 50)) == 0
+    # A sentence does not span two documents.
+    two = block.clone()
+    two[0, text.index("sat")] = tokenizer.eot
+    (middle,) = find_passages(two, tokenizer, 12, 30).middle(two.tolist())
+    assert tokenizer.decode(middle) == " Then they all went home."
     before, _, after = text.partition(" The cat sat on it.")
     both_sides = passages.known(both_sides=True)[0]
     assert tokenizer.decode(block[0, both_sides]) == before + after
@@ -164,7 +169,7 @@ def test_a_plain_gpt_fills_in_by_resampling(plain, said, printed, tmp_path):
     for size in row["effective_sample_size"]:
         assert 1 <= size <= 8
     assert len(row["nll"]) == len(row["rouge_l"]) == len(row["documents"])
-    assert f"{plain}: 8 continuations, of which" in out
+    assert f"{plain}: 8 continuations at temperature 0.75" in out
     assert "lower bound" in out
 
 

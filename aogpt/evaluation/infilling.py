@@ -77,7 +77,8 @@ def find_passages(
     documents: Tensor | None = None,
 ) -> Passages:
     """Return the blocks (N, T) that have a whole sentence of this many tokens; where
-    there are several, the middle is the one nearest to the middle of the block.
+    there are several, the middle is the one nearest to the middle of the block. Every
+    full stop ends a sentence, also that of "Mr.".
     documents: the number of the document of each block, by default one for all."""
     T = blocks.shape[1]
     ends_sentence = {}
@@ -93,7 +94,9 @@ def find_passages(
                 ends.append(place + 1)
         sentences = []
         for start, end in zip(ends, ends[1:], strict=False):
-            if shortest <= end - start <= longest:
+            # One with an end-of-text spans two documents.
+            is_whole = tokenizer.eot not in block[start:end]
+            if shortest <= end - start <= longest and is_whole:
                 sentences.append((start, end))
         if sentences:
             # Twice the distance from the middle.
