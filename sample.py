@@ -171,6 +171,9 @@ def sample(a: Arguments, procs: Processes) -> None:
     modes.check_mode(options, config)
     if options.ban or options.require:
         options = modes.with_words(options, tokenizer)
+    has_prompts = of_data or any(request.text for request in requests)
+    if loaded.of_records and not has_prompts:
+        procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
     if a.until_end:
         note = modes.end_note(options)
         if note:
@@ -290,7 +293,8 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     if not session.procs.main:
         return
     for number, text in gapped.items():
-        records, samples = resample(a, session, number, requests[number], text)
+        records, samples, choice = resample(a, session, number, requests[number], text)
+        report.session = replace(report.session, options=choice)
         report.add(records, samples)
     report.finish()
 
@@ -301,9 +305,9 @@ def resample(
     number: int,
     request: Request,
     gapped: Gapped,
-) -> tuple[list[dict], Generation]:
-    """Fill the gaps of request `number` by resampling. Return the records and
-    samples."""
+) -> tuple[list[dict], Generation, DecodingOptions]:
+    """Fill the gaps of request `number` by resampling. Return the records, the samples,
+    and the options with the temperature that was taken."""
     loaded = session.loaded
     choice = session.options
     if choice.temperature == 1:
@@ -336,7 +340,7 @@ def resample(
         record["effective_sample_size"] = weighted.effective_sample_size
         if ranks:
             record["scores"] = asdict(weighted.scores[i])
-    return records, samples
+    return records, samples, choice
 
 
 @dataclass
@@ -646,6 +650,9 @@ def encode(
         return [gapped]
     contexts = gapped.contexts(config.block_size)
     modes.check_context(contexts[0], config, scored_from)
+    note = gapped.dropped_note(config.block_size)
+    if note and session.procs.main:
+        show(note, file=sys.stderr)
     return contexts
 
 

@@ -626,6 +626,7 @@ def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
         assert line["infill"] == text
         assert line["weight"] == pytest.approx(weights[tuple(line["tokens"])])
         assert line["effective_sample_size"] >= 1
+        assert line["settings"]["temperature"] == 0.75  # that was taken
         ids = torch.tensor([line["tokens"]])
         order = torch.arange(ids.shape[1])[None]
         along = token_log_probs(model.model, ids, order)[0]
