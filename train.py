@@ -38,14 +38,15 @@ from aogpt.data.loader import (
     Meta,
     Mixture,
     TokenDataset,
+    file_record,
     find_dataset,
     open_training_data,
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.objectives import OBJECTIVES
-from aogpt.runtime.command_line import run_script
+from aogpt.runtime.command_line import counted, run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
-from aogpt.runtime.files import locked_for_all, write_text
+from aogpt.runtime.files import locked_for_all, sha256_file, write_text
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import DROPOUT, philox_bits
 from aogpt.systems import parameter_counts
@@ -88,6 +89,9 @@ def train(config: Config, procs: Processes) -> int:
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
         files.update(val_data.files())
+    if config.order.file:
+        orders = Path(config.order.file)
+        files[str(orders)] = file_record(orders, sha256_file(orders))
     meta: dict[str, Any] = dict(data.meta)
     meta["files"] = files  # to see at a resume whether they changed
     data.meta = cast(Meta, meta)
@@ -191,7 +195,8 @@ def training_loop(
             for micro_step in range(micro_steps):
                 if step == first_step:  # which can take minutes
                     log.first_micro_steps(micro_step, micro_steps)
-                batch = next(batches)  # tokens (B, T), and their orders or masks
+                # Tokens (B, T) and their orders or masks: `make_batch` in batches.py.
+                batch = next(batches)
                 if has_peers:
                     is_last = micro_step == micro_steps - 1
                     exchange_gradients(model, is_last or t.reduce_every_micro_batch)
@@ -286,16 +291,20 @@ def print_summary(
     amount = f"{t.batch_size * data.block_size:,} tokens"
     if data.of_records:
         amount = f"{t.batch_size} examples"
-    sequences = t.steps * t.batch_size
+    left = t.steps - state.progress.step
+    sequences = state.progress.sequences + left * t.batch_size
     epochs = in_units(sequences / data.num_blocks, ((1, "epochs"),))
     procs.print0(
-        f"{data.num_blocks:,} blocks of {data.block_size} tokens, {amount} a step, "
+        f"{counted(data.num_blocks, 'blocks')} of {data.block_size} tokens, {amount} a "
+        f"step, "
         f"{epochs}; run folder {config.run_folder}"
     )
     if isinstance(data, Mixture):
         for line in data.describe(sequences):
             procs.print0(line)
     for note in data.meta.get("notes", []):
+        procs.print0(note)
+    for note in configuration.unused_settings(config):
         procs.print0(note)
     for note in size_notes(config, data.num_blocks, procs.device):
         procs.print0(note)

@@ -209,6 +209,30 @@ def test_a_config_that_cannot_be_is_an_error_that_names_its_file_and_its_keys(
         assert word in str(error.value)
 
 
+def test_settings_that_a_kind_does_not_have_are_told(load):
+    """They are no mistake: a command may change the kind that a file sets up."""
+    config = load(
+        '[order]\nkind = "random"\nl2r_prob = 0.9\nblock = 4\n'
+        "[objective]\ngroup = 8\n[optim]\nmuon_lr = 3.0\ndecay_share = 0.9"
+    )
+    notes = "\n".join(configuration.unused_settings(config))
+    for key in ("order.l2r_prob", "order.block", "objective.group", "optim.muon_lr"):
+        assert f"{key} = " in notes
+    assert "optim.decay_share = 0.9 has no effect, as optim.schedule is" in notes
+    used = load('[order]\nkind = "mixture"\nmixed = "slots"\nl2r_prob = 0.9\nblock = 4')
+    assert configuration.unused_settings(used) == []
+
+
+def test_a_stage_of_a_file_has_the_share_of_its_orders(load):
+    stages = '[[schedule]]\nstep = 0\nkind = "mixture"\n'
+    config = load('[order]\nkind = "mixture"\nl2r_prob = 0.7\n' + stages)
+    assert config.stage(0)[0].l2r_prob == 0.7
+    config = load(
+        '[order]\nkind = "mixture"\nl2r_prob = 0.7\n' + stages + "l2r_prob = 0.2"
+    )
+    assert config.stage(0)[0].l2r_prob == 0.2
+
+
 def test_a_model_without_target_positions_trains_from_left_to_right_alone(load):
     """Scores and samples of a plain GPT are from left to right, whatever its run."""
     for kind in ('"l2r"', '"mixture"\nl2r_prob = 1.0'):

@@ -29,6 +29,7 @@ import train
 from aogpt.checkpoints import CheckpointError, store
 from aogpt.data.loader import TokenDataset
 from aogpt.model import ModelConfig
+from aogpt.orders import OrderConfig
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
 from aogpt.systems import build_model
@@ -377,6 +378,21 @@ def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not
     with pytest.raises(UserError, match=f"{file} has changed since the run last"):
         train.train(change(config, train__steps=10), ALONE)
     assert_same(newest(config), before)
+
+
+def test_another_file_of_orders_is_told(tmp_path, data, capsys):
+    orders = tmp_path / "orders.npy"
+    block_size = tiny_config(data, tmp_path).model.block_size
+    np.save(orders, np.arange(block_size)[None])
+    config = tiny_config(data, tmp_path, steps=6)
+    config = change(config, order=OrderConfig("file", file=str(orders)))
+    train.train(config, ALONE)
+    train.train(change(config, train__steps=7), ALONE)
+    assert "other data" not in capsys.readouterr().out
+    np.save(orders, np.arange(block_size)[None, ::-1])
+    train.train(change(config, train__steps=8), ALONE)
+    note = f"{orders} holds other data than when the run last started"
+    assert note in capsys.readouterr().out
 
 
 def test_data_that_was_prepared_again_is_told(tmp_path, data, capsys):

@@ -319,12 +319,7 @@ class TokenDataset:
         records for `changed_files` when it resumes."""
         recorded = {}
         for path, sha256 in zip(self._opened, self._sha256, strict=True):
-            stat = path.stat()
-            recorded[str(path)] = {
-                "sha256": sha256,
-                "size": stat.st_size,
-                "times": [stat.st_mtime_ns, stat.st_ctime_ns],
-            }
+            recorded[str(path)] = file_record(path, sha256)
         return recorded
 
     def check_unchanged(self) -> None:
@@ -560,6 +555,16 @@ def _name_and_share(text: str) -> tuple[str, int]:
             f"data.mix {text}: the share must be a multiple of {1 / PATTERN}"
         )
     return name, round(count)
+
+
+def file_record(path: Path, sha256: str | None) -> dict:
+    """Return the checksum, size and times of a file."""
+    stat = path.stat()
+    return {
+        "sha256": sha256,
+        "size": stat.st_size,
+        "times": [stat.st_mtime_ns, stat.st_ctime_ns],
+    }
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:

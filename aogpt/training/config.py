@@ -22,7 +22,7 @@ from annotated_types import Ge, Interval
 from ..checkpoints.load import config_of
 from ..model import ModelConfig
 from ..objectives import OBJECTIVES, ObjectiveConfig
-from ..orders import OrderConfig, OrderKind
+from ..orders import ORDER_KINDS, OrderConfig, OrderKind
 from ..runtime import validation
 from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
@@ -163,11 +163,17 @@ class StageConfig(Table):
 
     step: NonNegative = 0
     kind: OrderKind = "random"
+    # of a mixture; in a config file by default that of [order]
     l2r_prob: Probability = 0.1
     group: Count = 1  # steps in a group (only with objective.kind = "groupwise")
 
     def __post_init__(self):
         validation.check_values(self, name="schedule.{}".format)
+
+    def orders(self, first: OrderConfig) -> OrderConfig:
+        """Return the orders of the stage. first: those of [order], whose other settings
+        it takes over."""
+        return replace(first, kind=self.kind, l2r_prob=self.l2r_prob)
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,7 @@ class Config(Table):
         started = [stage for stage in self.schedule if stage.step <= step]
         if started:
             last = started[-1]
-            orders = replace(self.order, kind=last.kind, l2r_prob=last.l2r_prob)
+            orders = last.orders(self.order)
             group = last.group
         if not self.objective.definition.in_groups:
             group = 1
@@ -247,6 +253,37 @@ class Config(Table):
         check_optimizers(self.optim, self.train)
         check_objective(self.objective, self.model)
         check_orders(self)
+
+
+def unused_settings(config: Config) -> list[str]:
+    """Return notes on settings that are not at their default, though the kind of
+    orders, objective, optimizer or schedule does not have them."""
+    unused = {}  # the key of a kind, by the key of a setting
+    of_orders = {"seed"}  # which studies set for every kind
+    for orders in (config.order, *(s.orders(config.order) for s in config.schedule)):
+        of_orders.update(ORDER_KINDS[orders.unmixed].settings)
+        if orders.kind == "mixture":
+            of_orders.update(("l2r_prob", "mixed"))
+    for name in ORDER_KINDS["mixture"].settings:
+        if name not in of_orders:
+            unused[f"order.{name}"] = "order.kind"
+    if not config.objective.definition.in_groups:
+        unused["objective.group"] = "objective.kind"
+    if config.optim.kind == "adamw":
+        unused["optim.muon_lr"] = "optim.kind"
+        unused["optim.muon_momentum"] = "optim.kind"
+    if config.optim.schedule != "wsd":
+        unused["optim.decay_share"] = "optim.schedule"
+    values = dotted(config)
+    defaults = dotted(Config())
+    notes = []
+    for key, kind in unused.items():
+        if values[key] != defaults[key]:
+            notes.append(
+                f"note: {key} = {values[key]!r} has no effect, as {kind} is "
+                f"{values[kind]!r}"
+            )
+    return notes
 
 
 def refuse(wrong: object, message: str) -> None:
@@ -325,19 +362,19 @@ def check_orders(config: Config) -> None:
             "an encoder has no order: set order.kind to 'random', no [[schedule]]",
         )
         return
-    stages: list[OrderConfig | StageConfig] = [config.order, *config.schedule]
-    for stage in stages:
-        # This checks its settings.
-        orders = replace(config.order, kind=stage.kind, l2r_prob=stage.l2r_prob)
+    # This checks the settings of the stages.
+    stages = [config.order, *(stage.orders(config.order) for stage in config.schedule)]
+    for orders in stages:
         orders.check_length(m.block_size)
         refuse(
             m.l2r_only and not orders.is_l2r,
-            f"order.kind = {stage.kind!r} needs target positions: set model.target to "
+            f"order.kind = {orders.kind!r} needs target positions: set model.target to "
             "'adaln', or order.kind to 'l2r'",
         )
         refuse(
-            objective == "ar" and stage.kind != "l2r",
-            f"objective.kind = 'ar' needs order.kind = 'l2r', but it is {stage.kind!r}",
+            objective == "ar" and orders.kind != "l2r",
+            f"objective.kind = 'ar' needs order.kind = 'l2r', but it is "
+            f"{orders.kind!r}",
         )
 
 
@@ -357,6 +394,12 @@ def load_toml(path: str | Path) -> Config:
         raise UserError(
             f"{path} has train.steps and train.epochs: leave one of them out"
         )
+    orders = values.get("order")
+    stages = values.get("schedule")
+    if isinstance(orders, dict) and "l2r_prob" in orders and isinstance(stages, list):
+        for stage in stages:
+            if isinstance(stage, dict):
+                stage.setdefault("l2r_prob", orders["l2r_prob"])
     return validation.from_values(values, Config, str(path))
 
 
