@@ -10,6 +10,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -164,6 +165,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             a.block_size,
             a.checkpoint,
         )
+        if models[run].of_records:
+            procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
         for options in sweep:
             samplers.append((run, fitted(run, models[run], options, a)))
     dtype = pick_dtype(a.dtype, procs.device)

@@ -198,6 +198,16 @@ def answer_prompts(
         for record in answers.records:
             rows.append({"task": questions.name, **record})
         notes.append(f"{questions.name}: {', '.join(changed_settings(result))}")
+        if result["exact_match"] in (0, 1):
+            # Clopper and Pearson: what would be seen in one of 40 such sets.
+            least = 0.025 ** (1 / result["records"])
+            limits = f"above {least:.4f}"
+            if result["exact_match"] == 0:
+                limits = f"below {1 - least:.4f}"
+            notes.append(
+                f"{questions.name}: all answers are alike, so the standard error says "
+                f"nothing; the 95% interval is {limits}"
+            )
         if page is None:
             shown = {key: value for key, value in result.items() if value is not None}
             page = page_of(loaded, questions, answers, shown)

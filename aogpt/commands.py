@@ -25,7 +25,7 @@ from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
-from .sampling.gaps import RankBy, space_note
+from .sampling.gaps import MASK, RankBy, space_note
 from .sampling.modes import Mode
 from .sampling.token_choice import Temperature, TokenChoice
 
@@ -109,6 +109,12 @@ class Score(Command):
                 f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} "
                 f"tokens, {number(bits, 4)} bits a byte"
             )
+            blocks = math.ceil(len(scored.ids) / model.block_size)
+            if blocks > 1:
+                lines.append(
+                    f"the sum over {blocks} blocks of at most {model.block_size} "
+                    "tokens, each scored by itself"
+                )
         values.update(asdict(scored))
         return values, lines
 
@@ -147,6 +153,13 @@ class Rank(Command):
             legend += "; given both sides: of the tokens that alternatives do not share"
         lines = markdown_table(head, cells)
         lines += ["", legend]
+        texts = [alternative.text for alternative in alternatives]
+        begins = any(a != b and a.startswith(b) for a in texts for b in texts)
+        if begins and not self.end:
+            lines.append(
+                "one text is the beginning of another, so it is at least as probable: "
+                "--end scores the end of the text, too"
+            )
         return {"alternatives": [asdict(row) for row in alternatives]}, lines
 
 
@@ -172,6 +185,12 @@ class Blanks(Command):
             values.append([token._asdict() for token in likely])
         lines = [text, ""]
         lines += markdown_table(head, cells, left=len(head))
+        is_known = MASK.sub("", text) != ""
+        if not is_known and model.model.config.target == "rotary":
+            lines.append(
+                "nothing is known: this model, which is conditioned on targets by "
+                "rotation alone, predicts the same at all positions then"
+            )
         return {"blanks": values}, lines
 
 
@@ -386,6 +405,8 @@ def run(command: str) -> None:
     model.model.to(dtype)
     rows = []
     warnings.filterwarnings("ignore", message="note: a mask after")  # shown here
+    # Others are lines of their own, without the place in the code.
+    warnings.formatwarning = lambda message, *place: f"{message}\n"
     for place, text in enumerate(a.texts, 1):
         if note := space_note(text, model.tokenizer):
             show(note, file=sys.stderr)

@@ -34,7 +34,8 @@ class OrderFacts(NamedTuple):
     least_block: int = 1  # blocks of one position would be left to right where it is 2
 
 
-# A new kind is a line here, a case in `orders_at` and help above `OrderConfig.kind`.
+# A new kind is a line here, a case in `orders_at` and help above `OrderConfig.kind`; a
+# new setting is a field of OrderConfig with its help above it.
 ORDER_KINDS = {
     "l2r": OrderFacts(is_fixed=True),
     "r2l": OrderFacts(is_fixed=True),

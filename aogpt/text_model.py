@@ -229,7 +229,7 @@ class TextModel:
             text: a text, or a list of texts, which are scored in batches. Longer texts
                 than a block are scored in blocks, each by itself.
             order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
-            seed: the seed of the orders.
+            seed: the seed of the orders, which are the same for texts of one length.
             end: score the end of the text, too, as one more token.
 
         A model without a start token does not score the first token of an order: its
@@ -300,7 +300,7 @@ class TextModel:
             if sorted(order.tolist()) != left_to_right:
                 raise UserError(
                     f"order must be a permutation of 0..{length - 1}, a place for each "
-                    "token"
+                    "token; longer texts than a block are scored block by block"
                 )
             return order
         check_value(order, str, "order")
@@ -718,6 +718,9 @@ class TextModel:
     ) -> list[Filling]:
         """Draw fillings of every length, and rank them."""
         contexts = gapped.contexts(self.block_size)
+        note = gapped.dropped_note(self.block_size)
+        if note:
+            warnings.warn(note, stacklevel=3)
         count = num_samples or NUM_SAMPLES
         if len(contexts) == 1:
             count = max(count, candidates)

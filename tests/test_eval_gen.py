@@ -212,6 +212,7 @@ def test_copies_of_one_sample_do_not_look_fine(script, report, write_texts, bigr
     assert own["self_bleu"] is None
     assert of_copies["distinct_samples"] == 1
     assert of_copies["samples"] == 20
+    assert of_copies["perplexity_low"] is None
     assert of_copies["self_bleu"] == pytest.approx(1)
     assert of_copies["perplexity"] == pytest.approx(own["perplexity"])
     assert "| different |" in out

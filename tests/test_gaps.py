@@ -68,6 +68,8 @@ def test_every_combination_of_lengths_that_fits_is_a_context():
     sizes = [sizes_of_gaps(context) for context in contexts]
     # (3, 3) has 9 tokens
     assert sizes == [(1, 2), (1, 3), (2, 2), (2, 3), (3, 2)]
+    assert "5 of 6 lengths" in gapped.dropped_note(8)
+    assert gapped.dropped_note(9) == ""
     last_known = [t for t in contexts[-1] if t is not None]
     assert last_known == list(b"abc")
     for text, words in (
@@ -506,6 +508,20 @@ def test_score_prints_and_writes_what_it_found(tmp_path, command, books, monkeyp
     assert "|       - |     - |" in printed
     assert "100.00%" not in printed
     assert "of 2 tokens" in printed
+
+
+def test_what_a_number_does_not_say_is_told_beside_it(command, books):
+    """A sum over blocks, the beginning of another text, a prediction of nothing."""
+    beside = "2 blocks of at most 256 tokens, each scored by itself"
+    assert beside in command("score", "The old horse was tired. " * 50)
+    assert "each scored by itself" not in command("score", "The old horse.")
+    assert "at least as probable" in command("rank", "She went home[.|]")
+    assert "at least as probable" not in command("rank", "She went home[.|]", "--end")
+    assert "at least as probable" not in command("rank", "The [cat|tax] barked.")
+    assert "nothing is known" in command("blanks", "[MASK:2]")
+    assert "nothing is known" not in command("blanks", "The[MASK:2]")
+    with pytest.warns(UserWarning, match="2 of 4 lengths of the masks are tried"):
+        books.fill("She[MASK:252-255] home.", num_samples=1)
 
 
 def test_every_command_answers(tmp_path, command, books):

@@ -62,6 +62,8 @@ def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
         assert sorted(row["step"][9:]) == [0] * 4 + [1] * 4
     assert "shuffle" in out
     assert f"{share:.4f}" in out
+    if share == 0:
+        assert "the 95% interval is below 0.0711" in out  # 1 - 0.025 ** (1 / 50)
     assert "<script" in page.read_text()
 
 

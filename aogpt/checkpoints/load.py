@@ -61,6 +61,7 @@ class Loaded:
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     # The first left-to-right step that is scored: GPT-2 has no start token.
     scored_from: int = 0
+    of_records: bool = False  # a run on records, which may have prompts
     # The layout of released weights; None for a model trained here.
     system: str | None = None
     tokens: int | None = None  # that a run has trained on; None: not recorded
@@ -144,7 +145,10 @@ def load(
         raise CheckpointError(
             f"{file} has a vocabulary of {count}, but its model {limit} tokens"
         )
+    description = f"{file} (step {origin['step']}, {origin['weights']} weights"
     if block_size is not None:
+        if block_size > model.config.block_size:
+            description += f", trained on blocks of {model.config.block_size} tokens"
         set_block_size(model, block_size)
     return Loaded(
         model=model.to(device).eval(),
@@ -154,10 +158,11 @@ def load(
         tokenizer=origin["tokenizer"],
         vocab_size=count,
         scored_from=origin.get("scored_from", 0),
+        of_records=origin.get("of_records", False),
         system=origin.get("system"),
         tokens=origin.get("tokens"),
         tokenizer_sha256=origin.get("tokenizer_sha256"),
-        description=f"{file} (step {origin['step']}, {origin['weights']} weights)",
+        description=f"{description})",
     )
 
 
@@ -273,6 +278,7 @@ def from_checkpoint(
     origin["step"] = values["step"]
     origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
+    origin["of_records"] = values["data"].get("protocol") == "records"
     return model, origin
 
 

@@ -232,10 +232,15 @@ def score_samples(
         mauve_row = mauve_scores(
             samples, judged, reference, judge, batch_size=batch_size, procs=procs
         )
+    of_all = summary(results)
+    if len(results) > 1 and len(distinct_samples) == 1:
+        # One sample, drawn several times, shows no error.
+        for key in ("standard_error", "perplexity_low", "perplexity_high"):
+            of_all[key] = math.nan
     return {
         "run": samples.name,
         "tokens_judged": judged_as,
-        **summary(results),
+        **of_all,
         "distinct_samples": len(distinct_samples),
         **divergences,
         **mauve_row,

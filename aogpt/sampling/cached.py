@@ -1,5 +1,8 @@
 """Cached decoding: many targets predicted at once from the tokens that are known.
 
+Words: place i is an index in the order, step i of model.py; slot i is where the key of
+input i is cached; a sampling step (`Step`) is one pass, which may unmask many places.
+
 Input i of a row holds the token of place i - 1 of its order and predicts place i; its
 key and value go to slot i of the cache. Inputs 0 to `known` exist and are computed as
 in training. Every later one is a copy of input `known`, the last known token, with a
@@ -35,9 +38,6 @@ replaces later. It sees the same slots as above. The first of the two passes (ca
 
 Slots 0 to 2 stay (cached = 3, known = 5, count = 3 in the next pass). Speculation
 verifies tokens whose contents are in the same pass: `Step.first`.
-
-Words: place i is an index in the order, step i of model.py; slot i is where the key of
-input i is cached; a sampling step (`Step`) is one pass, which may unmask many places.
 
 Shapes: B rows, T places, G steps; N inputs of all rows, flattened; W inputs of the
 longest row."""
@@ -140,8 +140,9 @@ def make_steps(
 class KVCache:
     """The keys and values of B rows.
 
-    keys, values: for each layer a tensor (B, length + 1, heads of keys, D/H). Slot i is
-    that of input i. The last slot, `unused_slot`, is written to and never read."""
+    keys, values: for each layer a tensor (B, length + 1, heads of keys, D/H), where
+    length is the number of inputs that it holds. Slot i is that of input i. The last
+    slot, `unused_slot`, is written to and never read."""
 
     def __init__(
         self,

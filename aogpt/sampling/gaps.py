@@ -109,6 +109,16 @@ class Gapped:
             tokens += after
         return tokens
 
+    def dropped_note(self, block_size: int) -> str:
+        """Return a note on lengths that do not fit into a block; "" where all do."""
+        count = len(self.contexts(block_size))
+        if count == self.combinations:
+            return ""
+        return (
+            f"note: {count} of {self.combinations} lengths of the masks are tried, as "
+            f"the others exceed the block size, {block_size}"
+        )
+
     def contexts(self, block_size: int) -> list[Context]:
         """Return the context of every combination of lengths that fits into a block."""
         contexts = []

@@ -69,6 +69,10 @@ MODE_OPTIONS = {
 Bound = Annotated[float, Interval(ge=0)]
 # Defaults of what goes with `refine`.
 REFINING = {"refine_share": 0.1, "refine_by": "drawn"}
+RECORDS_NOTE = (
+    "note: this run was trained on records: where these have prompts, a sample without "
+    "one means nothing (sample.py --prompts DATA)"
+)
 MOST_AT_ONCE = 1024  # samples that are planned and generated together
 BATCH_SIZE = 16  # samples in flight, if the user does not say
 

@@ -11,12 +11,12 @@ The second step knows the tokens x4, x1 and x5 and predicts positions 0 and 2 in
 pass. Both of its last inputs hold the last known token, each with a target of its own;
 neither sees the other:
 
-    input   token    predicts   sees inputs
-    0       [None]              0            in the cache since the first step
-    1       x4                  0 1
-    2       x1                  0 1 2
-    3       x5       0          0 1 2 3      computed now; stays in the cache
-    4       x5       2          0 1 2   4    computed now; replaced in the next step
+    input   token    predicts       sees inputs
+    0       [None]   4 (not read)   0            in the cache since the first step
+    1       x4       1 (not read)   0 1          computed now; stays in the cache
+    2       x1       5 (not read)   0 1 2        computed now; stays in the cache
+    3       x5       0              0 1 2 3      computed now; stays in the cache
+    4       x5       2              0 1 2   4    computed now; replaced in the next step
 
 Inputs 1 and 2 are computed in the second step, as the first one did not know their
 tokens. cached.py says this for batches, and for models with queries of their own.
@@ -61,7 +61,7 @@ def simple_generate(
         top_p: tokens are drawn from the `nucleus` of this probability.
 
     Raises UserError for what does not fit together."""
-    check_inputs(model, order, sizes, uniforms, temperature)
+    check_inputs(model, order, sizes, uniforms, tokens, temperature, top_p)
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
@@ -69,8 +69,6 @@ def simple_generate(
     log_probs = torch.zeros(T, device=order.device)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     known = T - sum(sizes)  # tokens that are given: the first ones of the order
-    if known > 0 and tokens is None:
-        raise UserError("the first positions of the order are given: pass their tokens")
     for size in sizes:
         # 1. Predict the next positions of the order, each from all tokens known so far.
         #    Keys and values of inputs that stay are in the cache.
@@ -97,7 +95,13 @@ def simple_generate(
 
 
 def check_inputs(
-    model: AOGPT, order: Tensor, sizes: list[int], uniforms: Tensor, temperature: float
+    model: AOGPT,
+    order: Tensor,
+    sizes: list[int],
+    uniforms: Tensor,
+    tokens: Tensor | None,
+    temperature: float,
+    top_p: float,
 ) -> None:
     """Raise UserError for inputs that `simple_generate` cannot use."""
     T = len(order)
@@ -106,13 +110,23 @@ def check_inputs(
         raise UserError("this sampler is for decoders; `generate` takes encoders, too")
     if model.training:
         raise UserError("the model is in training mode; call model.eval() first")
+    if T > config.block_size:
+        raise UserError(
+            f"the order has {T} positions, but the model takes up to "
+            f"{config.block_size}"
+        )
     positions = torch.arange(T, device=order.device)
-    if not torch.equal(order.sort().values, positions):
-        raise UserError(f"the order is not a permutation of 0..{T - 1}")
+    is_permutation = torch.equal(order.sort().values, positions)
+    if order.dtype != torch.long or not is_permutation:
+        raise UserError(f"the order is not a permutation of 0..{T - 1} (LongTensor)")
     if any(size < 1 for size in sizes) or sum(sizes) > T:
         raise UserError(
             f"sizes are {sizes}; give numbers of at least 1 that add up to at most {T}"
         )
+    if tokens is None and sum(sizes) < T:
+        raise UserError("the first positions of the order are given: pass their tokens")
+    if tokens is not None and (tokens.shape != (T,) or tokens.dtype != torch.long):
+        raise UserError(f"give {T} tokens (LongTensor), one for each position")
     one_by_one = all(size == 1 for size in sizes)
     if config.l2r_only and not (one_by_one and torch.equal(order, positions)):
         raise UserError(
@@ -123,8 +137,10 @@ def check_inputs(
         raise UserError(f"give {T} uniforms of float64, one for each position")
     if not ((uniforms >= 0) & (uniforms < 1)).all():
         raise UserError("uniforms must lie in [0, 1)")
-    if temperature < 0:
+    if not temperature >= 0:
         raise UserError(f"temperature is {temperature}; give 0 or above")
+    if not 0 <= top_p <= 1:
+        raise UserError(f"top_p is {top_p}; give a number from 0 to 1")
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
