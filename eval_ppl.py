@@ -77,8 +77,8 @@ HEAD = [
 ]
 # Notes on the rows of the table, in the order in which they are printed.
 EXACT = (
-    "left to right, another fixed order or the model's own: exact, -log p of the text "
-    "in that order"
+    "left to right, another fixed order, or the model's own by confidence, entropy or "
+    "margin: exact, -log p of the text in that order"
 )
 NOTES = {
     "random": (
@@ -588,6 +588,8 @@ def markdown(results: list[dict]) -> list[str]:
 
 def monte_carlo_cell(r: dict) -> str:
     """Return the Monte Carlo error of a result, or that nothing of it is sampled."""
+    if r["orders"] == "oracle":
+        return "none"
     if r["exact"]:
         return "exact"
     return _number(r["monte_carlo_error"], 5)
@@ -596,20 +598,19 @@ def monte_carlo_cell(r: dict) -> str:
 def table_notes(results: list[dict]) -> list[str]:
     """Return the notes on the columns of the table of one model."""
     notes = []
-    if any(r["exact"] for r in results):
+    if any(monte_carlo_cell(r) == "exact" for r in results):
         notes.append(EXACT)
     if any(r["ensemble"] > 1 for r in results):
         notes.append(ENSEMBLE)
     errors = []
     for r in results:
         errors += [r["standard_error"], r["document_error"], r["monte_carlo_error"]]
-        is_rough = r["draws"] > 1 and r["sequences"] * (r["draws"] - 1) < FEW
-        rough = ROUGH.format(max(16, 2 * r["draws"]))
-        if is_rough and rough not in notes:
-            notes.append(rough)
+        enough = 1 + math.ceil(FEW / r["sequences"])
+        if 1 < r["draws"] < enough:
+            notes.append(ROUGH.format(enough))
     if any(math.isnan(error) for error in errors):
         notes.append(UNKNOWN)
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def comparison(differences: list[dict]) -> list[str]:

@@ -294,8 +294,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         return
     for number, text in gapped.items():
         records, samples, choice = resample(a, session, number, requests[number], text)
-        report.session = replace(report.session, options=choice)
-        report.add(records, samples)
+        report.add(records, samples, choice)
     report.finish()
 
 
@@ -354,19 +353,26 @@ class Report:
     with_banned: int = 0  # samples that hold a banned word all the same
     lengths: set[int] = field(default_factory=set)
     page_records: list[dict] = field(default_factory=list)  # for --html, at the end
+    used: list[DecodingOptions] = field(default_factory=list)  # of each part
     model_calls: int = 0
     token_forwards: int = 0
     seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, records: list[dict], samples: Generation) -> None:
+    def add(
+        self,
+        records: list[dict],
+        samples: Generation,
+        options: DecodingOptions | None = None,
+    ) -> None:
         """Write and print the records of a part. samples: those of the records, and
-        what they cost."""
+        what they cost; options: by which they were drawn, if not by the session's."""
+        self.used.append(options or self.session.options)
         self.model_calls += samples.model_calls
         self.token_forwards += samples.token_forwards
         self.seconds = round(time.perf_counter() - self.started, 3)
         if self.a.jsonl:
-            self.write(records)
+            self.write(records, self.used[-1])
         if self.a.html:
             self.page_records += records
         if not self.a.jsonl:
@@ -378,9 +384,16 @@ class Report:
         for record in records:
             self.lengths.add(record["length"])
 
-    def write(self, records: list[dict]) -> None:
+    @property
+    def options(self) -> DecodingOptions:
+        """Return the options of all samples; where requests differ, the session's."""
+        if self.used and all(options == self.used[0] for options in self.used):
+            return self.used[0]
+        return self.session.options
+
+    def write(self, records: list[dict], options: DecodingOptions) -> None:
         """Write the records to the file of --jsonl."""
-        settings = self.settings()
+        settings = self.settings(options)
         rows = []
         for record in records:
             row = dict(record)
@@ -392,7 +405,7 @@ class Report:
         else:
             self.session.outputs.append_jsonl(self.a.jsonl, rows)
 
-    def settings(self) -> dict:
+    def settings(self, options: DecodingOptions) -> dict:
         """Return everything that the samples depend on."""
         loaded = self.session.loaded
         procs = self.session.procs
@@ -404,7 +417,7 @@ class Report:
             checkpoint=loaded.description,
         )
         settings = dict(origin.pop("settings"))
-        settings.update(vars(self.session.options))  # with the defaults of the mode
+        settings.update(vars(options))  # with the defaults of the mode
         settings.update(origin)
         return settings
 
@@ -440,7 +453,7 @@ class Report:
             f"{self.model_calls} model calls, {self.token_forwards} token-forwards, "
             f"{self.seconds:.2f} s"
         )
-        changed = modes.changed_settings(vars(self.session.options))
+        changed = modes.changed_settings(vars(self.options))
         if changed:
             line += f"; {', '.join(changed)}"
         show(line, file=sys.stderr)
@@ -459,7 +472,7 @@ class Report:
                 caption=caption(record),
             )
             pages.append(page)
-        settings = self.settings()
+        settings = self.settings(self.options)
         settings.update(self.cost())
         shown = {key: value for key, value in settings.items() if value is not None}
         return render(pages, shown)

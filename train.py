@@ -24,6 +24,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import math
+import shlex
 import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -44,6 +45,7 @@ from aogpt.data.loader import (
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.objectives import OBJECTIVES
+from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
 from aogpt.runtime.files import locked_for_all, sha256_file, write_text
@@ -89,9 +91,11 @@ def train(config: Config, procs: Processes) -> int:
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
         files.update(val_data.files())
-    if config.order.file:
-        orders = Path(config.order.file)
-        files[str(orders)] = file_record(orders, sha256_file(orders))
+    stages = (config.order, *(s.orders(config.order) for s in config.schedule))
+    if any(orders.unmixed == "file" for orders in stages):
+        read_orders(config.order.file, config.model.block_size)  # to say what is wrong
+        path = Path(config.order.file)
+        files[str(path)] = file_record(path, sha256_file(path))
     meta: dict[str, Any] = dict(data.meta)
     meta["files"] = files  # to see at a resume whether they changed
     data.meta = cast(Meta, meta)
@@ -130,7 +134,9 @@ def train(config: Config, procs: Processes) -> int:
         if data.of_records:
             mode = ' --mode l2r --prompt "..." --until-end'
         elif not (config.model.is_encoder or orders.is_any_order or orders.is_l2r):
-            mode = f" --order {orders.option}" + mode  # it knows no other orders
+            mode = (
+                f" --order {shlex.quote(orders.option)}" + mode
+            )  # it knows no other orders
         elif not config.model.is_encoder and not config.model.l2r_only:
             mode = " --mode l2r" + mode  # reads best
         finished = f"finished {step} steps"

@@ -153,8 +153,8 @@ class Rank(Command):
             legend += "; given both sides: of the tokens that alternatives do not share"
         lines = markdown_table(head, cells)
         lines += ["", legend]
-        texts = [alternative.text for alternative in alternatives]
-        begins = any(a != b and a.startswith(b) for a in texts for b in texts)
+        ids = [model.tokenizer.encode(row.text) for row in alternatives]
+        begins = any(a != b and b[: len(a)] == a for a in ids for b in ids)
         if begins and not self.end:
             lines.append(
                 "one text is the beginning of another, so it is at least as probable: "
@@ -185,11 +185,11 @@ class Blanks(Command):
             values.append([token._asdict() for token in likely])
         lines = [text, ""]
         lines += markdown_table(head, cells, left=len(head))
-        is_known = MASK.sub("", text) != ""
-        if not is_known and model.model.config.target == "rotary":
+        nothing_known = MASK.sub("", text) == ""
+        if nothing_known and all(likely == blanks[0] for likely in blanks[1:]):
             lines.append(
-                "nothing is known: this model, which is conditioned on targets by "
-                "rotation alone, predicts the same at all positions then"
+                "nothing is known, and this model predicts the same at all positions "
+                "then: it is told them by distances alone"
             )
         return {"blanks": values}, lines
 

@@ -393,7 +393,7 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
         if len(kinds) > 1:
             words.append(title_of(kind))
         if not same_unit:
-            words.append(units[recipe])
+            words.append(SHARE if is_share(kind) else units[recipe])
         head.append(", ".join(words))
     corner = []
     if len(recipes) > 1 and len(kinds) == 1:

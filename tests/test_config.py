@@ -219,18 +219,25 @@ def test_settings_that_a_kind_does_not_have_are_told(load):
     for key in ("order.l2r_prob", "order.block", "objective.group", "optim.muon_lr"):
         assert f"{key} = " in notes
     assert "optim.decay_share = 0.9 has no effect, as optim.schedule is" in notes
+    mixed = load('[order]\nkind = "mixture"\nblock = 8')
+    (note,) = configuration.unused_settings(mixed)
+    assert note.endswith("order.block = 8 has no effect, as order.mixed is 'l2r'")
     used = load('[order]\nkind = "mixture"\nmixed = "slots"\nl2r_prob = 0.9\nblock = 4')
     assert configuration.unused_settings(used) == []
 
 
-def test_a_stage_of_a_file_has_the_share_of_its_orders(load):
-    stages = '[[schedule]]\nstep = 0\nkind = "mixture"\n'
+def test_a_stage_has_its_own_share_which_is_told_where_it_is_another(load):
+    stages = '[[schedule]]\nstep = 3\nkind = "mixture"\n'
     config = load('[order]\nkind = "mixture"\nl2r_prob = 0.7\n' + stages)
-    assert config.stage(0)[0].l2r_prob == 0.7
-    config = load(
-        '[order]\nkind = "mixture"\nl2r_prob = 0.7\n' + stages + "l2r_prob = 0.2"
+    (note,) = configuration.unused_settings(config)
+    assert (
+        "from step 3 on the mixture has the share of its stage, l2r_prob = 0.1" in note
     )
-    assert config.stage(0)[0].l2r_prob == 0.2
+    assert config.stage(3)[0].l2r_prob == 0.1
+    assert (
+        configuration.unused_settings(load('[order]\nkind = "mixture"\n' + stages))
+        == []
+    )
 
 
 def test_a_model_without_target_positions_trains_from_left_to_right_alone(load):

@@ -399,11 +399,12 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(
 
 def test_only_what_is_not_sampled_is_called_exact():
     """Two random orders may happen to give one loss."""
-    assert (
-        eval_ppl.monte_carlo_cell({"exact": True, "monte_carlo_error": 0.0}) == "exact"
-    )
-    sampled = {"exact": False, "monte_carlo_error": 0.0}
+    row = {"orders": "l2r", "exact": True, "monte_carlo_error": 0.0}
+    assert eval_ppl.monte_carlo_cell(row) == "exact"
+    sampled = {"orders": "infill", "exact": False, "monte_carlo_error": 0.0}
     assert eval_ppl.monte_carlo_cell(sampled) == "0.00000"
+    row["orders"] = "oracle"  # no likelihood
+    assert eval_ppl.monte_carlo_cell(row) == "none"
 
 
 def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown(evaluate):

@@ -518,6 +518,7 @@ def test_what_a_number_does_not_say_is_told_beside_it(command, books):
     assert "at least as probable" in command("rank", "She went home[.|]")
     assert "at least as probable" not in command("rank", "She went home[.|]", "--end")
     assert "at least as probable" not in command("rank", "The [cat|tax] barked.")
+    assert "at least as probable" not in command("rank", "I saw [a|an]")
     assert "nothing is known" in command("blanks", "[MASK:2]")
     assert "nothing is known" not in command("blanks", "The[MASK:2]")
     with pytest.warns(UserWarning, match="2 of 4 lengths of the masks are tried"):

@@ -393,6 +393,11 @@ def test_another_file_of_orders_is_told(tmp_path, data, capsys):
     train.train(change(config, train__steps=8), ALONE)
     note = f"{orders} holds other data than when the run last started"
     assert note in capsys.readouterr().out
+    with pytest.raises(UserError, match="order.file .*nowhere.npy cannot be read"):
+        other = OrderConfig("file", file=str(tmp_path / "nowhere.npy"))
+        train.train(change(config, order=other), ALONE)
+    unread = OrderConfig("random", file=str(tmp_path / "nowhere.npy"))
+    train.train(change(config, order=unread, train__steps=9), ALONE)
 
 
 def test_data_that_was_prepared_again_is_told(tmp_path, data, capsys):

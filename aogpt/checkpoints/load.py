@@ -61,7 +61,8 @@ class Loaded:
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     # The first left-to-right step that is scored: GPT-2 has no start token.
     scored_from: int = 0
-    of_records: bool = False  # a run on records, which may have prompts
+    # A run on data with prompts or padding; of exports it is not known.
+    of_records: bool = False
     # The layout of released weights; None for a model trained here.
     system: str | None = None
     tokens: int | None = None  # that a run has trained on; None: not recorded
@@ -278,7 +279,8 @@ def from_checkpoint(
     origin["step"] = values["step"]
     origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
-    origin["of_records"] = values["data"].get("protocol") == "records"
+    splits = values["data"].get("splits", {})
+    origin["of_records"] = any("roles" in split for split in splits.values())
     return model, origin
 
 

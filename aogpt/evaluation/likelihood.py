@@ -397,4 +397,6 @@ def importance_weighted(
     variance = without_one.var(dim=1) * (D - 1) ** 2 / D
     variance = (weights / scored).square() * variance
     error = float(variance.sum().sqrt()) / N
+    if math.isnan(error):  # without one order nothing is left: losses are infinite
+        error = math.inf
     return replace(mean, monte_carlo_error=error)

@@ -65,7 +65,8 @@ def simple_generate(
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
-        text = tokens.clone()
+        text = tokens.long()  # a copy, if it is not one of int64
+        text = text.clone()
     log_probs = torch.zeros(T, device=order.device)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     known = T - sum(sizes)  # tokens that are given: the first ones of the order
@@ -125,8 +126,8 @@ def check_inputs(
         )
     if tokens is None and sum(sizes) < T:
         raise UserError("the first positions of the order are given: pass their tokens")
-    if tokens is not None and (tokens.shape != (T,) or tokens.dtype != torch.long):
-        raise UserError(f"give {T} tokens (LongTensor), one for each position")
+    if tokens is not None and tokens.shape != (T,):
+        raise UserError(f"give {T} tokens, one for each position")
     one_by_one = all(size == 1 for size in sizes)
     if config.l2r_only and not (one_by_one and torch.equal(order, positions)):
         raise UserError(

@@ -163,8 +163,7 @@ class StageConfig(Table):
 
     step: NonNegative = 0
     kind: OrderKind = "random"
-    # of a mixture; in a config file by default that of [order]
-    l2r_prob: Probability = 0.1
+    l2r_prob: Probability = 0.1  # of a mixture; that of [order] is not taken over
     group: Count = 1  # steps in a group (only with objective.kind = "groupwise")
 
     def __post_init__(self):
@@ -258,15 +257,18 @@ class Config(Table):
 def unused_settings(config: Config) -> list[str]:
     """Return notes on settings that are not at their default, though the kind of
     orders, objective, optimizer or schedule does not have them."""
+    order = config.order
+    kind = "order.kind"
+    used = {"seed"}  # which studies set for every kind
+    if order.kind == "mixture":
+        kind = "order.mixed"
+        used.update(("l2r_prob", "mixed"))
+    for orders in (order, *(stage.orders(order) for stage in config.schedule)):
+        used.update(ORDER_KINDS[orders.unmixed].settings)
     unused = {}  # the key of a kind, by the key of a setting
-    of_orders = {"seed"}  # which studies set for every kind
-    for orders in (config.order, *(s.orders(config.order) for s in config.schedule)):
-        of_orders.update(ORDER_KINDS[orders.unmixed].settings)
-        if orders.kind == "mixture":
-            of_orders.update(("l2r_prob", "mixed"))
     for name in ORDER_KINDS["mixture"].settings:
-        if name not in of_orders:
-            unused[f"order.{name}"] = "order.kind"
+        if name not in used:
+            unused[f"order.{name}"] = kind
     if not config.objective.definition.in_groups:
         unused["objective.group"] = "objective.kind"
     if config.optim.kind == "adamw":
@@ -277,11 +279,17 @@ def unused_settings(config: Config) -> list[str]:
     values = dotted(config)
     defaults = dotted(Config())
     notes = []
-    for key, kind in unused.items():
+    for key, key_of_kind in unused.items():
         if values[key] != defaults[key]:
             notes.append(
-                f"note: {key} = {values[key]!r} has no effect, as {kind} is "
-                f"{values[kind]!r}"
+                f"note: {key} = {values[key]!r} has no effect, as {key_of_kind} is "
+                f"{values[key_of_kind]!r}"
+            )
+    for stage in config.schedule:
+        if stage.kind == "mixture" and stage.l2r_prob != order.l2r_prob:
+            notes.append(
+                f"note: from step {stage.step} on the mixture has the share of its "
+                f"stage, l2r_prob = {stage.l2r_prob}, not order.l2r_prob"
             )
     return notes
 
@@ -394,12 +402,6 @@ def load_toml(path: str | Path) -> Config:
         raise UserError(
             f"{path} has train.steps and train.epochs: leave one of them out"
         )
-    orders = values.get("order")
-    stages = values.get("schedule")
-    if isinstance(orders, dict) and "l2r_prob" in orders and isinstance(stages, list):
-        for stage in stages:
-            if isinstance(stage, dict):
-                stage.setdefault("l2r_prob", orders["l2r_prob"])
     return validation.from_values(values, Config, str(path))
 
 

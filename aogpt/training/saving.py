@@ -149,9 +149,9 @@ class Saver:
         self, progress: Progress, stop: StopRequest, best: dict | None
     ) -> bool:
         """Return whether to save now: a checkpoint is due, or `best` is better than the
-        best checkpoint. Call after
-        `finish_writing`. The state before a skipped step may be its
-        cause: except at the end, only states after a step that counted are saved."""
+        best checkpoint. Call after `finish_writing`. The state before a skipped step
+        may be its cause: except at the end, only states after a step that counted are
+        saved."""
         is_last = progress.step == self.config.train.steps or stop.requested
         if progress.skipped_in_a_row and not is_last:
             return False
