@@ -294,6 +294,8 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         return
     for number, text in gapped.items():
         records, samples, choice = resample(a, session, number, requests[number], text)
+        if not contexts:  # all samples are drawn so
+            report.session = replace(report.session, options=choice)
         report.add(records, samples, choice)
     report.finish()
 
@@ -353,7 +355,6 @@ class Report:
     with_banned: int = 0  # samples that hold a banned word all the same
     lengths: set[int] = field(default_factory=set)
     page_records: list[dict] = field(default_factory=list)  # for --html, at the end
-    used: list[DecodingOptions] = field(default_factory=list)  # of each part
     model_calls: int = 0
     token_forwards: int = 0
     seconds: float = 0.0
@@ -367,12 +368,11 @@ class Report:
     ) -> None:
         """Write and print the records of a part. samples: those of the records, and
         what they cost; options: by which they were drawn, if not by the session's."""
-        self.used.append(options or self.session.options)
         self.model_calls += samples.model_calls
         self.token_forwards += samples.token_forwards
         self.seconds = round(time.perf_counter() - self.started, 3)
         if self.a.jsonl:
-            self.write(records, self.used[-1])
+            self.write(records, options or self.session.options)
         if self.a.html:
             self.page_records += records
         if not self.a.jsonl:
@@ -383,13 +383,6 @@ class Report:
             self.with_banned += modes.banned_count(records, self.a.decoding.ban)
         for record in records:
             self.lengths.add(record["length"])
-
-    @property
-    def options(self) -> DecodingOptions:
-        """Return the options of all samples; where requests differ, the session's."""
-        if self.used and all(options == self.used[0] for options in self.used):
-            return self.used[0]
-        return self.session.options
 
     def write(self, records: list[dict], options: DecodingOptions) -> None:
         """Write the records to the file of --jsonl."""
@@ -453,7 +446,7 @@ class Report:
             f"{self.model_calls} model calls, {self.token_forwards} token-forwards, "
             f"{self.seconds:.2f} s"
         )
-        changed = modes.changed_settings(vars(self.options))
+        changed = modes.changed_settings(vars(self.session.options))
         if changed:
             line += f"; {', '.join(changed)}"
         show(line, file=sys.stderr)
@@ -472,7 +465,7 @@ class Report:
                 caption=caption(record),
             )
             pages.append(page)
-        settings = self.settings(self.options)
+        settings = self.settings(self.session.options)
         settings.update(self.cost())
         shown = {key: value for key, value in settings.items() if value is not None}
         return render(pages, shown)

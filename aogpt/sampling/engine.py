@@ -253,8 +253,8 @@ def check_inputs(
     if c.l2r_only and not is_one_by_one_l2r(plan):
         raise UserError(
             "this model is a plain GPT, which predicts one token after the other from "
-            "left to right: give it an l2r_plan of groups of 1, in which given positions "
-            "are at the beginning"
+            "left to right: give it an l2r_plan of groups of 1, in which given "
+            "positions are at the beginning"
         )
     is_exact = choice.noise == "float64" and not choice.avoids_repeats
     if plan.draft and (forced is not None or not is_exact):
