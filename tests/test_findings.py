@@ -437,22 +437,39 @@ def test_the_axis_names_the_loss_that_all_curves_draw():
         "fixed": {"description": "one order", "runs": [row] * 4},
         "random": {"description": "all orders", "runs": [row] * 4},
     }
+    run_configs = {name: experiments.RunConfig(name, {}, {}) for name in entries}
     drawn = []
     for names in ([], ["fixed"], ["fixed", "random"]):
         experiment = experiments.Experiment(
             name="X",
             kind="eval_random",
             figure_losses=dict.fromkeys(names, "training"),
+            base={"data": {"folder": "data/chorales"}},
+            recipes={"all": run_configs},
         )
         _, axes = figures.new_figure()
-        figures.draw_curves(experiment, axes, entries)
+        figures.draw_curves(axes, figures.Panel(experiment, "all", entries))
         labels = axes.get_legend_handles_labels()[1]
         drawn.append((axes.get_ylabel(), labels[0]))
     assert drawn == [
-        ("loss, any order, nats per token", "one order"),
-        ("loss, any order, nats per token", "one order: training orders"),
-        ("loss, training orders, nats per token", "one order"),
+        ("loss, any order, nats per note", "one order"),
+        ("loss, any order, nats per note", "one order: training orders"),
+        ("loss, training orders, nats per note", "one order"),
     ]
+
+
+def test_a_table_of_several_units_names_them_by_column():
+    """Where run configs differ in what a token is, it is a token."""
+    books = experiments.RunConfig("books", {}, {})
+    sudoku = experiments.RunConfig("sudoku", {"data.folder": "data/sudoku6"}, {})
+    experiment = experiments.Experiment(
+        name="X",
+        base={"data": {"folder": "data/books_bytes"}},
+        recipes={"all": {"books": books, "sudoku": sudoku}},
+    )
+    assert pages.token_of(experiment, "all", ["books"]) == "byte"
+    assert pages.token_of(experiment, "all", ["sudoku"]) == "cell"
+    assert pages.token_of(experiment, "all", ["books", "sudoku"]) == "token"
 
 
 def test_systems_have_their_colors_and_variants_others():
