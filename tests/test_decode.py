@@ -1534,11 +1534,17 @@ UNIFORMS = torch.full((4,), 0.5, dtype=torch.float64)
     ],
 )
 def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
-    arguments = {"order": ORDER, "sizes": [1] * 4, "uniforms": UNIFORMS}
-    arguments.update(changes)
     model = make_system(system, 0, torch.float64)
     with pytest.raises(UserError, match=words):
-        simple_generate(model, **arguments)
+        simple_generate(
+            model,
+            order=changes.get("order", ORDER),
+            sizes=changes.get("sizes", [1] * 4),
+            uniforms=changes.get("uniforms", UNIFORMS),
+            tokens=changes.get("tokens"),
+            temperature=changes.get("temperature", 1.0),
+            top_p=changes.get("top_p", 1.0),
+        )
     if not changes:
         return
     with pytest.raises(UserError, match="training mode"):

@@ -515,9 +515,9 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
     order = random_orders(batch_size=3, length=LENGTH, seed=1)
     gpt = make_system("AO-GPT", target="none")
     l2r = torch.arange(LENGTH).expand(3, LENGTH)
-    for others, group in ((l2r, 2), (order, 1)):
+    for one_order, group in ((l2r, 2), (order, 1)):
         with pytest.raises(ValueError, match="plain GPT.*from left to right"):
-            token_log_probs(gpt, tokens, others, group)
+            token_log_probs(gpt, tokens, one_order, group)
     got = token_log_probs(model, tokens, order, group=4)
     # the second and later of a group: the step that begins it, of them
     for i in range(LENGTH):
