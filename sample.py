@@ -656,7 +656,7 @@ def encode(
         return [gapped]
     contexts = gapped.contexts(config.block_size)
     modes.check_context(contexts[0], config, scored_from)
-    note = gapped.dropped_note(config.block_size)
+    note = gapped.dropped_note(len(contexts), config.block_size)
     if note and session.procs.main:
         show(note, file=sys.stderr)
     return contexts

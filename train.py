@@ -91,8 +91,7 @@ def train(config: Config, procs: Processes) -> int:
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
         files.update(val_data.files())
-    stages = (config.order, *(s.orders(config.order) for s in config.schedule))
-    if any(orders.unmixed == "file" for orders in stages):
+    if any(orders.unmixed == "file" for orders in config.all_orders()):
         read_orders(config.order.file, config.model.block_size)  # to say what is wrong
         path = Path(config.order.file)
         files[str(path)] = file_record(path, sha256_file(path))

@@ -189,7 +189,7 @@ class Blanks(Command):
         if nothing_known and all(likely == blanks[0] for likely in blanks[1:]):
             lines.append(
                 "nothing is known, and this model predicts the same at all positions "
-                "then: it is told them by distances alone"
+                "then: it is conditioned on them by distances alone"
             )
         return {"blanks": values}, lines
 

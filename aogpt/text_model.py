@@ -718,7 +718,7 @@ class TextModel:
     ) -> list[Filling]:
         """Draw fillings of every length, and rank them."""
         contexts = gapped.contexts(self.block_size)
-        note = gapped.dropped_note(self.block_size)
+        note = gapped.dropped_note(len(contexts), self.block_size)
         if note:
             warnings.warn(note, stacklevel=3)
         count = num_samples or NUM_SAMPLES

@@ -68,8 +68,8 @@ def test_every_combination_of_lengths_that_fits_is_a_context():
     sizes = [sizes_of_gaps(context) for context in contexts]
     # (3, 3) has 9 tokens
     assert sizes == [(1, 2), (1, 3), (2, 2), (2, 3), (3, 2)]
-    assert "5 of 6 lengths" in gapped.dropped_note(8)
-    assert gapped.dropped_note(9) == ""
+    assert "5 of 6 lengths" in gapped.dropped_note(len(contexts), 8)
+    assert gapped.dropped_note(len(gapped.contexts(9)), 9) == ""
     last_known = [t for t in contexts[-1] if t is not None]
     assert last_known == list(b"abc")
     for text, words in (

@@ -109,13 +109,13 @@ class Gapped:
             tokens += after
         return tokens
 
-    def dropped_note(self, block_size: int) -> str:
-        """Return a note on lengths that do not fit into a block; "" where all do."""
-        count = len(self.contexts(block_size))
-        if count == self.combinations:
+    def dropped_note(self, tried: int, block_size: int) -> str:
+        """Return a note on lengths that do not fit into a block; "" where all do.
+        tried: the number of `contexts`."""
+        if tried == self.combinations:
             return ""
         return (
-            f"note: {count} of {self.combinations} lengths of the masks are tried, as "
+            f"note: {tried} of {self.combinations} lengths of the masks are tried, as "
             f"the others exceed the block size, {block_size}"
         )
 

@@ -65,8 +65,7 @@ def simple_generate(
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
-        text = tokens.long()  # a copy, if it is not one of int64
-        text = text.clone()
+        text = tokens.to(torch.long, copy=True)
     log_probs = torch.zeros(T, device=order.device)
     cache = KVCache(model.config, 1, T, order.device, model.wte.weight.dtype)
     known = T - sum(sizes)  # tokens that are given: the first ones of the order

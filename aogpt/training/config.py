@@ -228,6 +228,10 @@ class Config(Table):
         """Return the precision of matrix products on a device: train.dtype."""
         return pick_dtype(self.train.dtype, device, self.model.n_embd)
 
+    def all_orders(self) -> list[OrderConfig]:
+        """Return the orders of [order] and those of each stage of the schedule."""
+        return [self.order, *(stage.orders(self.order) for stage in self.schedule)]
+
     def stage(self, step: int) -> tuple[OrderConfig, int]:
         """Return the orders at a step (from 0), and the steps of an order that are
         predicted at once: 1 unless the objective is in groups."""
@@ -263,7 +267,7 @@ def unused_settings(config: Config) -> list[str]:
     if order.kind == "mixture":
         kind = "order.mixed"
         used.update(("l2r_prob", "mixed"))
-    for orders in (order, *(stage.orders(order) for stage in config.schedule)):
+    for orders in config.all_orders():
         used.update(ORDER_KINDS[orders.unmixed].settings)
     unused = {}  # the key of a kind, by the key of a setting
     for name in ORDER_KINDS["mixture"].settings:
@@ -370,9 +374,7 @@ def check_orders(config: Config) -> None:
             "an encoder has no order: set order.kind to 'random', no [[schedule]]",
         )
         return
-    # This checks the settings of the stages.
-    stages = [config.order, *(stage.orders(config.order) for stage in config.schedule)]
-    for orders in stages:
+    for orders in config.all_orders():  # this checks the settings of the stages
         orders.check_length(m.block_size)
         refuse(
             m.l2r_only and not orders.is_l2r,
