@@ -414,7 +414,10 @@ def draw_runs(axes, panel: Panel) -> None:
 
 
 DRAWINGS = {
-    "curves": (draw_curves, f"{BAND}{FEW_SEEDS}{DOTS} at the end."),
+    "curves": (
+        draw_curves,
+        f"{BAND}{FEW_SEEDS}{DOTS} at the end. Curves are of validation text.",
+    ),
     "lines": (draw_lines, f"{BAR}{FEW_SEEDS}{DOTS}."),
     "points": (draw_points, f"{BAR}{FEW_SEEDS}{DOTS}."),
     "scatter": (draw_scatter, f"{BAR}{FEW_SEEDS}{DOTS}."),
