@@ -129,7 +129,7 @@ def train(config: Config, procs: Processes) -> int:
         )
     else:
         mode = " --temperature 0.7 --top-p 0.9"
-        orders, _ = config.stage(step)
+        orders, _ = config.last_stage()
         if data.of_records:
             mode = ' --mode l2r --prompt "..." --until-end'
         elif not (config.model.is_encoder or orders.is_any_order or orders.is_l2r):

@@ -18,6 +18,7 @@ from aogpt.runtime.validation import keys_of
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
+from aogpt.training.val_losses import validation_orders
 
 KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
@@ -224,6 +225,63 @@ def test_settings_that_a_kind_does_not_have_are_told(load):
     assert note.endswith("order.block = 8 has no effect, as order.mixed is 'l2r'")
     used = load('[order]\nkind = "mixture"\nmixed = "slots"\nl2r_prob = 0.9\nblock = 4')
     assert configuration.unused_settings(used) == []
+
+
+def test_settings_that_a_model_does_not_have_are_told(load):
+    config = load(
+        '[model]\nquery_at = "before_target"\nrope_base = 77.0\n'
+        'target = "shared"\ncond_dim = 16\ngroup_attention = false\n'
+        'mlp = "swiglu"\ngelu = "tanh"\nnorm_bias = false'
+    )
+    notes = "\n".join(configuration.unused_settings(config))
+    for key in ("query_at", "rope_base", "cond_dim", "group_attention", "gelu"):
+        assert f"model.{key} = " in notes
+    assert "model.norm_bias = False has no effect, as model.norm is 'rmsnorm'" in notes
+    assert configuration.unused_settings(load("[model]\ncond_dim = 16")) == []
+
+
+def test_an_encoder_has_no_share_of_left_to_right_orders(load):
+    config = load(
+        '[model]\nattention = "full"\ntarget = "none"\nmask_token = 257\n'
+        '[objective]\nkind = "lambda_dce"\n[order]\nl2r_prob = 0.9'
+    )
+    (note,) = configuration.unused_settings(config)
+    assert "order.l2r_prob = 0.9 has no effect, as model.attention is 'full'" in note
+
+
+GROUPS = (
+    '[model]\ntarget = "two_stream"\nblock_size = 64\n'
+    '[objective]\nkind = "groupwise"\ngroup = {group}\n'
+    '[order]\nkind = "{kind}"\nblock = 8\n'
+    "[optim]\nwarmup_steps = 0\n[train]\nsteps = 400\n"
+    '[[schedule]]\nstep = 0\nkind = "l2r"\ngroup = 4\n'
+    '[[schedule]]\nstep = {last}\nkind = "slots"\ngroup = 4\n'
+)
+
+
+def test_what_a_schedule_from_the_first_step_on_replaces_is_told(load):
+    same = load(GROUPS.format(group=4, kind="slots", last=399))
+    assert configuration.unused_settings(same) == []
+    orders, group = same.last_stage()
+    assert (orders.kind, group) == ("slots", 4)
+    changed = load(GROUPS.format(group=8, kind="random", last=399))
+    notes = "\n".join(configuration.unused_settings(changed))
+    assert "order.kind = 'random' has no effect" in notes
+    assert "objective.group = 8 has no effect" in notes
+
+
+def test_a_stage_after_the_last_step_is_told_and_not_validated(load):
+    config = load(GROUPS.format(group=4, kind="l2r", last=400))
+    notes = "\n".join(configuration.unused_settings(config))
+    assert "the stage from step 400 on is never trained" in notes
+    orders, name = validation_orders(config)
+    assert name == "own"
+    assert orders[name].orders.kind == "l2r"
+
+
+def test_a_group_that_is_longer_than_a_block_is_refused(load):
+    with pytest.raises(ValueError, match="a group of 65 steps exceeds"):
+        load(GROUPS.format(group=65, kind="slots", last=1))
 
 
 def test_a_stage_has_its_own_share_which_is_told_where_it_is_another(load):

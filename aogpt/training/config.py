@@ -246,6 +246,10 @@ class Config(Table):
             group = 1
         return orders, group
 
+    def last_stage(self) -> tuple[OrderConfig, int]:
+        """Return the orders of the last step of the run, and its steps at once."""
+        return self.stage(self.train.steps - 1)
+
     def __post_init__(self):
         validation.check_values(self, name=str)
         for table in ("data", "optim", "train", "eval", "checkpoint", "wandb"):
@@ -259,8 +263,8 @@ class Config(Table):
 
 
 def unused_settings(config: Config) -> list[str]:
-    """Return notes on settings that are not at their default, though the kind of
-    orders, objective, optimizer or schedule does not have them."""
+    """Return notes on settings that are not at their default, though the model or the
+    kind of orders, objective, optimizer or schedule does not have them."""
     order = config.order
     kind = "order.kind"
     used = {"seed"}  # which studies set for every kind
@@ -280,6 +284,9 @@ def unused_settings(config: Config) -> list[str]:
         unused["optim.muon_momentum"] = "optim.kind"
     if config.optim.schedule != "wsd":
         unused["optim.decay_share"] = "optim.schedule"
+    if config.model.is_encoder:
+        unused["order.l2r_prob"] = "model.attention"
+    unused.update(unused_in_model(config.model))
     values = dotted(config)
     defaults = dotted(Config())
     notes = []
@@ -295,7 +302,41 @@ def unused_settings(config: Config) -> list[str]:
                 f"note: from step {stage.step} on the mixture has the share of its "
                 f"stage, l2r_prob = {stage.l2r_prob}, not order.l2r_prob"
             )
+        if stage.step >= config.train.steps:
+            notes.append(
+                f"note: the stage from step {stage.step} on is never trained, as "
+                f"train.steps is {config.train.steps}"
+            )
+    if config.schedule and config.schedule[0].step == 0:
+        # A file may repeat the last stage in [order] and [objective].
+        last = config.schedule[-1]
+        for key, value in (("order.kind", last.kind), ("objective.group", last.group)):
+            if values[key] not in (defaults[key], value):
+                notes.append(
+                    f"note: {key} = {values[key]!r} has no effect, as the [[schedule]] "
+                    "begins at step 0"
+                )
     return notes
+
+
+def unused_in_model(m: ModelConfig) -> dict[str, str]:
+    """Return the keys that a model of this kind does not have, each with the key that
+    says so."""
+    unused = {}
+    if not m.rotates:
+        for name in ("query_at", "rope_base", "rope_scaling"):
+            unused[f"model.{name}"] = "model.position"
+    if not m.has_adaln:
+        unused["model.cond_dim"] = "model.target"
+    if not system_of(m).query_stream:
+        unused["model.group_attention"] = "model.target"
+    if m.mlp != "gelu":
+        unused["model.gelu"] = "model.mlp"
+    if m.norm != "layernorm":
+        unused["model.norm_bias"] = "model.norm"
+    if m.is_encoder:
+        unused["model.start"] = "model.attention"
+    return unused
 
 
 def refuse(wrong: object, message: str) -> None:
@@ -374,6 +415,11 @@ def check_orders(config: Config) -> None:
             "an encoder has no order: set order.kind to 'random', no [[schedule]]",
         )
         return
+    for group in (config.objective.group, *(s.group for s in config.schedule)):
+        refuse(
+            config.objective.definition.in_groups and group > m.block_size,
+            f"a group of {group} steps exceeds model.block_size = {m.block_size}",
+        )
     for orders in config.all_orders():  # this checks the settings of the stages
         orders.check_length(m.block_size)
         refuse(

@@ -71,7 +71,7 @@ def validation_orders(config: Config) -> tuple[dict[str, ValidationOrders], str]
     run's order at the end of its schedule, where it is another one. And the name of the
     orders whose loss selects the best checkpoint."""
     m = config.model
-    own, group = config.stage(config.train.steps)
+    own, group = config.last_stage()
     orders = {}
     if not m.is_encoder:
         orders["l2r"] = ValidationOrders(OrderConfig("l2r"))
