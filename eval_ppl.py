@@ -588,7 +588,7 @@ def markdown(results: list[dict]) -> list[str]:
 
 def monte_carlo_cell(r: dict) -> str:
     """Return the Monte Carlo error of a result, or that nothing of it is sampled."""
-    if r["orders"] == "oracle":
+    if r["orders"].partition(":")[0] == "oracle":
         return "none"
     if r["exact"]:
         return "exact"
@@ -660,6 +660,8 @@ def title_of(row: dict) -> str:
     """Return the name of the orders of a row in the table."""
     name = row["orders"]
     text = LABELS.get(name, name)
+    if name.startswith("oracle:"):
+        text = f"{name} (no likelihood)"
     if name in SCORES:
         text = f"the model's, by {name}"
     if row["group"] > 1:

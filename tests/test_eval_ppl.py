@@ -403,8 +403,9 @@ def test_only_what_is_not_sampled_is_called_exact():
     assert eval_ppl.monte_carlo_cell(row) == "exact"
     sampled = {"orders": "infill", "exact": False, "monte_carlo_error": 0.0}
     assert eval_ppl.monte_carlo_cell(sampled) == "0.00000"
-    row["orders"] = "oracle"  # no likelihood
-    assert eval_ppl.monte_carlo_cell(row) == "none"
+    for oracle in ("oracle", "oracle:most=4"):  # no likelihood
+        row["orders"] = oracle
+        assert eval_ppl.monte_carlo_cell(row) == "none"
 
 
 def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown(evaluate):
