@@ -42,7 +42,6 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.randomness import INFILL_SEEDS, philox_bits
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import gaps, modes, resampling
 from aogpt.sampling.engine import Generation
@@ -315,7 +314,10 @@ def resample(
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = a.seed
     if number:  # other random numbers for each request
-        seed = int(philox_bits(seed, number, range(1), 1, INFILL_SEEDS)[0, 0]) >> 1
+        seed = gaps.seed_of_request(a.seed, number)
+    note = resampling.dropped_note(gapped, loaded.model.config.block_size)
+    if note:
+        show(note, file=sys.stderr)
     try:
         weighted = resampling.fill_by_resampling(
             loaded.model,

@@ -25,8 +25,9 @@ from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
-from .sampling.gaps import MASK, RankBy, space_note
+from .sampling.gaps import MASK, RankBy, encode_gaps, space_note
 from .sampling.modes import Mode
+from .sampling.resampling import is_resampled
 from .sampling.token_choice import Temperature, TokenChoice
 
 Answer = tuple[dict, list[str]]
@@ -234,7 +235,8 @@ class Fill(Drawing):
 
     def answer(self, model: aogpt.TextModel, text: str) -> Answer:
         choice = self.choice()
-        resamples = self.mode == "resampling" or model.model.config.l2r_only
+        gapped = encode_gaps(text, model.tokenizer, model.block_size)
+        resamples = is_resampled(gapped, self.mode, model.model.config)
         if self.temperature is None and not resamples:
             choice["temperature"] = 0.7
         fillings = model.fill(

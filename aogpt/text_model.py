@@ -16,7 +16,7 @@ import math
 import re
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, overload
@@ -186,6 +186,16 @@ def _python_names() -> Iterator[None]:
             str(error),
         )
         raise type(error)(message) from error.__cause__
+
+
+def check_ranked(scores: Sequence[Scores], by: RankBy) -> None:
+    """Raise UserError if fillings have no probability of this name, such as that of the
+    text to the right where none follows."""
+    if any(math.isnan(getattr(one, by)) for one in scores):
+        raise UserError(
+            f'rank_by is "{by}", but these fillings have no such probability: leave it '
+            "out"
+        )
 
 
 class TextModel:
@@ -679,7 +689,8 @@ class TextModel:
         if num_samples is not None:
             check_value(num_samples, SampleCount, "num_samples")
         check_value(rank_by, RankBy | None, "rank_by")
-        seed = _checked_seed(seed)
+        first_seed = _checked_seed(seed)
+        seed = first_seed
         options.update(top_p=top_p, top_k=top_k, mode=mode)
         if temperature is not None:
             options["temperature"] = temperature
@@ -692,6 +703,9 @@ class TextModel:
             _note_space(one, self.tokenizer)
         fillings_of_texts = []
         for place, gapped in enumerate(gapped_texts, 1):
+            # Texts of a list are independent; the first has the numbers of one alone.
+            if place > 1:
+                seed = gaps.seed_of_request(first_seed, place - 1)
             fill = self._fill
             if resampling.is_resampled(gapped, mode, self.model.config):
                 fill = self._fill_by_resampling
@@ -732,11 +746,7 @@ class TextModel:
         best = gaps.best_fillings(
             self.model, context_of_rows, rows, most=candidates, by=by
         )
-        if any(math.isnan(getattr(scores, by)) for _, scores in best):
-            raise UserError(
-                f'rank_by is "{by}", but these fillings have no such probability: '
-                "leave it out"
-            )
+        check_ranked([scores for _, scores in best], by)
         fillings = []
         for i, scores in best:
             filling = Filling(
@@ -769,6 +779,9 @@ class TextModel:
         options.setdefault("temperature", resampling.TEMPERATURE)
         decoding = self._decoding(options)
         modes.check_start(bool(gapped.known[0]), self.loaded.scored_from)
+        note = resampling.dropped_note(gapped, self.block_size)
+        if note:
+            warnings.warn(note, stacklevel=3)
         with _python_names():
             weighted = resampling.fill_by_resampling(
                 self.model,
@@ -781,6 +794,7 @@ class TextModel:
         by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")
         numbers = list(range(len(weighted.tokens)))
         if rank_by is not None:
+            check_ranked(weighted.scores, rank_by)
             numbers = gaps.ranked(weighted.scores, rank_by)
         fillings = []
         for i in numbers[:candidates]:

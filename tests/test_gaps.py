@@ -603,8 +603,9 @@ def test_candidates_of_one_length_are_ranked_given_both_sides(books):
         again = books.fill(text, candidates=8, seed=0, num_samples=32, rank_by=by)
         scores = [getattr(filling.scores, by) for filling in again]
         assert scores == sorted(scores, reverse=True)
-    with pytest.raises(ValueError, match='rank_by is "right"'):
-        books.fill("The old[MASK]", rank_by="right")
+    for mode in (None, "resampling"):
+        with pytest.raises(ValueError, match='rank_by is "right"'):
+            books.fill("The old[MASK]", rank_by="right", mode=mode)
 
 
 def test_without_a_seed_every_call_draws_anew_and_says_its_seed(books):
@@ -646,8 +647,10 @@ def test_lists_in_lists_out(books):
     assert [len(row) for row in samples] == [2, 2]
     assert all(text.startswith("Once") for text in samples[0])
     gapped = ["She[MASK:2] home.", "He[MASK:1-2] away."]
-    alone = [books.fill(text, seed=1) for text in gapped]
-    assert books.fill(gapped, seed=1) == alone
+    fillings = books.fill(gapped, seed=1)
+    assert fillings[0] == books.fill(gapped[0], seed=1)
+    for text, best in zip(gapped, fillings, strict=True):
+        assert books.fill(text, seed=best[0].seed) == best
     for method, wrong in (
         (books.score, ["one", "", "two"]),
         (books.score_each, ["one", "two[MASK]", "three"]),
@@ -667,6 +670,63 @@ def test_lists_in_lists_out(books):
     assert [len(row) for row in shares] == [2, 2]
     (first, _) = books.blanks(["a[MASK] b", "c[MASK:2] d"], top=3)
     assert first == books.blanks("a[MASK] b", top=3)
+
+
+def test_equal_texts_of_a_list_are_filled_independently(books):
+    same = ["She[MASK:6] home."] * 3
+    for mode in (None, "resampling"):
+        fillings = books.fill(same, seed=1, num_samples=2, mode=mode)
+        assert len({best[0].seed for best in fillings}) == 3
+        assert len({best[0].text for best in fillings}) > 1
+
+
+def test_lengths_that_resampling_leaves_out_are_told():
+    model = small("AO-GPT")
+    text = "She went[MASK:2-30] and left."
+    for mode in (None, "resampling"):
+        with pytest.warns(UserWarning, match="of 29 lengths of the masks are tried"):
+            model.fill(text, mode=mode, num_samples=8)
+
+
+def test_a_command_takes_the_temperature_of_what_it_does(command, books, monkeypatch):
+    """A plain GPT continues a text at 0.7 and resamples at 0.75."""
+    gpt = small("GPT-2")
+    monkeypatch.setattr("aogpt.text_model.load", lambda *a, **k: gpt)
+    taken = []
+    monkeypatch.setattr(
+        gpt, "_decoding", lambda options: taken.append(options["temperature"]) or 1 / 0
+    )
+    for text in ("She went[MASK:4]", "She[MASK:4] left."):
+        with pytest.raises(ZeroDivisionError):
+            command("fill", text)
+    assert taken == [0.7, resampling.TEMPERATURE]
+
+
+def test_equal_tokens_of_several_divisions_keep_their_best_scores(books):
+    """Two gaps of one and two tokens, or of two and one, can be filled equally."""
+    gapped = gaps.encode_gaps(
+        "He said[MASK:1-2],[MASK:1-2] home.", books.tokenizer, books.block_size
+    )
+    comma = books.tokenizer.encode_after(",")[0]
+    contexts = [gapped.context(lengths) for lengths in ((1, 2), (2, 1))]
+    filled = []
+    for context in contexts:
+        tokens = [comma if token is None else token for token in context]
+        filled.append(tokens)
+    assert filled[0] == filled[1]
+    scores = [
+        gaps.score_fillings(books.model, [context], [filled[0]])[0]
+        for context in contexts
+    ]
+    for order in ((0, 1), (1, 0)):
+        ((_, best),) = gaps.best_fillings(
+            books.model,
+            [contexts[i] for i in order],
+            filled,
+            most=4,
+            by="right",
+        )
+        assert best.right == pytest.approx(max(score.right for score in scores))
 
 
 def test_a_mask_that_is_no_gap_is_told(books):

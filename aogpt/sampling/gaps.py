@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.tokenizers import AlphabetTokenizer, BytesTokenizer, Tokenizer
 from ..model import AOGPT
 from ..runtime.errors import UserError
+from ..runtime.randomness import INFILL_SEEDS, philox_bits
 from ..scoring import token_log_probs
 from .modes import Context
 
@@ -127,6 +128,12 @@ class Gapped:
             if len(context) <= block_size:
                 contexts.append(context)
         return contexts
+
+
+def seed_of_request(seed: int, number: int) -> int:
+    """Return the seed of a request of several that fill gaps, below 2**63."""
+    bits = philox_bits(seed, number, range(1), 1, INFILL_SEEDS)
+    return int(bits[0, 0]) >> 1
 
 
 def encode_gaps(text: str, tokenizer: Tokenizer, block_size: int) -> Gapped:
@@ -300,12 +307,18 @@ def best_fillings(
 ) -> list[tuple[int, Scores]]:
     """Return numbers and scores of at most `most` fillings with different tokens, the
     best first. by: the score that ranks them, `rank_by` if None."""
-    number_of = {tuple(row): number for number, row in enumerate(tokens)}
-    numbers = list(number_of.values())  # of fillings with different tokens
+    # Equal tokens may be divided into gaps in several ways, with scores of their own.
+    number_of = {}
+    for number, row in enumerate(tokens):
+        is_filled = tuple(token is None for token in given[number])
+        number_of[tuple(row), is_filled] = number
+    numbers = list(number_of.values())
     distinct_given = [given[number] for number in numbers]
     distinct_tokens = [tokens[number] for number in numbers]
     scores = score_fillings(model, distinct_given, distinct_tokens)
     if by is None:
         by = rank_by(model, distinct_given)
-    places = ranked(scores, by)
-    return [(numbers[place], scores[place]) for place in places[:most]]
+    best: dict[tuple[int, ...], tuple[int, Scores]] = {}
+    for place in ranked(scores, by):
+        best.setdefault(tuple(distinct_tokens[place]), (numbers[place], scores[place]))
+    return list(best.values())[:most]

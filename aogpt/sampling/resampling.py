@@ -499,6 +499,14 @@ def _systematic(
     return _inverse(weights, strata)
 
 
+def dropped_note(gapped: Gapped, block_size: int) -> str:
+    """Return a note on lengths that resampling does not try, as they do not fit into a
+    block; "" where it tries all."""
+    lengths = _lengths_that_fit(gapped, block_size)
+    tried = math.prod(len(sizes) for sizes in lengths)
+    return gapped.dropped_note(tried, block_size)
+
+
 def _lengths_that_fit(gapped: Gapped, block_size: int) -> list[range]:
     """Return the lengths of the gaps, of which all combinations fit into a block."""
     shortest = [sizes[0] for sizes in gapped.lengths]
