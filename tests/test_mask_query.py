@@ -24,7 +24,6 @@ import train
 from aogpt.model import ModelConfig
 from aogpt.scoring import token_log_probs
 from aogpt.systems import build_model, flops_per_token, parameter_counts, set_block_size
-from aogpt.training.warm_start import warm_start
 
 LENGTH = TINY["block_size"]
 
@@ -104,31 +103,6 @@ def test_its_parameters_and_its_length():
 def test_settings_without_effect_are_refused(settings, words):
     with pytest.raises(ValueError, match=rf"{words}.*leave {words} out"):
         build_model(tiny_model("mask_query", **settings))
-
-
-@pytest.mark.parametrize("position", ["learned", "rotary", "both"])
-@torch.no_grad()
-def test_it_starts_from_a_plain_gpt_whose_states_its_contents_have(position):
-    """From left to right, contents are the inputs of a GPT without [None]."""
-    source = make_system("AO-GPT", 1, target="none", position=position, start="hidden")
-    config = tiny_model("mask_query", position=position)
-    model = build_model(config).double().eval()
-    warm_start(model, source)
-    tokens = random_tokens(TOKENS, batch_size=2, length=LENGTH, seed=0)
-    order = torch.arange(LENGTH).expand(2, LENGTH)
-    states = []
-    for each in (model, source):
-        each.blocks[0].register_forward_hook(
-            lambda block, inputs, out: states.append(out[0])
-        )
-        each.head_logits(each.hidden(tokens, order))
-    # Input i + 1 of the GPT is content i.
-    assert (states[0][:, : LENGTH - 1] - states[1][:, 1:]).abs().max() < 1e-12
-    own = make_system("mask_query", 2)
-    again = build_model(own.config).double().eval()
-    warm_start(again, own)
-    expected = own.head_logits(own.hidden(tokens, order))
-    assert torch.equal(again.head_logits(again.hidden(tokens, order)), expected)
 
 
 RUNS = {

@@ -39,9 +39,7 @@ from aogpt.evaluation.harness import HarnessModel
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import TokenChoice, generate, l2r_plan
-from aogpt.systems import build_model
 from aogpt.training import config as configuration
-from aogpt.training.warm_start import warm_start
 from convert import convert
 
 transformers = pytest.importorskip("transformers")
@@ -541,38 +539,6 @@ def test_a_model_that_transformers_does_not_have_is_not_written(llama, tmp_path)
         changed = dataclasses.replace(config, **change)
         with pytest.raises(UserError, match=words):
             pretrained.settings_of(changed, tokenizer, False, "float32")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("target", ["rotary", "adaln", "none", "two_stream"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_a_warm_start_computes_the_pretrained_model(kind, target, tmp_path):
-    """From left to right, to rounding; of two streams the content stream does."""
-    write_model(tmp_path, kind)
-    source = load(tmp_path).model.double()
-    config = dataclasses.replace(
-        source.config, target=target, query_at="before_target", block_size=50
-    )
-    model = build_model(config).double()
-    warm_start(model, source)
-    tokens = random_tokens(vocab_size=250, batch_size=2, length=50, seed=6)
-    order = torch.arange(50).expand(2, 50)
-    contents = []
-    model.blocks[-1].register_forward_hook(
-        lambda block, inputs, out: contents.append(out[0])
-    )
-    got = model.logits(tokens, order)
-    if target == "two_stream":
-        got = model.head_logits(model.norm_f(contents[0]))
-    assert (got - source.logits(tokens, order)).abs().max() < 1e-12
-    if target != "none":  # the same weights in another order
-        other = torch.stack([torch.randperm(50) for _ in range(2)])
-        assert model(tokens, other).isfinite().all()
-    if target == "rotary":
-        added = {name for name, _ in model.named_parameters()} - dict(
-            source.named_parameters()
-        ).keys()
-        assert not added
 
 
 @settings(deadline=None, max_examples=60)

@@ -4,7 +4,6 @@ is there is refused; convert.
 The formulas are those of reference.py, in float64; the names of the releases are
 written out here. GPT-2 is compared with `transformers` itself."""
 
-import dataclasses
 import json
 import math
 import os
@@ -33,7 +32,6 @@ from aogpt.systems import build_model
 from aogpt.training.config import Config
 from aogpt.training.optimizers import EMA
 from aogpt.training.state import Progress, State, named_tensors, plain_values
-from aogpt.training.warm_start import warm_start
 from convert import convert
 
 VOCAB = 37
@@ -391,35 +389,6 @@ def test_gpt2_gives_the_probabilities_of_transformers(gpt2, tmp_path, kind):
     assert (got[:, loaded.scored_from :] - expected).abs().max() < 1e-9
     assert got[:, 0].isfinite().all()
     assert expected.std() > 0.5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("target", ["adaln", "two_stream"])
-def test_gpt2_starts_a_decoder_that_has_its_logits_left_to_right(gpt2, target):
-    """With two streams the content stream has them, which the queries read."""
-    reference, folder = gpt2
-    source = load_model(folder).double()
-    model = build_model(dataclasses.replace(source.config, target=target)).double()
-    warm_start(model, source)
-    tokens = random_tokens(VOCAB, 2, BLOCK, seed=6)
-    order = torch.arange(BLOCK).expand(2, BLOCK)
-    contents = []
-    model.blocks[-1].register_forward_hook(
-        lambda block, inputs, out: contents.append(out[0])
-    )
-    nll = model(tokens, order)
-    # only the modulation has to move for the model to depend on its targets
-    if target == "adaln":
-        logits = model.logits(tokens, order)
-        assert (logits - source.logits(tokens, order)).abs().max() < 1e-12
-        assert torch.equal(token_log_probs(model, tokens, order), -nll)
-        assert model.wtpe.weight.std() > 0
-        assert model.blocks[0].adaln.weight.abs().max() == 0
-    else:
-        logits = model.head_logits(model.norm_f(contents[0]))
-        assert nll.isfinite().all()
-        assert (nll - source(tokens, order)).abs().max() > 0.1
-    assert (logits[:, 1:] - reference(tokens).logits[:, :-1]).abs().max() < 1e-9
 
 
 def refused(path, *words, **keywords):

@@ -24,6 +24,7 @@ from helpers import (
     some_slow,
     tiny_config,
 )
+from reference import TOKENS, make_system, random_tokens
 
 import train
 from aogpt.checkpoints import CheckpointError, store
@@ -268,6 +269,7 @@ MEANINGS = {  # the source, what the model changes -> what is said; None: it sta
     "shorter": ({}, {"block_size": 8}, None),
     "shorter tables in blocks": ({"target": "per_block"}, {"block_size": 8}, None),
     "shorter encoder": (ENCODER, {"block_size": 8}, None),
+    "shorter mask queries": ({"target": "mask_query"}, {"block_size": 8}, None),
     "plain": ({"target": "none"}, {"target": "adaln", "cond_dim": 16}, None),
     "two streams": (
         {"target": "none"},
@@ -297,6 +299,63 @@ def test_weights_start_a_model_only_where_they_mean_the_same(case):
     ours = dict(model.named_parameters())
     for name, weight in source.named_parameters():
         assert torch.equal(ours[name], weight[: len(ours[name])]), name
+
+
+PLAIN = [  # a plain GPT, its settings
+    ("GPT-2", {}),
+    ("GPT-2", {"position": "both"}),
+    ("Llama, plain", {}),
+    ("Llama, plain", {"start": "attended"}),
+]
+
+
+@pytest.mark.parametrize("system, settings", PLAIN)
+@pytest.mark.parametrize(
+    "target", ["none", "adaln", "rotary", "two_stream", "mask_query"]
+)
+@torch.no_grad()
+def test_a_plain_gpt_starts_a_decoder_that_computes_it_left_to_right(
+    system, settings, target
+):
+    """Its contents do, where queries are inputs of their own; without [None] these are
+    a plain GPT's inputs after it."""
+    source = make_system(system, 1, **settings)
+    has_none = source.config.start == "attended"
+    if target == "rotary" and source.config.position != "rotary":
+        return
+    if target == "mask_query" and has_none:
+        return
+    config = dataclasses.replace(source.config, target=target, block_size=8)
+    if target == "mask_query":
+        config = dataclasses.replace(config, start="attended")
+    elif config.position != "learned":
+        config = dataclasses.replace(config, query_at="before_target")
+    model = build_model(config).double().eval()
+    warm_start(model, source)
+    tokens = random_tokens(TOKENS, batch_size=2, length=8, seed=0)
+    order = torch.arange(8).expand(2, 8)
+    block = 0 if target == "mask_query" else -1  # its last one computes queries alone
+    states = []
+    logits = []
+    for each in (model, source):
+        each.blocks[block].register_forward_hook(
+            lambda block, inputs, out: states.append(out[0])
+        )
+        logits.append(each.head_logits(each.hidden(tokens, order)))
+    ours, theirs = logits
+    if target == "two_stream":
+        ours, theirs = states
+    elif target == "mask_query":
+        ours = states[0][:, :7]
+        theirs = states[1][:, 1:]
+    assert (ours - theirs).abs().max() < 1e-12
+    has_own_queries = target in ("two_stream", "mask_query")
+    assert ((logits[0] - logits[1]).abs().max() > 0.1) == has_own_queries
+    if target == "adaln":  # only the modulation has to move for it to know its targets
+        assert model.wtpe.weight.std() > 0
+        assert model.blocks[0].adaln.weight.abs().max() == 0
+    if target != "none":  # the same weights in another order
+        assert model(tokens, order.flip(1)).isfinite().all()
 
 
 TOKENIZERS = [  # ours, theirs, what is said; None: it starts
