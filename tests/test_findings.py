@@ -977,22 +977,6 @@ def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs()
         pages.filled("{fast: c:mflops}", experiment, {"fast": entries})
 
 
-def test_the_losses_at_equal_operations_are_those_of_a_line_through_two_budgets():
-    """Of E22, in the logarithm of the tokens."""
-    experiment, recipes = pages.load_results("E22")
-    entries = recipes["fast"]
-    page = (pages.RESULTS / "E22.md").read_text()
-    for name in ("mask_query", "two_stream"):
-        whole, half = (
-            statistics.mean(pages.value_of(row, "eval_random") for row in runs)
-            for runs in (entries[name]["runs"], entries[f"{name}_half"]["runs"])
-        )
-        half_entry = entries[f"{name}_half"]
-        _, operations = pages.costs_beside(half_entry, entries["rotary"])
-        loss = half - (half - whole) * math.log2(1 / operations)
-        assert f" {loss:.3f}, " in page
-
-
 def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(
     tiny, monkeypatch, capsys
 ):
