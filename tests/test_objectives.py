@@ -17,7 +17,7 @@ from reference import (
 from aogpt.objectives import ao_ar_loss, evaluation_masks, token_nll
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
-from aogpt.scoring import parallel_log_probs, token_log_probs
+from aogpt.scoring import token_log_probs
 
 # positions and tokens: 81 sequences, 24 orders, 15 masks
 N = 4
@@ -57,27 +57,6 @@ def test_any_order_loss_is_the_mdm_integral(seed, target):
     difference = ao_ar_by_enumeration(model, sequences) - integral
     assert difference.abs().max() < 1e-12
     assert integral.std() > 0.1
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_middle_form_with_parallel_targets_is_the_any_order_loss(seed):
-    """n E_l[1/(n-l+1) E_sigma sum_{r>=l} -log p(x_{s_r} | x_{s_<l})], l uniform over
-    1..n, exactly, all n-l+1 targets in one pass of the parallel mask."""
-    model = enumerable_system("AO-GPT", seed)[0]
-    orders = torch.tensor(list(itertools.permutations(range(N))))
-    sequences = all_sequences(V, N)
-    # each sequence in each order
-    rows = sequences.repeat_interleave(len(orders), dim=0)
-    orders_of_rows = orders.repeat(len(sequences), 1)
-    middle = torch.zeros(len(sequences), dtype=torch.float64)
-    for prefix_length in range(N):  # l - 1
-        lengths = torch.full((len(rows),), prefix_length)
-        log_probs = parallel_log_probs(model, rows, orders_of_rows, lengths)
-        totals = log_probs.sum(dim=1).view(len(sequences), len(orders))
-        # n * (1/n) * the sum over l
-        middle -= totals.mean(dim=1) / (N - prefix_length)
-    difference = middle - ao_ar_by_enumeration(model, sequences)
-    assert difference.abs().max() < 1e-12
 
 
 def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wrapper():
