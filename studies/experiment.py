@@ -27,7 +27,7 @@ from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies.measures import Measure
 from studies.runs import ROOT
-from studies.verdicts import Claim, Ratio
+from studies.verdicts import Claim
 
 CONFIGS = ROOT / "studies" / "configs" / "findings"
 OUT = Path("out") / "findings"
@@ -115,7 +115,6 @@ class Experiment:
     # the loss or figure that is compared; training: under training orders
     kind: str = "training"
     claims: list[Claim] = field(default_factory=list)
-    ratios: list[Ratio] = field(default_factory=list)
     seeds: int = 3
     seeds_of: dict[str, int] = field(default_factory=dict)  # recipes with fewer seeds
     first_seed: int = 0  # above those that a pilot has seen
@@ -297,7 +296,6 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
             if run_config in chosen:
                 recipes[recipe][run_config] = one
     claims = values.pop("claims", [])
-    ratios = values.pop("ratios", [])
     measures = values.pop("measures", [])
     return Experiment(
         name=name,
@@ -306,7 +304,6 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         descriptions=descriptions,
         x=places,
         claims=from_values(claims, list[Claim], source),
-        ratios=from_values(ratios, list[Ratio], source),
         measures=from_values(measures, list[Measure], source),
         **values,
     )

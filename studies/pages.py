@@ -28,7 +28,6 @@ from studies.verdicts import (
     Claim,
     figure_of,
     judged,
-    ratio_of,
     tokens_to,
     with_verdicts,
 )
@@ -535,9 +534,6 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
         lines += [f"## {title}", "", *losses_table(experiment, entries), ""]
         if claims[recipe]:
             lines += [*claims_table(claims[recipe]), ""]
-        for one in experiment.ratios:
-            if ratio := ratio_of(one, experiment.kind, entries):
-                lines += [f"{ratio['says']}: {mean_cell(ratio['values'])}", ""]
         for entry in entries.values():
             rows += entry["runs"]
             if entry["tuning"]:

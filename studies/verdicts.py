@@ -65,16 +65,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """(a - b) / (c - d) of four sides, as those of a claim, seed by seed; none unless c
-    > d."""
-
-    says: str
-    of: tuple[str, str]
-    to: tuple[str, str]
-
-
-@dataclass(frozen=True)
 class Figure:
     """A loss or measure of one run."""
 
@@ -407,27 +397,6 @@ def on_the_plateau(side: Side, entries: Entries) -> bool:
         if is_loss and figure and unigram and figure.value > unigram[0] - NOTHING:
             return True
     return False
-
-
-def ratio_of(ratio: Ratio, kind: str, entries: Entries) -> dict | None:
-    """Return a ratio for each seed; None if a run config is missing."""
-    texts = [*ratio.of, *ratio.to]
-    sides = [side_of(text, kind) for text in texts]
-    figures = figures_of(sides, entries)
-    if figures is None:
-        return None
-    a, b, c, d = [figures[side] for side in sides]
-    values = []
-    for seed in range(len(a)):
-        if not (a[seed] and b[seed] and c[seed] and d[seed]):
-            continue
-        whole = c[seed].value - d[seed].value
-        if whole <= 0:
-            values = []
-            break
-        part = a[seed].value - b[seed].value
-        values.append(part / whole)
-    return {"says": ratio.says, "values": values}
 
 
 def figures_of(

@@ -35,10 +35,8 @@ from studies.verdicts import (
     SUPPORTED,
     UNDECIDED,
     Claim,
-    Ratio,
     is_number,
     judged,
-    ratio_of,
 )
 
 SHIPPED = experiments.experiment_names()
@@ -78,7 +76,7 @@ def check_run_configs(experiment, recipe, run_configs):
 
 
 def check_claims(experiment):
-    """Claims, ratios and measures are of run configs that there are; at most three
+    """Claims and measures are of run configs that there are; at most three
     claims are primary under a recipe."""
     run_configs = {name for recipe in experiment.recipes.values() for name in recipe}
     sides = []
@@ -92,8 +90,6 @@ def check_claims(experiment):
             assert not claim.ranks
     for recipe in experiment.recipes:
         assert sum(recipe in claim.primary for claim in experiment.claims) <= 3
-    for ratio in experiment.ratios:
-        sides += [*ratio.of, *ratio.to]
     for side in sides:
         for term in side.split(" - "):
             assert term.partition(":")[0] in run_configs or is_number(term)
@@ -653,18 +649,6 @@ def measured(**figures):
     return {"tokens": [], "losses": {}, "measured": figures}
 
 
-def test_a_ratio_is_of_differences_seed_by_seed():
-    def of(*pairs):
-        return {"runs": [measured(x=[x, None], y=[y, None]) for x, y in pairs]}
-
-    entries = {"a": of((3.0, 2.5), (4.0, 3.0)), "b": of((1.0, 0.0), (2.0, 0.0))}
-    share = Ratio("share of the gap", ("a:x", "a:y"), ("a:x", "b:x"))
-    assert ratio_of(share, "x", entries)["values"] == pytest.approx([0.5 / 2, 1 / 2])
-    times = Ratio("times", ("a:x", "0"), ("b:x", "0"))
-    assert ratio_of(times, "x", entries)["values"] == pytest.approx([3.0, 2.0])
-    assert ratio_of(Ratio("", ("a", "c"), ("a", "0")), "x", entries) is None
-
-
 def test_two_keys_are_tuned_together_until_the_best_has_all_its_neighbours():
     rates = {"a": [1, 2, 4, 8, 16], "b": [1, 2, 4, 8]}
     tuning = runner.search(
@@ -771,7 +755,6 @@ claims = [
     { says = "who does not is better", lower = "still:l2r", higher = "moving:l2r" },
     { says = "measured", lower = "moving:eval_l2r", higher = "still:l2r" },
 ]
-ratios = [{ says = "share", of = ["still", "moving"], to = ["still", "0"] }]
 [recipes]
 slow = { tune = { "optim.beta2" = [0.9, 0.95] } }
 muon = { "optim.kind" = "muon", tune = { "optim.muon_lr" = [0.01, 0.02] } }
