@@ -21,10 +21,11 @@ from reference import random_tokens
 
 import train
 from aogpt.checkpoints import CheckpointError, adapters, load, store
+from aogpt.checkpoints.load import make_model
 from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
 from aogpt.systems import build_model
-from aogpt.training.adapters import add_adapters
+from aogpt.training.adapters import add_adapters, alpha_of
 from convert import convert
 
 pytest.importorskip("peft")
@@ -131,6 +132,35 @@ def test_merged_adapters_compute_what_peft_does_unmerged(tuned, weights):
         before = load(base).model.logits(tokens, order)
     assert (merged - expected).abs().max() < 1e-5
     assert (merged - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("attn_bias", [False, True])
+@pytest.mark.parametrize("target", ["two_stream", "mask_query", "rotary"])
+def test_every_stream_reads_the_adapters(target, attn_bias):
+    """The model that trains and the merged one compute the same."""
+    shape = dataclasses.replace(
+        SHAPE,
+        target=target,
+        attn_bias=attn_bias,
+        position="rotary",
+    )
+    torch.manual_seed(1)
+    model = build_model(shape)
+    base = {name: p.detach().clone() for name, p in model.named_parameters()}
+    add_adapters(model, rank=2)
+    parts = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p)
+            parts[name] = p.detach()
+    adapter = {"rank": 2, "alpha": alpha_of(2)}
+    tokens = random_tokens(vocab_size=64, batch_size=2, length=8, seed=1)
+    order = torch.stack([torch.randperm(8) for _ in range(2)])
+    with torch.no_grad():
+        trained = model.logits(tokens, order)
+        adapters.merge(base, parts, adapter)
+        merged = make_model(shape, base).logits(tokens, order)
+    assert (merged - trained).abs().max() < 1e-4
 
 
 def test_an_exported_adapter_is_merged_into_the_base_that_is_given(tuned, tmp_path):
