@@ -35,6 +35,42 @@ def test_rows_are_text_in_every_kind_of_file(tmp_path):
         assert documents(out) == TEXTS, path
 
 
+ONE_ROW = {
+    "an empty list": {"text": "first", "tags": []},
+    "a list of words": {"text": "first", "tags": ["short"]},
+    "a list of rows": {"text": "first", "tags": [{"text": "a tag"}]},
+    "two lists": {"text": "first", "tags": [], "more": []},
+}
+
+
+@pytest.mark.parametrize("kind", ONE_ROW)
+def test_a_json_file_of_one_row_with_a_list_is_that_row(tmp_path, kind):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ONE_ROW[kind]))
+    out = prepared("text", tmp_path / "o", path, split="test")
+    assert documents(out) == ["first"]
+    with_prompt = {"prompt": "12+34=", **ONE_ROW[kind]}
+    path.write_text(json.dumps(with_prompt))
+    out = prepared("records", tmp_path / "p", path, split="test", block_size=16)
+    assert get_tokenizer("bytes").decode(read_tokens(out, "test")[:11]) == "12+34=first"
+
+
+def test_a_json_file_of_one_row_without_a_text_is_a_bad_row(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"text": None, "tags": [{"text": "a tag"}]}))
+    with pytest.raises(UserError, match="a.json row 1: "):
+        prepared("text", tmp_path / "o", path, split="test")
+    path.write_text(json.dumps({"prompt": "12=", "tags": [{"text": "a tag"}]}))
+    with pytest.raises(UserError, match="a.json row 1: no field 'text'"):
+        prepared("records", tmp_path / "o", path, split="test", block_size=16)
+
+
+def test_rows_of_a_json_file_may_stand_under_the_name_of_their_field(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "text": [{"text": "one"}]}))
+    assert documents(prepared("text", tmp_path / "o", path, split="test")) == ["one"]
+
+
 def test_zst_files_are_read_and_damage_is_noticed(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     content = (json.dumps({"text": "text " * 50}) + "\n").encode() * 50

@@ -335,7 +335,8 @@ def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 
 def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """Yield a document for each object in a list, which is the file or the only list in
-    its object; or for each line, where a file of JSON lines has this suffix."""
+    its object; for the file's object, if it is itself a row; or for each line, where a
+    file of JSON lines has this suffix."""
     content = stream.read()
     try:
         values = json.loads(content)
@@ -349,10 +350,10 @@ def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: this is not JSON ({reason_of(error)})") from None
     if isinstance(values, dict):
-        lists = [value for value in values.values() if isinstance(value, list)]
-        values = [values]
-        if len(lists) == 1:
-            values = lists[0]
+        lists = [key for key, value in values.items() if isinstance(value, list)]
+        # A field that is read makes it a row, which may hold a list, such as of tags.
+        is_row = len(lists) != 1 or not reading.fields.isdisjoint(values.keys() - lists)
+        values = [values] if is_row else values[lists[0]]
     if not isinstance(values, list):
         raise UserError(
             f"{name}: this is a {type(values).__name__}, not a list of rows"
