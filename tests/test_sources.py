@@ -107,6 +107,32 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, capsys, name):
     assert said.count(str(path)) == min(3, count)
 
 
+def test_a_column_that_is_read_stands_once_in_a_table(tmp_path):
+    """Else the first of two would vanish. Columns that are not read may have any
+    name."""
+    path = tmp_path / "a.csv"
+    path.write_text("text,n,text\none,1,two\n")
+    with pytest.raises(UserError, match="a.csv: 2 columns are named 'text'; rename"):
+        prepared("text", tmp_path / "o", path, split="test")
+    path.write_text("prompt,text,prompt\n1+1=,2,1+2=\n")
+    with pytest.raises(UserError, match="a.csv: 2 columns are named 'prompt'; rename"):
+        prepared("records", tmp_path / "o", path, split="test", block_size=8)
+    path.write_text("text,,\none,1,2\n")
+    out = prepared("text", tmp_path / "o", path, split="test")
+    assert documents(out) == ["one"]
+
+
+def test_a_column_that_is_read_stands_once_in_a_parquet_file(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    columns = [arrow.array(["one"]), arrow.array(["two"])]
+    table = arrow.Table.from_arrays(columns, names=["text", "text"])
+    parquet.write_table(table, path)
+    with pytest.raises(UserError, match="a.parquet: 2 columns are named 'text'"):
+        prepared("text", tmp_path / "o", path, split="test")
+
+
 def test_nulls_in_a_table_are_bad_rows(tmp_path, capsys):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -17,7 +17,7 @@ import lzma
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -371,6 +371,7 @@ def read_csv(
 
     def rows() -> Iterator[tuple[int, dict]]:
         try:
+            check_read_once(table.fieldnames or [], reading, name)
             yield from enumerate(table, 1)
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(
@@ -378,6 +379,21 @@ def read_csv(
             ) from None
 
     yield from texts_of(rows(), reading, name)
+
+
+def check_read_once(
+    columns: Sequence[str],
+    reading: Reading,
+    name: str,
+) -> None:
+    """Raise UserError if a field that is read is the name of two columns: a row would
+    hold the last one alone."""
+    for column in sorted(reading.fields):
+        if columns.count(column) > 1:
+            raise UserError(
+                f"{name}: {columns.count(column)} columns are named {column!r}; rename "
+                "all but one of them"
+            )
 
 
 def text_of(
@@ -408,6 +424,7 @@ def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]
 
         file = ParquetFile(stream)
         names = file.schema_arrow.names
+        check_read_once(names, reading, name)
         columns = [name for name in names if name in reading.fields]
         for batch in file.iter_batches(500, columns=columns):
             for values in batch.to_pylist():
@@ -427,6 +444,8 @@ def _numbered(
     try:
         for number, row in enumerate(rows, 1):
             yield number, row
+    except UserError:
+        raise
     # pyarrow, datasets and the network have errors of their own.
     except Exception as error:
         raise UserError(
