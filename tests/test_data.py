@@ -580,6 +580,28 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
         )
 
 
+def test_token_files_of_nanogpt_are_mixed_with_a_set_that_records_more(tmp_path):
+    """They have no checksum of their vocabulary, which may be the same."""
+    ids = np.arange(600, 1200, dtype=np.uint16)
+    nanogpt = tmp_path / "nanogpt"
+    nanogpt.mkdir()
+    ids.tofile(nanogpt / "train.bin")
+    prepared_set = write_dataset(
+        tmp_path / "prepared",
+        ids,
+        tokenizer="gpt2",
+        tokenizer_sha256="a",
+        vocab_size=50257,
+        eot=50256,
+    )
+    for first, second in ((nanogpt, prepared_set), (prepared_set, nanogpt)):
+        mix = (f"{second}=0.5",)
+        data = open_training_data(
+            first, block_size=4, verify=False, max_tokens=0, mix=mix
+        )
+        assert data.num_blocks == 300
+
+
 def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
     for name in "ab":
         write_dataset(tmp_path / name, np.arange(600), vocab_size=60_000)

@@ -30,7 +30,7 @@ from ..runtime.validation import (
     schema,
 )
 from .catalogue import command_for
-from .tokenizers import RECORDED, Tokenizer
+from .tokenizers import Tokenizer, other_tokenizer
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
@@ -517,7 +517,7 @@ def open_training_data(
             raise UserError(f"data.mix {text}: this data set is in the mixture twice")
         folders.add(place.resolve())
         part = TokenDataset(place, "train", data.block_size, verify=verify)
-        if any(part.meta.get(key) != data.meta.get(key) for key in RECORDED):
+        if other_tokenizer(part.meta, data.meta):
             raise UserError(
                 f"data.mix {name} has another tokenizer than {folder}; prepare it again"
             )
