@@ -33,6 +33,7 @@ from aogpt.data.tokenizers import get_tokenizer, other_tokenizer
 from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
+from aogpt.runtime.randomness import philox_bits
 from convert import convert
 
 every_tokenizer = pytest.mark.parametrize(
@@ -578,6 +579,26 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
             max_tokens=0,
             mix=(f"{tmp_path / 'd'}=0.5",),
         )
+
+
+def test_a_mixture_of_many_parts_shuffles_each_once_an_epoch(tmp_path, monkeypatch):
+    names = "abcdef"
+    for name in names:
+        write_dataset(tmp_path / name, np.arange(3996) % 257)
+    mix = tuple(f"{tmp_path / name}=0.1" for name in names[1:])
+    data = open_training_data(
+        tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
+    )
+    widths = []
+
+    def counted(*arguments, width, **options):
+        widths.append(width)
+        return philox_bits(*arguments, width=width, **options)
+
+    monkeypatch.setattr(loader, "philox_bits", counted)
+    for first in range(0, 1000, 200):
+        data.indices(0, 0, range(first, first + 200), 1000)
+        assert widths.count(999) == len(names)
 
 
 def test_token_files_of_nanogpt_are_mixed_with_a_set_that_records_more(tmp_path):

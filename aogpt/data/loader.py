@@ -234,6 +234,31 @@ def spread(count: int, total: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
+class Shuffles:
+    """The orders of the blocks of a data set in its epochs. Those of four are kept: a
+    batch moves on to the next epoch, never back. Each part of a mixture keeps its own,
+    as every batch reads all parts."""
+
+    def __init__(self):
+        self.order = functools.lru_cache(maxsize=4)(shuffled)
+
+    def indices(
+        self, seed: int, numbers: np.ndarray, count: int, first: int = 0
+    ) -> np.ndarray:
+        """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
+        reads block shuffle_e[n % count] of epoch e = n // count. first: added to the
+        epoch's number for the shuffle."""
+        epochs, places = np.divmod(numbers, count)
+        indices = np.empty_like(places)
+        # Two epochs where a batch straddles them, more if it is larger than the
+        # dataset.
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order = self.order(seed, first + int(epoch), count)
+            indices[here] = order[places[here]]
+        return indices
+
+
 class TokenDataset:
     """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer
     where its examples with prompts are shorter. Attributes: folder, split, meta, tokens
@@ -258,6 +283,7 @@ class TokenDataset:
         self.meta = load_meta(folder)
         self.tokens = read_tokens(folder, split, verify)
         self.shift = 0  # not 0 where a run had batches of another size before
+        self.shuffles = Shuffles()
         entry = self.meta["splits"][split]
         paths = [self.folder / entry["file"]]
         self._sha256 = [entry["sha256"]]
@@ -385,7 +411,7 @@ class TokenDataset:
         if len(rows):
             assert 0 <= min(rows) <= max(rows) < global_batch, rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
-        return in_epochs(seed, sequence, self.num_blocks)
+        return self.shuffles.indices(seed, sequence, self.num_blocks)
 
 
 class Mixture(TokenDataset):
@@ -472,28 +498,11 @@ class Mixture(TokenDataset):
                 number = pattern * self.counts[n] + before
                 # Another shuffle for each part; that of the first is the one it has
                 # alone.
-                numbers = in_epochs(seed, number, part.num_blocks, n << 40)
+                numbers = part.shuffles.indices(
+                    seed, number, part.num_blocks, first=n << 40
+                )
                 indices[of_part] = self.starts[n] + numbers
         return indices
-
-
-def in_epochs(
-    seed: int,
-    numbers: np.ndarray,
-    count: int,
-    first: int = 0,
-) -> np.ndarray:
-    """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
-    reads block shuffle_e[n % count] of epoch e = n // count. first: added to the
-    epoch's number for the shuffle."""
-    epochs, places = np.divmod(numbers, count)
-    indices = np.empty_like(places)
-    # Two epochs where a batch straddles them, more if it is larger than the dataset.
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        order = shuffled(seed, first + int(epoch), count)
-        indices[here] = order[places[here]]
-    return indices
 
 
 def open_training_data(
@@ -591,7 +600,6 @@ def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
     return notes
 
 
-@functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.
