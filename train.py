@@ -307,6 +307,11 @@ def print_summary(
     if isinstance(data, Mixture):
         for line in data.describe(sequences):
             procs.print0(line)
+        if config.data.max_tokens:
+            procs.print0(
+                f"data.max_tokens limits {config.data.folder} alone; the data sets of "
+                "data.mix are read whole"
+            )
     for note in data.meta.get("notes", []):
         procs.print0(note)
     for note in configuration.unused_settings(config):

@@ -325,6 +325,21 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
         train.train(change(config, train__steps=43), ALONE)
 
 
+def test_what_max_tokens_limits_in_a_mixture_is_said(data, tmp_path, capsys):
+    more = make_data(tmp_path, words=3000, seed=1)
+    config = tiny_config(data, tmp_path / "out", steps=5)
+    config = change(config, data__mix=(f"{more}=0.2",))
+    train.train(config, ALONE)
+    before = capsys.readouterr().out
+    assert "data.max_tokens" not in before
+    train.train(change(config, name="few", data__max_tokens=80), ALONE)
+    said = capsys.readouterr().out
+    assert f"{data}: 80.0% of the sequences, 5 blocks" in said
+    (whole,) = re.findall(rf"{re.escape(str(more))}: .* blocks", before)
+    assert whole in said
+    assert f"data.max_tokens limits {data} alone" in said
+
+
 DRIVER = """
 # Forks a run of train.py whenever it is asked to, which may die before its n-th file
 # operation, or when a file grows past a size. Its output goes to files.

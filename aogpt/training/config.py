@@ -52,7 +52,8 @@ class DataConfig(Table):
     # (LLaDA: 0.01); their length in tokens is uniform in 1 to block_size, rounded up to
     # an eighth of it
     random_length_prob: Probability = 0.0
-    # train on this many tokens, in blocks spread over the data; 0: all
+    # train on this many tokens of data.folder, in blocks spread over it; 0: all. Data
+    # sets of data.mix are read whole
     max_tokens: NonNegative = 0
 
 
