@@ -31,6 +31,7 @@ from aogpt.evaluation.eval_sets import (
     EvalSet,
     SplitOption,
     comparable,
+    note_on_end,
     open_eval_set,
     open_split,
     open_texts,
@@ -378,6 +379,18 @@ def open_all(
     return eval_sets
 
 
+def notes_on_models(models: list[Loaded], eval_sets: list[EvalSet]) -> list[str]:
+    """Return the notes on what a model does not know of a text. Raises UserError for a
+    text that is not for one of the models."""
+    notes = []
+    for eval_set in eval_sets:
+        for loaded in models:
+            note = note_on_end(eval_set.dataset, loaded)
+            if note is not None:
+                notes.append(note)
+    return list(dict.fromkeys(notes))
+
+
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Score every text along every order; the main process prints and writes the
     results."""
@@ -405,7 +418,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
-    report = Report(a, models)
+    report = Report(a, models, notes_on_models(models, eval_sets))
     for eval_set in eval_sets:
         for name, of_name in scorers.items():
             tasks = []
@@ -431,6 +444,7 @@ class Report:
 
     a: Arguments
     models: list[Loaded]
+    notes: list[str]  # on the models
     results: list[dict] = field(default_factory=list)
     differences: list[dict] = field(default_factory=list)
 
@@ -450,7 +464,8 @@ class Report:
     def lines(self) -> list[str]:
         """Return the models and the table."""
         if not self.a.other:
-            return [self.models[0].description, "", *markdown(self.results)]
+            table = markdown(self.results)
+            return [self.models[0].description, "", *table, *self.notes]
         first, second = self.models
         lines = [
             f"A: {first.description}",
@@ -458,6 +473,7 @@ class Report:
             f"B: {second.description}",
             "",
             *comparison(self.differences),
+            *self.notes,
         ]
         if first.tokens and second.tokens and first.tokens != second.tokens:
             lines += [

@@ -1,20 +1,38 @@
 """tokenizer.json files: what begins and ends a text, text that is lost, and bytes."""
 
+import contextlib
+import dataclasses
 import json
 import math
+import re
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers import needs_gpt2, prepared, run_main, write_jsonl
+from helpers import (
+    ALONE,
+    change,
+    needs_gpt2,
+    prepared,
+    run_main,
+    tiny_config,
+    write_jsonl,
+)
 from reference import make_system
 
 import aogpt
 import eval_ppl
+import train
 from aogpt import commands
 from aogpt.checkpoints import Loaded, load
-from aogpt.data.loader import TokenDataset, load_meta, read_tokens
+from aogpt.data.loader import (
+    TokenDataset,
+    load_meta,
+    open_training_data,
+    read_tokens,
+)
 from aogpt.data.tokenizers import (
     END_OF_TEXT,
     byte_letters,
@@ -215,6 +233,82 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
         prepare(tmp_path / "q", source, end_token="<eos>")
     with pytest.raises(UserError, match="--end-token is for a tokenizer.json"):
         prepared("text", tmp_path / "q", source, end_token="x")
+
+
+@pytest.fixture
+def two_ends(tmp_path):
+    """Return two folders of the same text and tokenizer.json, whose documents end with
+    <|endoftext|> (256) and with <|im_end|> (257)."""
+    path = saved(of_bytes(), tmp_path / "model")
+    source = write_jsonl(tmp_path / "a.jsonl", ["some text " * 9] * 40)
+    folders = []
+    for end in ("<|endoftext|>", "<|im_end|>"):
+        folder = prepared(
+            "text",
+            tmp_path / f"data{len(folders)}",
+            source,
+            tokenizer=str(path),
+            end_token=end,
+            val_fraction=0.2,
+        )
+        folders.append(folder)
+    return folders
+
+
+def test_a_mixture_has_one_end_of_text(two_ends, tmp_path):
+    first, second = two_ends
+    same = shutil.copytree(first, tmp_path / "same")
+    for part, is_refused in ((same, False), (second, True)):
+        says = contextlib.nullcontext()
+        if is_refused:
+            says = pytest.raises(UserError, match="257.* with id 256; .*--end-token")
+        with says:
+            open_training_data(
+                first, block_size=8, verify=False, max_tokens=0, mix=(f"{part}=0.5",)
+            )
+
+
+def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(
+    two_ends, tmp_path, monkeypatch, capsys
+):
+    first, second = two_ends
+    config = tiny_config(first, tmp_path / "out", steps=5)
+    config = change(config, model__vocab_size=259)
+    train.train(config, ALONE)
+    run = config.run_folder
+    settings = (run / "tokenizer_config.json").read_bytes()
+    changed = change(config, data__folder=str(second), train__steps=6)
+    with pytest.raises(UserError, match="end-of-text id of a run cannot change"):
+        train.train(changed, ALONE)
+    assert (run / "tokenizer_config.json").read_bytes() == settings
+    fresh = change(changed, name="fresh", train__init_from=str(run))
+    assert train.train(fresh, ALONE) == 0, "a new run may have another"
+
+    convert(str(run), tmp_path / "export")
+    words = re.escape("--end-token '<|endoftext|>'")
+    for place in (run, tmp_path / "export"):
+        loaded = load(place)
+        open_eval_set(open_split(first, None), loaded)
+        with pytest.raises(UserError, match=f"id 257.*{words}"):
+            open_eval_set(open_split(second, None), loaded)
+    pretrained = dataclasses.replace(loaded, system="LlamaForCausalLM")
+    monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: pretrained)
+    said = {}
+    for data in two_ends:
+        said[data] = run_main(
+            eval_ppl, monkeypatch, capsys, "x", "--datasets", str(data)
+        )
+    assert "end with id" not in said[first]
+    assert f"documents of {second} end with id 257" in said[second]
+
+
+def test_the_end_of_text_of_a_run_without_its_tokenizer_is_unknown(two_ends, tmp_path):
+    first, second = two_ends
+    config = tiny_config(first, tmp_path / "out", steps=5)
+    config = change(config, model__vocab_size=259)
+    train.train(config, ALONE)
+    (config.run_folder / "tokenizer.json").unlink()
+    open_eval_set(open_split(second, None), load(config.run_folder))
 
 
 def test_the_next_command_carries_the_folder_of_the_model(tmp_path, capsys):

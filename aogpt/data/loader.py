@@ -415,9 +415,10 @@ class TokenDataset:
 
 
 class Mixture(TokenDataset):
-    """Text data sets with one tokenizer, each with a share of the sequences: a fixed
-    number of every PATTERN consecutive ones, in random order. Each has its own epochs,
-    as if it were read alone; an epoch of the mixture is one of the first data set.
+    """Text data sets with one tokenizer and end-of-text, each with a share of the
+    sequences: a fixed number of every PATTERN consecutive ones, in random order. Each
+    has its own epochs, as if it were read alone; an epoch of the mixture is one of the
+    first data set.
 
     counts: sequences of each part in every PATTERN. names: the parts' names, for
     messages."""
@@ -529,6 +530,12 @@ def open_training_data(
         if other_tokenizer(part.meta, data.meta):
             raise UserError(
                 f"data.mix {name} has another tokenizer than {folder}; prepare it again"
+            )
+        end = part.meta["eot"]
+        if end != data.meta["eot"]:
+            raise UserError(
+                f"data.mix {name} ends a document with id {end}, {folder} with id "
+                f"{data.meta['eot']}; prepare it again with the same --end-token"
             )
         parts.append(part)
     if any(part.of_records for part in parts):

@@ -31,7 +31,8 @@ OWN = "tokenizer.tiktoken"  # the name of a tokenizer of the user's, and of its 
 HUB = "tokenizer.json"  # the same of a pretrained model
 HUB_SETTINGS = "tokenizer_config.json"  # beside HUB: which tokens begin and end a text
 FILES = (OWN, HUB)
-# Keys of meta.json and of `Loaded` that identify a tokenizer.
+# Keys of meta.json and of `Loaded` that identify a tokenizer. The id that ends a text
+# is not among them: a model may start from one that ends texts with another token.
 RECORDED = ("tokenizer", "tokenizer_sha256", "vocab_size")
 ALPHABET = "alphabet:"  # and its characters: a name
 END_OF_TEXT = "<|endoftext|>"

@@ -3,10 +3,11 @@
 import contextlib
 import hashlib
 import math
+import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ..checkpoints import Loaded
 from ..data import loader
 from ..data.loader import TokenDataset
 from ..data.sources import decoded
-from ..data.tokenizers import get_tokenizer, other_tokenizer
+from ..data.tokenizers import HUB, HubTokenizer, get_tokenizer, other_tokenizer
 from ..orders import Roles
 from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
@@ -283,6 +284,7 @@ def open_eval_set(
         )
     if dataset.tokenizer is not None:
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
+    note_on_end(dataset, loaded)  # raises UserError for a run that knows another end
     dataset.divide(block_size or loaded.model.config.block_size)
     rows = dataset.num_blocks
     # The protocol sedd drops the rest after all blocks, as published evaluations do.
@@ -291,6 +293,31 @@ def open_eval_set(
             rows += 1
     count = min(rows, max_sequences or rows)
     return EvalSet(dataset.folder.name, dataset, count)
+
+
+def note_on_end(dataset: TokenDataset, loaded: Loaded) -> str | None:
+    """Return a note if documents of a data set end with another id than a model's
+    tokenizer says; None where it is the same or not known. Raises UserError for a model
+    trained here, which has learned its own."""
+    if Path(loaded.tokenizer).name != HUB:
+        return None  # of all other tokenizers the vocabulary says it
+    try:
+        tokenizer = cast(HubTokenizer, loaded.get_tokenizer())
+    except UserError:  # its file is missing: scoring does without
+        return None
+    end = dataset.meta["eot"]
+    if end == tokenizer.eot:
+        return None
+    difference = (
+        f"documents of {dataset.folder} end with id {end}, those of the model with "
+        f"{tokenizer.end_token} (id {tokenizer.eot})"
+    )
+    if loaded.system is None:
+        raise UserError(
+            f"{difference}: prepare the text with --end-token "
+            f"{shlex.quote(tokenizer.end_token)}"
+        )
+    return difference
 
 
 def open_texts(

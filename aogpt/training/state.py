@@ -38,6 +38,7 @@ REFUSED = {
     "data.tokenizer": "tokenizer",
     "data.tokenizer_sha256": "tokenizer",
     "data.vocab_size": "tokenizer",
+    "data.eot": "end-of-text id",
 }
 NOW = "from this step on"
 OTHER_LOSS = "losses before and after this step do not compare"
@@ -276,6 +277,9 @@ def changes_of(
     changes = configuration.differences(old, config)
     for key, pair in other_tokenizer(old_meta, meta).items():
         changes[f"data.{key}"] = pair
+    ends = (old_meta.get("eot"), meta.get("eot"))
+    if None not in ends and ends[0] != ends[1]:
+        changes["data.eot"] = ends
     for split in ("train", "val"):
         before = old_meta.get("splits", {}).get(split, {}).get("sha256")
         after = meta.get("splits", {}).get(split, {}).get("sha256")
