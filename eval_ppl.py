@@ -112,6 +112,10 @@ COMPARED = [
     "A - B",
     "p",
 ]
+NO_START = (
+    "the first token of a block is not scored, except after a prompt: {} has no start "
+    "token"
+)
 ENSEMBLE = "ensemble: orders of the context whose probabilities are averaged"
 FEW = 16  # differences of samples: from fewer a Monte Carlo error is rough
 ROUGH = "Monte Carlo: from few samples here, so itself rough; more: --num-orders {}"
@@ -379,16 +383,16 @@ def open_all(
     return eval_sets
 
 
-def notes_on_models(models: list[Loaded], eval_sets: list[EvalSet]) -> list[str]:
-    """Return the notes on what a model does not know of a text. Raises UserError for a
-    text that is not for one of the models."""
+def notes_on_ends(models: list[Loaded], eval_sets: list[EvalSet]) -> list[str]:
+    """Return a note for each text that ends with another token than a model's. Raises
+    UserError where the model has learned its own."""
     notes = []
     for eval_set in eval_sets:
         for loaded in models:
             note = note_on_end(eval_set.dataset, loaded)
             if note is not None:
                 notes.append(note)
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
@@ -406,19 +410,24 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         if name is not None:
             loaded = load(name, a.weights, procs.device, a.block_size, a.checkpoint)
             models.append(loaded)
+    notes = []
+    for loaded in models:
+        if loaded.scored_from:
+            notes.append(NO_START.format(loaded.path))
     if a.other is not None:
         models = comparable(models)
     configs = [loaded.model.config for loaded in models]
     block_size = min(config.block_size for config in configs)
     scorers = scorers_of(a, orders, configs, block_size)
     eval_sets = open_all(a, sources, models[0], block_size)
+    notes += notes_on_ends(models, eval_sets)
     if "score_entropy" in scorers:
         if any(eval_set.dataset.of_records for eval_set in eval_sets):
             raise UserError("score_entropy takes no prompts; leave it out")
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
-    report = Report(a, models, notes_on_models(models, eval_sets))
+    report = Report(a, models, notes)
     for eval_set in eval_sets:
         for name, of_name in scorers.items():
             tasks = []

@@ -161,6 +161,8 @@ def test_neither_scores_a_first_token_that_one_cannot(
     settings["sha256"] = store.digest(settings)
     place.write_text(json.dumps(settings))
     report = compare(run, tmp_path / "export", "--max-sequences 5")
+    note = "the first token of a block is not scored, except after a prompt"
+    assert report["terminal"].count(note) == 1
     for result, path in zip(report["results"], (run, plain), strict=True):
         losses = direct(path, data, "l2r", draws=1, seed=0, count=5)
         expected = losses[:, 0, 1:].mean()

@@ -204,7 +204,11 @@ def test_without_a_start_token_the_first_is_not_scored(evaluate, plain, data, tm
     settings["scored_from"] = 1
     settings["sha256"] = store.digest(settings)
     (export / "config.json").write_text(json.dumps(settings))
-    (result,) = evaluate("--max-sequences 5", path=export)["results"]
+    report = evaluate("--max-sequences 5", path=export)
+    (result,) = report["results"]
+    note = "the first token of a block is not scored"
+    assert f"{note}, except after a prompt: {export}" in report["terminal"]
+    assert note not in evaluate("--max-sequences 5", path=plain)["terminal"]
     expected = direct(plain, data, "l2r", draws=1, seed=0, count=5)[:, 0]
     assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
     assert result["tokens"] == 5 * (LENGTH - 1)

@@ -696,6 +696,52 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     assert loss(run, "random") > 0
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
+    kind, tmp_path, monkeypatch, capsys
+):
+    """Qwen has no start token. The run's loss, here before its first step, counts the
+    first token of a block, that of the source does not; of both together neither
+    does."""
+    folder = tmp_path / "model"
+    write_model(folder, kind)
+    has_start = kind == "Llama"
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(TEXT * 40))
+    data = prepared(
+        "text",
+        tmp_path / "data",
+        text,
+        tokenizer=str(folder / "tokenizer.json"),
+        val_fraction=0.2,
+    )
+    words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
+    words += ["--train.init-from", folder, "--train.steps", 1]
+    words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()
+    words += "--model.block-size 8 --eval.sequences 6 --train.device cpu".split()
+    said = run_main(train, monkeypatch, capsys, *words)
+    assert ("it has no start token" in said) != has_start
+    run = tmp_path / "smollm2"
+    first_row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    first_loss = first_row["val_loss_l2r"]
+
+    note = "the first token of a block is not scored"
+    path = tmp_path / "loss.json"
+
+    def loss(*models):
+        words = [*models, "--datasets", data, "--orders", "l2r", "--json", path]
+        words += "--max-sequences 6 --block-size 8 --overwrite".split()
+        said = run_main(eval_ppl, monkeypatch, capsys, *words)
+        assert (note in said) == (folder in models and not has_start)
+        return [row["nll"] for row in json.loads(path.read_text())["results"]]
+
+    (of_run,) = loss(run)
+    (of_source,) = loss(folder)
+    assert of_run == pytest.approx(first_loss, rel=1e-5)
+    assert (of_run == pytest.approx(of_source, rel=1e-5)) == has_start
+    assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
+
+
 def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
     """Write a folder of `transformers` as llama.cpp's converter does."""
     gguf = pytest.importorskip("gguf")

@@ -66,6 +66,11 @@ TOLD = {
         "the data goes on after the {sequences:,} sequences read so far"
     ),
 }
+# On a source whose own score leaves out what a run learns to predict from [None].
+FIRST_TOKENS = (
+    "it has no start token: the losses of this run are also of the first token of a "
+    "block; python eval_ppl.py RUN {source} scores the same tokens of both"
+)
 
 
 @dataclass
@@ -129,6 +134,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         weights = initial_weights(config, source.model)
         if newest is None:
             procs.print0(f"started from the weights of {config.train.init_from}")
+            if source.scored_from:
+                procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
         if config.train.lora_rank:
             adapter = adapter_of(config, source.model, weights)
             if newest is not None:
