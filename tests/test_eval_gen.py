@@ -251,6 +251,24 @@ def test_samples_are_compared_to_the_n_grams_of_a_reference(
     assert "JS-3" in (tmp_path / "result.md").read_text()
 
 
+def test_end_of_text_in_a_text_is_the_end_of_text_of_the_reference(
+    write, write_texts, tmp_path
+):
+    source = write_jsonl(tmp_path / "source.jsonl", ["ab" * 9, "ca" * 8] * 400)
+    folder = prepared("text", tmp_path / "short", source, split="test")
+    reference = scoring.Reference(str(folder))
+    rows = []
+    for ids in np.array(reference.tokens[: 20 * 100]).reshape(20, 100):
+        rows.append({"text": reference.decode(ids), "tokens": ids.tolist()})
+    (by_ids,) = scoring.read_sample_sets(write(rows))
+    (by_text,) = scoring.read_sample_sets(write_texts([row["text"] for row in rows]))
+    assert by_ids.tokenizer == "bytes"
+    assert by_text.tokenizer is None
+    assert reference.divergences(by_text) == reference.divergences(by_ids)
+    assert reference.divergences(by_text)["js_1"] < 0.01
+    assert reference.passages(by_text) == reference.passages(by_ids)
+
+
 @pytest.fixture
 def pages(tmp_path):
     """Return a data set of letters, and its text."""

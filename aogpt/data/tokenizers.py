@@ -107,6 +107,16 @@ class Tokenizer:
         """Return the ids of a text, without end-of-text."""
         return self.encode_array(text).tolist()
 
+    def encode_documents(self, text: str) -> np.ndarray:
+        """Return the ids of a text in which "<|endoftext|>" ends a document, as
+        `decode` writes it, (n,) of `dtype`."""
+        first, *documents = text.split(END_OF_TEXT)
+        parts = [self.encode_array(first)]
+        for document in documents:
+            parts.append(np.array([self.eot], self.dtype))
+            parts.append(self.encode_array(document))
+        return np.concatenate(parts)
+
     def encode_after(self, text: str) -> list[int]:
         """Return the ids of a text that follows another one."""
         return self.encode(text)

@@ -168,13 +168,7 @@ class DecoderJudge(Judge):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, in which "<|endoftext|>" ends a document."""
-        tokenizer = self.get_tokenizer()
-        first, *documents = text.split(END_OF_TEXT)
-        ids = tokenizer.encode(first)
-        for document in documents:
-            ids.append(tokenizer.eot)
-            ids += tokenizer.encode(document)
-        return ids
+        return self.get_tokenizer().encode_documents(text).tolist()
 
     def has_ids_of(self, tokenizer: str) -> bool:
         """Return whether the judge has the same ids as this tokenizer."""

@@ -112,7 +112,7 @@ class Reference:
         meta = load_meta(folder)
         self.tokenizer = meta["tokenizer"]
         tokenizer = get_tokenizer(self.tokenizer, folder=folder)
-        self.encode = tokenizer.encode
+        self.encode = tokenizer.encode_documents
         self.decode = tokenizer.decode
         self.tokens = read_tokens(folder, evaluation_split(meta))
         number_of_chunks = self.tokens.size // CHUNK
@@ -141,10 +141,11 @@ class Reference:
         return row
 
     def _tokens_of(self, samples: SampleSet) -> list[list[int]]:
-        """Return the samples as tokens of the reference's tokenizer."""
+        """Return the samples as tokens of the reference's tokenizer. In text
+        "<|endoftext|>" is its end-of-text."""
         if samples.tokenizer == self.tokenizer:
             return [sample["tokens"] for sample in samples.samples]
-        return [self.encode(sample["text"]) for sample in samples.samples]
+        return [self.encode(sample["text"]).tolist() for sample in samples.samples]
 
     def passages(self, samples: SampleSet) -> list[str]:
         """Return passages of the text, two for each sample or all that there are, as
