@@ -139,12 +139,13 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     size."""
     datasets: tuple[str, ...] = ()
     """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin
-    is scored as it is, as one document without end-of-text."""
+    is scored as it is, as one document. No end-of-text is put after it;
+    "<|endoftext|>" in it is one, a token of no bytes."""
     lines: bool = False
     """Each line of a .txt file or /dev/stdin is a document, scored by itself; empty
     lines are left out. The errors, and the p value of two models, are then by line."""
     text: Annotated[str | None, TEXT] = None
-    """A text to score as it is, such as a sentence."""
+    """A text to score as it is, such as a sentence. "<|endoftext|>" is end-of-text."""
     orders: tuple[str, ...] | None = None
     """Orders to score.
     l2r: left to right.

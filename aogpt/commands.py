@@ -65,8 +65,8 @@ class Score(Command):
     aogpt score MODEL "The old horse was tired." --order random
     aogpt score MODEL "The old horse was tired." --each
 
-    Log-probabilities are natural logarithms. For long texts and data sets see
-    eval_ppl.py."""
+    Log-probabilities are natural logarithms. "<|endoftext|>" in a text is end-of-text.
+    For long texts and data sets see eval_ppl.py."""
 
     example = "The old horse was tired."
     order: str = "l2r"
@@ -154,7 +154,9 @@ class Rank(Command):
             legend += "; given both sides: of the tokens that alternatives do not share"
         lines = markdown_table(head, cells)
         lines += ["", legend]
-        ids = [model.tokenizer.encode(row.text) for row in alternatives]
+        ids = []
+        for row in alternatives:
+            ids.append(model.tokenizer.encode_documents(row.text).tolist())
         begins = any(a != b and b[: len(a)] == a for a in ids for b in ids)
         if begins and not self.end:
             lines.append(

@@ -7,8 +7,10 @@
     print(model.rank("The [cat|dog|tax] barked.")[0].text)
     print(model.blanks("The cat[MASK] home.")[0])
 
-A method that takes a text also takes a list of texts, and then returns a list. `.model`
-is the network, `.tokenizer` its tokenizer, `.loaded` where they come from."""
+A method that takes a text also takes a list of texts, and then returns a list. In a
+text to score, rank or compare "<|endoftext|>" ends a document, as generated text has
+it; in one to continue or to fill in it is ordinary characters. `.model` is the network,
+`.tokenizer` its tokenizer, `.loaded` where they come from."""
 
 import contextlib
 import difflib
@@ -237,7 +239,8 @@ class TextModel:
 
         Args:
             text: a text, or a list of texts, which are scored in batches. Longer texts
-                than a block are scored in blocks, each by itself.
+                than a block are scored in blocks, each by itself. "<|endoftext|>" ends
+                a document: it is one token, of no bytes.
             order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
             seed: the seed of the orders, which are the same for texts of one length.
             end: score the end of the text, too, as one more token.
@@ -276,7 +279,7 @@ class TextModel:
     def _ids_to_score(self, text: str, end: bool) -> list[int]:
         """Return the tokens of a text, and with `end` an end-of-text."""
         gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
-        ids = self.tokenizer.encode(text)
+        ids = self.tokenizer.encode_documents(text).tolist()
         if end:
             ids.append(self.tokenizer.eot)
         if len(ids) <= self.loaded.scored_from:
@@ -412,7 +415,7 @@ class TextModel:
 
     def _encode(self, text: str, extra: int = 0) -> list[int]:
         """Return the tokens of a text that fits into a block, with `extra` more."""
-        ids = self.tokenizer.encode(text)
+        ids = self.tokenizer.encode_documents(text).tolist()
         shortest = 1 + self.loaded.scored_from
         longest = self.block_size - extra
         if not shortest <= len(ids) <= longest:

@@ -23,6 +23,7 @@ from helpers import (
 )
 from reference import logits_given, order_through
 
+import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
@@ -288,6 +289,20 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
     one, *paced_nlls = (report[name, 1]["nll"] for name in ("confidence", *paced))
     assert paced_nlls[0] == pytest.approx(one, rel=1e-6)
     assert paced_nlls[1] != one
+
+
+def test_end_of_text_in_a_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):
+    text = "the fox<|endoftext|>a dog"
+    file = tmp_path / "samples.txt"
+    file.write_text(text)
+    words = ["--orders", "l2r", "--text", text]
+    rows = evaluate("", *words, datasets=[file])["results"]
+    scored = aogpt.load(run).score(text)
+    for row in rows:
+        assert row["tokens"] == 7 + 1 + 5
+        assert row["nll"] == pytest.approx(scored.nats_per_token, rel=1e-5)
+        assert row["bits_per_byte"] == pytest.approx(scored.bits_per_byte, rel=1e-5)
+        assert row["bytes_per_token"] == pytest.approx(12 / 13)
 
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])

@@ -286,6 +286,30 @@ def test_a_text_is_continued_and_scored(books):
             wrong()
 
 
+def test_end_of_text_in_a_text_to_score_is_one_token_of_no_bytes():
+    one = small("AO-GPT")
+    end = one.tokenizer.eot
+    ids = [*b"a cat", end, *b"on", end]
+    text = one.tokenizer.decode(ids)
+    scored = one.score(text)
+    assert scored.ids == ids
+    assert scored.bytes == len("a cat") + len("on")
+    assert "".join(scored.pieces) == text
+    assert math.isclose(-scored.nats, one.log_prob(ids), abs_tol=1e-4)
+    assert one.score_each(text).ids == ids
+    ranked = {row.text: row for row in one.rank("a [cat|dog]<|endoftext|>on[|.]")}
+    first = ranked["a cat<|endoftext|>on."]
+    ids = [*b"a cat", end, *b"on."]
+    assert math.isclose(first.log_prob, one.log_prob(ids), abs_tol=1e-4)
+    two_stream = small("two_stream")
+    difference = two_stream.score(text).nats - scored.nats
+    comparison = two_stream.compare(one, text)
+    assert abs(comparison.nll - difference / len(scored.ids)) < 1e-5
+    # In a prompt it is a text like any other.
+    continued = one.generate("<|endoftext|>", 2)
+    assert continued.tokens[:-2] == list(b"<|endoftext|>")
+
+
 def test_blanks_lists_every_token_with_its_probability(books):
     (likely,) = books.blanks("Once upon a[MASK] there was", top=2048)
     shares = [share for _, share, _ in likely]

@@ -177,12 +177,14 @@ class Tokenizer:
         return lengths
 
     def text_bytes_of(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """Return the UTF-8 bytes of a text that each of its `ids` (n,) stands for,
-        float64 (n,). Their sum is `text_bytes(text)`. Where the tokenizer loses text,
-        the bytes of all ids are larger in proportion."""
+        """Return the UTF-8 bytes of a text that each of its ids (n,), as of
+        `encode_documents`, stands for, float64 (n,): 0 for end-of-text. Their sum is
+        `text_bytes` of the documents. Where the tokenizer loses text, the bytes of all
+        ids are larger in proportion."""
         counts = self.count_bytes(ids)
         total = max(1, counts.sum())
-        return counts * (text_bytes(text) / total)
+        documents = text.replace(END_OF_TEXT, "")
+        return counts * (text_bytes(documents) / total)
 
 
 class BytesTokenizer(Tokenizer):

@@ -41,13 +41,13 @@ class TextRow(NamedTuple):
 
 
 class TextDataset(TokenDataset):
-    """A data set of texts in memory, without end-of-text. Each text is cut into blocks,
-    the last of which may be shorter; blocks in which the model can score no token are
-    left out."""
+    """A data set of texts in memory, with no end-of-text but "<|endoftext|>" in them.
+    Each text is cut into blocks, the last of which may be shorter; blocks in which the
+    model can score no token are left out."""
 
     def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
         tokenizer = loaded.get_tokenizer()
-        ids = [tokenizer.encode_array(text) for text in texts]
+        ids = [tokenizer.encode_documents(text) for text in texts]
         rows = []
         for document, (text, tokens) in enumerate(zip(texts, ids, strict=True)):
             counts = tokenizer.text_bytes_of(text, tokens)
@@ -336,7 +336,7 @@ def open_texts(
             place = name
             if len(texts) > 1:
                 place = f"text {number + 1} of {name}, {text[:40]!r},"
-            count = len(loaded.get_tokenizer().encode(text))
+            count = len(loaded.get_tokenizer().encode_documents(text))
             raise UserError(
                 f"{place} has {count} tokens, of which none can be scored: give a "
                 "longer text"
