@@ -347,6 +347,21 @@ def test_the_bytes_of_ids_are_those_of_the_text(tmp_path, make):
         assert tokenizer.count_bytes(rest[1:], starts=False).sum() == 2
 
 
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_documents_are_read_back_as_they_were_written(tmp_path, make):
+    """Also where a space is added before every document."""
+    tokenizer = get_tokenizer(str(saved(make(), tmp_path)))
+    ids = []
+    for text in ("a b", " a", "", "b"):
+        ids += [*tokenizer.encode(text), tokenizer.eot]
+    text = tokenizer.decode(ids)
+    assert text == f"a b{END_OF_TEXT} a{END_OF_TEXT}{END_OF_TEXT}b{END_OF_TEXT}"
+    assert "".join(tokenizer.pieces(ids)) == text
+    assert tokenizer.encode_documents(text).tolist() == ids
+    of_text = tokenizer.text_bytes_of(text, np.array(ids))
+    assert of_text.sum() == len("a b ab")
+
+
 @pytest.mark.parametrize(
     "name", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
 )

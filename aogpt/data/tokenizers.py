@@ -364,14 +364,18 @@ class HubTokenizer(Tokenizer):
 
     def pieces(self, ids) -> list[str]:
         pieces = super().pieces(ids)
-        if self.adds_space and pieces:
-            pieces[0] = pieces[0].removeprefix(" ")
+        if self.adds_space:  # before every document
+            before = self.eot
+            for place, token in enumerate(map(int, ids)):
+                if before == self.eot:
+                    pieces[place] = pieces[place].removeprefix(" ")
+                before = token
         return pieces
 
     def decode(self, ids) -> str:
         text = super().decode(ids)
         if self.adds_space:
-            return text.removeprefix(" ")
+            return "".join(self.pieces(ids))
         return text
 
 
