@@ -17,6 +17,7 @@ import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
+from aogpt.evaluation.eval_sets import open_texts
 from aogpt.scoring import token_log_probs
 from convert import convert
 
@@ -245,6 +246,16 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
     )
     for row, other in zip(report["differences"], one["differences"], strict=True):
         assert other["nll"]["a"] == pytest.approx(row["nll"]["a"], rel=1e-6)
+
+
+def test_some_lines_are_spread_over_the_text_whatever_their_lengths(run, tmp_path):
+    """Every second line is scored, and the longest is not one of them."""
+    lines = ["ab", "a" * 20, "b c", "xyz", "a cat", "de", "f", "g h i"]
+    loaded = aogpt.load(run).loaded
+    eval_set = open_texts("lines", lines, loaded, max_sequences=4, block_size=32)
+    assert eval_set.documents.sort().values.tolist() == [0, 2, 4, 6]
+    lengths = eval_set.lengths.tolist()
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_what_cannot_be_compared_or_scored_is_told(

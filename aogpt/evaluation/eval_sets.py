@@ -56,8 +56,7 @@ class TextDataset(TokenDataset):
                 row = TextRow(tokens[part], counts[part], document)
                 if len(row.tokens) > loaded.scored_from:
                     rows.append(row)
-        # Rows of one length are scored together, the longest first.
-        self.rows = sorted(rows, key=lambda row: -len(row.tokens))
+        self.rows = rows  # in the order of the texts
         self.tokens = np.concatenate(ids)
         self.folder = Path(loaded.path)
         self.split = "text"
@@ -198,8 +197,10 @@ class TextEvalSet(EvalSet):
 
     @cached_property
     def chosen(self) -> list[TextRow]:
-        """Return the blocks of the rows."""
-        return [self.dataset.rows[i] for i in self._chosen]
+        """Return the blocks of the rows, spread over the texts."""
+        rows = [self.dataset.rows[i] for i in self._chosen]
+        # Rows of one length are scored together, the longest first.
+        return sorted(rows, key=lambda row: -len(row.tokens))
 
     def tokens(self, rows: range) -> Tensor:
         """Return the tokens of these rows, LongTensor (B, T)."""
