@@ -64,7 +64,8 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     """Prepared data set: a name under data/, or a folder that data/prepare.py wrote."""
     num_passages: Count = 200
     """Blocks of the split, evenly spread, to search for a sentence each; some may have
-    none."""
+    none. Blocks are as long as the smallest block size of the runs, so that all fill in
+    the same sentences."""
     last_word: bool = False
     """Instead of sentences: the last word of each of --num-passages documents, as in
     LAMBADA."""
@@ -96,19 +97,24 @@ def main() -> None:
     outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
     dtype = pick_dtype(a.dtype, device)
-    rows = []
+    models = {}
     checkpoints = {}  # by run
     for run in a.runs:
-        loaded = load(
+        models[run] = load(
             run,
             a.weights,
-            device,
+            "cpu",
             a.block_size,
             a.checkpoint,
         )
-        checkpoints[run] = loaded.origin()
+        checkpoints[run] = models[run].origin()
+    passages = passages_of(a, list(models.values()))
+    rows = []
+    for run, loaded in models.items():
+        loaded.model.to(device)
         with autocast(device, dtype):
-            rows += evaluate(run, loaded, passages_of(a, loaded), a)
+            rows += evaluate(run, loaded, passages, a)
+        loaded.model.to("cpu")  # one at a time needs memory there
     lines = table_of(rows)
     changed = modes.changed_settings(vars(a.decoding))
     if changed:
@@ -125,13 +131,17 @@ def main() -> None:
         show(*lines, sep="\n")
 
 
-def passages_of(a: Arguments, loaded: Loaded) -> Passages:
-    """Return the passages of the data set. Raises UserError if there is none."""
+def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
+    """Return the passages of the data set, the same for all models, in blocks of the
+    smallest block size. Raises UserError if there is none."""
     dataset = open_split(a.data, a.split, verify=False)
-    eval_set = open_eval_set(dataset, loaded, max_sequences=a.num_passages)
-    tokenizer = loaded.get_tokenizer()
+    block_size = min(loaded.model.config.block_size for loaded in models)
+    for loaded in models:
+        eval_set = open_eval_set(
+            dataset, loaded, max_sequences=a.num_passages, block_size=block_size
+        )
+    tokenizer = models[0].get_tokenizer()
     if a.last_word:
-        block_size = loaded.model.config.block_size
         passages = find_last_words(
             dataset.tokens, tokenizer, a.num_passages, block_size
         )
@@ -310,15 +320,17 @@ def notes(rows: list[dict]) -> list[str]:
     for run in dict.fromkeys(row["run"] for row in rows):
         # The model's own loss; that of resampling, the last row, where it has no other.
         nll: dict[str, list[float]] = {}
+        documents: list[int] = []
         for row in rows:
             if row["run"] == run:
                 nll.setdefault(row["given"], row["nll"])
+                documents = row["documents"]
         if len(nll) < 2 or len(nll["left"]) < 2:
             continue
         gains = []
         for left, both in zip(nll["left"], nll["both"], strict=True):
             gains.append(left - both)
-        mean, half = mean_and_half_width(gains, rows[0]["documents"])
+        mean, half = mean_and_half_width(gains, documents)
         lines.append(
             f"{run}: the right side is worth {mean:.4f} nats/token, 95% interval "
             f"{mean - half:.4f} to {mean + half:.4f}"

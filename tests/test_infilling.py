@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from helpers import prepared, write_jsonl
+from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
+import train
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.infilling import (
@@ -205,7 +206,7 @@ def test_draws_leave_out_a_model_that_cannot_resample(said):
         draws=8,
         decoding=DecodingOptions(mode="l2r", temperature=0),
     )
-    passages = eval_infill.passages_of(a, loaded)
+    passages = eval_infill.passages_of(a, [loaded])
     rows = eval_infill.evaluate("x", loaded, passages, a)
     assert [row["mode"] for row in rows] == ["l2r", "l2r"]
 
@@ -259,6 +260,34 @@ def test_the_script_reports_what_the_functions_say(
     assert report.with_suffix(".md").read_text() == out
     words = ["--data", said, "--shortest", 15, "--longest", 15]
     assert "no sentence of 15 to 15 tokens" in mistake(eval_infill, run, *words)
+
+
+@pytest.mark.parametrize("last_word", [False, True], ids=["sentence", "last word"])
+def test_models_of_other_block_sizes_fill_in_the_same_passages(
+    run, data, said, printed, tmp_path, last_word
+):
+    config = tiny_config(
+        data, run.parent, "twice", steps=6, model__block_size=2 * LENGTH
+    )
+    train.train(config, ALONE)
+    longer = config.run_folder
+    report = tmp_path / "infill.json"
+    options = ["--data", said, "--shortest", 2, "--longest", 12, "--json", report]
+    options += ["--num-passages", 9, "--mode", "l2r", "--overwrite"]
+    if last_word:
+        texts = [f"we saw {i} cats and dogs" for i in range(60)]
+        source = write_jsonl(tmp_path / "rows.jsonl", texts)
+        options[1] = prepared("text", tmp_path / "rows", source, split="val")
+        options.append("--last-word")
+    rows_of_runs = []
+    for runs in ([run, longer], [longer, run], [longer]):
+        printed(eval_infill, *runs, *options)
+        rows = json.loads(report.read_text())["rows"]
+        rows_of_runs.append([row for row in rows if row["run"] == str(longer)])
+        for row in rows:
+            assert row["documents"] == rows[0]["documents"]
+            assert len(row["nll"]) == len(rows[0]["nll"])
+    assert rows_of_runs[0] == rows_of_runs[1] != rows_of_runs[2]
 
 
 def test_last_words_are_predicted_from_what_precedes(
