@@ -48,7 +48,7 @@ from aogpt.sampling import modes
 from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
 
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
-# A sampler is named by its mode and the first of these that it has.
+# A sampler is named by its mode and those of these that it has.
 SIZES = ("steps", "group_size", "draft")  # tokens or steps; a sweep varies them
 LIMITS = ("threshold", "entropy_bound")
 JUDGED = {
@@ -280,13 +280,17 @@ def number(value: float | None, form: str) -> str:
 
 
 def name_of(settings: dict) -> str:
-    """Return the mode, the size of its steps, which a sweep varies, and its orders."""
+    """Return the mode, the size of its steps, which a sweep varies, its limits and its
+    orders, as in "adaptive 16, threshold 0.9"."""
     if "mode" not in settings:
         return "text"
-    size = ""
-    for key in (*SIZES, *LIMITS):
-        size = size or settings.get(key) or ""
-    name = f"{settings['mode']} {size}"
+    name = str(settings["mode"])
+    for key in SIZES:
+        if settings.get(key) is not None:
+            name += f" {settings[key]}"
+    for key in LIMITS:
+        if settings.get(key) is not None:
+            name += f", {key.replace('_', ' ')} {settings[key]:g}"
     if settings.get("order"):
         name += f", {settings['order']}"
     if settings.get("refine"):
@@ -338,7 +342,8 @@ def legend() -> str:
             meanings.append(f"{measure.title}: {measure.meaning}")
     return (
         "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, "
-        "order, adaptive) or tokens drafted (speculative). Perplexity: exp of all nats "
+        "order, adaptive; at most, with a limit) or tokens drafted (speculative), and "
+        "its limits. Perplexity: exp of all nats "
         "over all scored tokens, with a 95% interval over samples; of a sample: the "
         "mean of the samples' own. The other columns are means over samples; "
         f"{'; '.join(meanings)}; different: how many samples differ; self-BLEU: BLEU-4 "
@@ -377,13 +382,23 @@ def lines_of(result: dict) -> list[str]:
     return lines
 
 
+def tokens_of_a_sample(row: dict) -> str:
+    """Return the tokens of a sample, or of the shortest and the longest one."""
+    lengths = {sample["tokens"] for sample in row["per_sample"]}
+    shortest = min(lengths)
+    longest = max(lengths)
+    if shortest == longest:
+        return f"{longest} tokens a sample"
+    return f"{shortest} to {longest} tokens a sample"
+
+
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
     """Return the notes below the table: how the samples were made and judged. shown:
     options that the table shows."""
     lines = []
     for row in rows:
         sampler = row["sampler"]
-        parts = [f"{row['samples']} samples a row"]
+        parts = [f"{row['samples']} samples a row", tokens_of_a_sample(row)]
         for key in ("checkpoint", "dtype", "seed"):
             if sampler.get(key) is not None:
                 parts.append(f"{key} {sampler[key]}")

@@ -661,3 +661,34 @@ def test_notes_name_every_setting_that_is_not_at_its_default(script, run):
     assert "repetition_penalty 1.5" in out
     assert "ban ('e',)" in out
     assert "refine_by" not in out
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ("--mode l2r --group-size 4", "l2r 4"),
+        (
+            "--mode confidence --group-size 4 --threshold 0.9",
+            "adaptive 4, threshold 0.9",
+        ),
+        ("--mode adaptive --threshold 0.9", "adaptive, threshold 0.9"),
+        ("--mode entropy --entropy-bound 0", "adaptive, entropy bound 0"),
+    ],
+)
+def test_the_table_names_the_size_and_the_limits_of_a_sampler(
+    script, run, options, name
+):
+    words = ["--judge", run, "--num-samples", 2, "--length", 9, *options.split()]
+    status, out, err = script(eval_gen, run, *words)
+    assert status == 0, err
+    assert f"| {run} | {name} |" in " ".join(out.split())
+
+
+def test_notes_say_how_many_tokens_a_sample_has(script, run, write):
+    rows = write([with_ids(text) for text in ("abc", "any order")])
+    words = ["--judge", run, "--num-samples", 2]
+    for length in ([], ["--length", 9]):
+        status, out, err = script(eval_gen, run, *words, *length, "--samples", rows)
+        assert status == 0, err
+        assert f"{9 if length else LENGTH} tokens a sample" in out
+        assert "3 to 9 tokens a sample" in out
