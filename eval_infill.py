@@ -80,7 +80,9 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0
     )
-    """Without --mode: l2r; given both sides also random and adaptive."""
+    """Without --mode: l2r; given both sides also random and adaptive. Given the left
+    side, an encoder reads [MASK] up to the end of the block; with adaptive or --refine
+    it fills all of them in, and the sentence is what is in its place."""
 
 
 def main() -> None:
@@ -251,10 +253,18 @@ def resampled_row(
 def fill_in(
     loaded: Loaded, passages: Passages, both: bool, options: DecodingOptions, seed: int
 ) -> list[list[int]]:
-    """Return a sample of every passage. both: whether the right side is given."""
+    """Return a sample of every passage, up to the end of its middle or longer. both:
+    whether the right side is given.
+
+    Given the left side alone, an encoder reads [MASK] up to the end of the block, as
+    where `middle_nll` scores it: it must not see where the middle ends. Nothing of what
+    comes after the middle is filled in before it, unless the model chooses the order or
+    redraws tokens (--refine): then all of it is."""
     N, T = passages.tokens.shape
+    reads_on = loaded.model.config.is_encoder and not both
+    fills_all = reads_on and (options.mode == "adaptive" or options.refine > 0)
     length = passages.end
-    if both:
+    if both or fills_all:
         length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
     return modes.generate_rows(
@@ -263,6 +273,7 @@ def fill_in(
         options,
         loaded.vocab_size,
         seed,
+        width=T if reads_on else None,
     )
 
 

@@ -21,8 +21,9 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
+from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
-from aogpt.scoring import masked_log_probs, token_log_probs
+from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
 
 T = 9
 TOKENS = 11
@@ -116,6 +117,47 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
                 nll -= float(log_probs[0, len(context)])
             context.append(position)
         assert float(got[b]) == pytest.approx(nll / (end - start), abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["l2r", "random", "adaptive"])
+@pytest.mark.parametrize("system", ENCODERS)
+def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
+    system, mode, monkeypatch
+):
+    """Given the left side: with [MASK] up to the end of the block."""
+    generate = modes.generate_distributed
+    generations = []
+
+    def recorded(*arguments, **settings):
+        generations.append(generate(*arguments, **settings))
+        return generations[-1]
+
+    monkeypatch.setattr(modes, "generate_distributed", recorded)
+    model = make_system(system, 2, torch.float32).eval()
+    N = 24
+    passages = Passages(
+        random_tokens(TOKENS, batch_size=N, length=T, seed=1),
+        start=torch.arange(N) % 4,
+        end=torch.arange(N) % 4 + 3,
+        document=torch.zeros(N).long(),
+    )
+    loaded = Loaded(model, "x", 0, "raw", "bytes", TOKENS)
+    options = modes.with_mode_defaults(DecodingOptions(mode=mode, temperature=0))
+    rows = eval_infill.fill_in(loaded, passages, False, options, seed=0)
+    (samples,) = generations
+    tokens = samples.tokens
+    for b in range(N):
+        start = int(passages.start[b])
+        end = int(passages.end[b])
+        assert rows[b][:start] == passages.tokens[b, :start].tolist()
+        for position in range(start, end):
+            masked = samples.step[b] >= samples.step[b, position]
+            logits = masked_logits(model, tokens[b : b + 1], masked[None])
+            place = int(masked[:position].sum())  # among the masked ones
+            assert rows[b][position] == int(logits[place, :TOKENS].argmax())
+        if mode != "adaptive":
+            nothing_after = samples.step[b, end:] > samples.step[b, :end].max()
+            assert nothing_after.all()
 
 
 def test_resampled_middles_have_their_probability_given_both_sides():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 import tyro
 from annotated_types import Interval
 from torch import Tensor
@@ -548,6 +549,24 @@ def plan_samples(
     )
 
 
+def masked_up_to(planned: PlannedSamples, width: int) -> PlannedSamples:
+    """Return samples of `width` positions, whose plan is that of shorter ones: the
+    positions after those unmask last, all in one step. So an encoder reads [MASK]
+    there, and not where a sample ends. For orders that the model does not choose."""
+    plan = plans.stack_plans([planned.plan], width)
+    last_step = plan.step.where(plan.valid, -1).amax(dim=1, keepdim=True)
+    missing = width - planned.tokens.shape[1]
+    return PlannedSamples(
+        plan=replace(
+            plan,
+            step=plan.step.where(plan.valid, last_step + 1),
+            length=torch.full_like(plan.length, width),
+        ),
+        tokens=F.pad(planned.tokens, (0, missing)),
+        uniforms=F.pad(planned.uniforms, (0, missing)),
+    )
+
+
 def generated_count(options: DecodingOptions, context: Context) -> int:
     """Return the tokens of a sample that are not given, and none of a required word."""
     return context.count(None) - sum(len(word) for word in options.required)
@@ -728,10 +747,13 @@ def generate_rows(
     vocab_size: int,
     seed: int,
     count: int = 1,
+    width: int | None = None,
 ) -> list[list[int]]:
     """Return the tokens of `count` samples in a row for each context, made by this
-    process alone. options: with the mode's defaults."""
+    process alone. options: with the mode's defaults. width: see `masked_up_to`."""
     planned = plan_samples(options, contexts, seed, count)
+    if width is not None:
+        planned = masked_up_to(planned, width)
     alone = Processes(0, 1, model.wte.weight.device)
     samples = generate_distributed(
         model,
