@@ -95,6 +95,16 @@ def main() -> None:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
     if a.decoding.mode == RESAMPLING:
         raise UserError("--mode resampling: give --draws 16 instead")
+    if a.last_word:
+        for option, is_given in (
+            ("--draws", a.draws is not None),
+            ("--shortest", a.shortest != Arguments.shortest),
+            ("--longest", a.longest != Arguments.longest),
+        ):
+            if is_given:
+                raise UserError(
+                    f"{option} has no meaning with --last-word: leave it out"
+                )
     rouge([])  # reports a missing package before the work
     outputs = Outputs.of_report(a.json, [*a.runs, a.data], a.overwrite)
     device = pick_device(a.device)
@@ -213,7 +223,7 @@ def evaluate(
             )
             row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
-    if a.draws and modes.can_resample(model.config) and not a.last_word:
+    if a.draws and modes.can_resample(model.config):
         rows.append(
             resampled_row(
                 run,

@@ -314,13 +314,14 @@ def test_models_of_other_block_sizes_fill_in_the_same_passages(
     train.train(config, ALONE)
     longer = config.run_folder
     report = tmp_path / "infill.json"
-    options = ["--data", said, "--shortest", 2, "--longest", 12, "--json", report]
-    options += ["--num-passages", 9, "--mode", "l2r", "--overwrite"]
+    options = ["--num-passages", 9, "--mode", "l2r", "--overwrite", "--json", report]
     if last_word:
         texts = [f"we saw {i} cats and dogs" for i in range(60)]
         source = write_jsonl(tmp_path / "rows.jsonl", texts)
-        options[1] = prepared("text", tmp_path / "rows", source, split="val")
-        options.append("--last-word")
+        rows_of_text = prepared("text", tmp_path / "rows", source, split="val")
+        options += ["--data", rows_of_text, "--last-word"]
+    else:
+        options += ["--data", said, "--shortest", 2, "--longest", 12]
     rows_of_runs = []
     for runs in ([run, longer], [longer, run], [longer]):
         printed(eval_infill, *runs, *options)
@@ -333,7 +334,7 @@ def test_models_of_other_block_sizes_fill_in_the_same_passages(
 
 
 def test_last_words_are_predicted_from_what_precedes(
-    run, plain, encoder, tmp_path, printed
+    run, plain, encoder, tmp_path, printed, mistake
 ):
     texts = [f"we saw {i} cats" for i in range(60)]
     source = write_jsonl(tmp_path / "rows.jsonl", texts)
@@ -349,3 +350,6 @@ def test_last_words_are_predicted_from_what_precedes(
         assert len(row["nll"]) == 5
     assert "5 last words. nats/token: of the true last word" in out
     assert "worth" not in out
+    for unused in ("--draws", "--shortest", "--longest"):
+        words = ["--data", data, "--last-word", unused, 8]
+        assert f"{unused} has no meaning" in mistake(eval_infill, run, *words)
