@@ -269,6 +269,20 @@ def test_end_of_text_in_a_text_is_the_end_of_text_of_the_reference(
     assert reference.passages(by_text) == reference.passages(by_ids)
 
 
+def test_tokens_of_a_file_with_the_name_of_the_references_are_read_as_text(
+    write, tmp_path
+):
+    source = write_jsonl(tmp_path / "source.jsonl", ["ab" * 50] * 40)
+    reference = scoring.Reference(
+        str(prepared("text", tmp_path / "ab", source, split="test"))
+    )
+    (known,) = scoring.read_sample_sets(write([{"text": "ab", "tokens": [97, 98]}]))
+    row = {"text": "ab", "tokens": [5, 6]}
+    samples = dataclasses.replace(known, samples=[row], tokenizer="tokenizer.json")
+    reference.tokenizer = "tokenizer.json"
+    assert reference.divergences(samples)["js_1"] < 0.01
+
+
 @pytest.fixture
 def pages(tmp_path):
     """Return a data set of letters, and its text."""
