@@ -384,18 +384,6 @@ def open_all(
     return eval_sets
 
 
-def notes_on_ends(models: list[Loaded], eval_sets: list[EvalSet]) -> list[str]:
-    """Return a note for each text that ends with another token than a model's. Raises
-    UserError where the model has learned its own."""
-    notes = []
-    for eval_set in eval_sets:
-        for loaded in models:
-            note = note_on_end(eval_set.dataset, loaded)
-            if note is not None:
-                notes.append(note)
-    return notes
-
-
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Score every text along every order; the main process prints and writes the
     results."""
@@ -421,7 +409,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     block_size = min(config.block_size for config in configs)
     scorers = scorers_of(a, orders, configs, block_size)
     eval_sets = open_all(a, sources, models[0], block_size)
-    notes += notes_on_ends(models, eval_sets)
+    for eval_set in eval_sets:
+        for loaded in models:
+            note = note_on_end(eval_set.dataset, loaded)
+            if note is not None:
+                notes.append(note)
     if "score_entropy" in scorers:
         if any(eval_set.dataset.of_records for eval_set in eval_sets):
             raise UserError("score_entropy takes no prompts; leave it out")

@@ -276,9 +276,9 @@ def test_tokens_of_a_file_with_the_name_of_the_references_are_read_as_text(
     reference = scoring.Reference(
         str(prepared("text", tmp_path / "ab", source, split="test"))
     )
-    (known,) = scoring.read_sample_sets(write([{"text": "ab", "tokens": [97, 98]}]))
+    (of_bytes,) = scoring.read_sample_sets(write([{"text": "ab", "tokens": [97, 98]}]))
     row = {"text": "ab", "tokens": [5, 6]}
-    samples = dataclasses.replace(known, samples=[row], tokenizer="tokenizer.json")
+    samples = dataclasses.replace(of_bytes, samples=[row], tokenizer="tokenizer.json")
     reference.tokenizer = "tokenizer.json"
     assert reference.divergences(samples)["js_1"] < 0.01
 
