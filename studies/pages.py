@@ -34,6 +34,7 @@ from studies.verdicts import (
 
 RESULTS = ROOT / "results" / "findings"
 TOKENS = {
+    "reversal": "character",
     "books_bytes": "byte",
     "shuffled": "byte",
     "chorales": "note",
