@@ -69,7 +69,7 @@ TOLD = {
 # On a source whose own score leaves out what a run learns to predict from [None].
 FIRST_TOKENS = (
     "it has no start token: the losses of this run are also of the first token of a "
-    "block; python eval_ppl.py RUN {source} scores the same tokens of both"
+    "block; to score the same tokens of both: python eval_ppl.py RUN {source}"
 )
 
 
