@@ -129,6 +129,11 @@ def continued(folder: Path, case: dict) -> dict:
     begun = tokens.index_fill(1, torch.tensor(0), model.config.start_token_id)
     with torch.no_grad():
         logits = model(padded, attention_mask=mask).logits[:, 3:]
+        losses = [
+            model(tokens, labels=tokens).loss,
+            padded_loss(model, tokens, padding=(3, 0)),
+            padded_loss(model, tokens, padding=(0, 3)),
+        ]
         after_begin = model(begun).logits
         without_begin = model(begun[:, 1:]).logits
         generated = model.generate(
@@ -150,6 +155,12 @@ def continued(folder: Path, case: dict) -> dict:
     fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
     return {
         "causal": logits,
+        "losses": losses,
+        "refused padding": refusal(
+            model,
+            "generate",
+            {"inputs": tokens, "attention_mask": mask.flip(1)[:, 3:]},
+        ),
         "after begin": (after_begin, without_begin),
         "refused masks": refusal(model, "forward", {"input_ids": case["gap"]}),
         "continued": generated[:, 3:],
@@ -158,6 +169,15 @@ def continued(folder: Path, case: dict) -> dict:
         "text": text,
         "fresh": {name: p.detach() for name, p in fresh.model.named_parameters()},
     }
+
+
+def padded_loss(model, tokens, padding: tuple[int, int]):
+    """Return the loss of texts with so many padding tokens before and after them."""
+    return model(
+        torch.nn.functional.pad(tokens, padding),
+        attention_mask=torch.nn.functional.pad(torch.ones_like(tokens), padding),
+        labels=torch.nn.functional.pad(tokens, padding, value=-100),
+    ).loss
 
 
 def refusal(model, method, keywords):

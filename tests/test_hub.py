@@ -33,6 +33,7 @@ from aogpt.checkpoints import CheckpointError, hub, load, load_model, store
 from aogpt.checkpoints.load import config_of
 from aogpt.checkpoints.model_card import model_card
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
+from aogpt.evaluation.judges import DecoderJudge, load_judge
 from aogpt.sampling.race import draw
 from aogpt.sampling.simple import nucleus, simple_generate
 from aogpt.sampling.token_choice import TokenChoice, probabilities
@@ -433,6 +434,9 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(
     after_begin, without_begin = result["after begin"]
     torch.testing.assert_close(after_begin[:, 1:], without_begin, rtol=0, atol=1e-5)
     assert "no [MASK] is continued" in result["refused masks"]
+    for loss in result["losses"]:
+        torch.testing.assert_close(loss, result["losses"][0], rtol=0, atol=1e-5)
+    assert "pad on the left" in result["refused padding"]
     assert result["sampled"] == (2, 17)
     assert result["padded"].tolist()[0].count(0) > 0
     assert result["text"].startswith("The cat")
@@ -590,6 +594,10 @@ def test_a_folder_is_read_back_without_running_its_code(client_outputs, system):
             "raise SystemExit('this code was run')"
         )
         loaded = load(folder)
+        if system not in ENCODERS:
+            assert isinstance(
+                load_judge(str(folder), torch.device("cpu")), DecoderJudge
+            )
         parameters = dict(loaded.model.named_parameters())
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(p, expected[name]) for name, p in parameters.items())

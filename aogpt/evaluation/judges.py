@@ -139,8 +139,8 @@ def load_judge(name: str, device: torch.device) -> Judge:
         return TransformersJudge(name, device)
     try:
         settings = json.loads(read_bounded(path / "config.json"))
-        of_transformers = "model_type" in settings
-    except (OSError, ValueError, RecursionError, TypeError):
+        of_transformers = settings.get("model_type", "aogpt") != "aogpt"
+    except (OSError, ValueError, RecursionError, AttributeError):
         of_transformers = False
     if of_transformers:
         return TransformersJudge(str(path), device)

@@ -186,13 +186,16 @@ class AOGPTModel(PreTrainedModel):
         loss = None
         if wanted is not None:
             # Without a start token the first step has nothing to predict from.
-            first = self.config.aogpt["scored_from"]
-            scored = at_least_float32(logits[:, first:].flatten(0, 1))
-            loss = F.cross_entropy(scored, wanted[:, first:].flatten())
+            first = steps[:, : self.config.aogpt["scored_from"]]
+            wanted = wanted.scatter(1, first, -100)
+            scored = at_least_float32(logits.flatten(0, 1))
+            loss = F.cross_entropy(scored, wanted.flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
     def token_log_probs(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Return log p of every token along an order, (B, T): see `token_log_probs`."""
+        """Return log p of every token along an order, (B, T): see `token_log_probs`.
+        That of the first step means nothing in a model without a start token, whose
+        loss leaves it out."""
         return token_log_probs(self.model, tokens, order)
 
     def masked_log_probs(self, tokens: Tensor, masked: Tensor) -> Tensor:
@@ -364,7 +367,9 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
         logits = self.model.head_logits(take(hidden, inverse_permutation(place)))
         loss = None
         if labels is not None:
-            wanted = labels.where(is_real, -100)[:, 1:]
+            # The logits before a text's first token are those of padding.
+            is_predicted = is_real[:, 1:] & is_real[:, :-1]
+            wanted = labels[:, 1:].where(is_predicted, -100)
             scored = at_least_float32(logits[:, :-1].flatten(0, 1))
             loss = F.cross_entropy(scored, wanted.flatten())
         return CausalLMOutput(loss=loss, logits=logits)
@@ -377,9 +382,16 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
 
     def generate(self, *inputs, **options):
         """Continue texts as every model of transformers: do_sample, top_p, num_beams,
-        ... No id is drawn that the tokenizer does not have."""
+        ... No id is drawn that the tokenizer does not have. Raises UserError for texts
+        with padding on the right, whose next token would follow the padding."""
+        mask = options.get("attention_mask")
+        if mask is not None and (mask[:, -1] == 0).any():
+            raise UserError(
+                'pad on the left: tokenizer(texts, padding=True, padding_side="left")'
+            )
         rows = self.model.config.vocab_size
         beyond = list(range(self.config.aogpt["vocab_size"], rows))
         if beyond:
             options.setdefault("suppress_tokens", beyond)
-        return GenerationMixin.generate(self, *inputs, use_cache=False, **options)
+        options["use_cache"] = False  # there is none
+        return GenerationMixin.generate(self, *inputs, **options)
