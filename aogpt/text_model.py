@@ -162,7 +162,7 @@ def load(
 
     Raises UserError for what cannot be loaded."""
     check_value(path, str | Path, "path")
-    check_value(block_size, int | None, "block_size")
+    check_value(block_size, Count | None, "block_size")
     with _python_names():
         loaded = checkpoints.load(
             path,

@@ -94,6 +94,7 @@ def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
             logits = masked_logits(text.model, x[:1].where(~masked, 0), masked)
             every = torch.stack([fill.log_probs(i) for i in fill.blanks])
             assert (every - logits.log_softmax(dim=-1)[:, :257]).abs().max() < 1e-12
+        assert len(fill.best(position, 300)) == 257  # no more than there are
         best = fill.best(position, 8)
         assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
         assert best[0][0] == int(expected.argmax())

@@ -768,6 +768,12 @@ def test_a_mask_that_is_no_gap_is_told(books):
         books.compare(books, "a b", "random", draws=10**9)
 
 
+def test_a_block_of_no_tokens_is_refused():
+    for size in (0, -5):
+        with pytest.raises(ValueError, match="block_size"):
+            aogpt.load(BOOKS, block_size=size)
+
+
 def test_mistakes_are_told_in_the_words_of_python(books):
     for options, words in (
         ({"temprature": 1}, "no option 'temprature'; did you mean 'temperature'"),

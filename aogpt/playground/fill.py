@@ -90,7 +90,7 @@ class Fill:
     def best(self, position: int, count: int = 1) -> list[tuple[int, float]]:
         """Return the likeliest ids at a blank, and their probabilities."""
         probabilities = self.log_probs(position).exp()
-        best = probabilities.topk(count)
+        best = probabilities.topk(min(count, len(probabilities)))
         ids = best.indices.tolist()
         values = best.values.tolist()
         return list(zip(ids, values, strict=True))
@@ -273,7 +273,9 @@ def score_views(fill: Fill) -> list[tuple[str, float, int]]:
     filling, whole = fill.left_to_right()
     if not math.isnan(filling):
         scores.append(("the same tokens, left to right", filling, count))
-    scores.append(("the whole text, left to right", whole, len(fill.tokens)))
+    # Without a start token the first token is not scored.
+    scored = len(fill.tokens) - fill.text.loaded.scored_from
+    scores.append(("the whole text, left to right", whole, scored))
     return scores
 
 
