@@ -172,7 +172,7 @@ def continued(folder: Path, case: dict) -> dict:
 
 
 def padded_loss(model, tokens, padding: tuple[int, int]):
-    """Return the loss of texts with so many padding tokens before and after them."""
+    """Return the loss of texts with padding (before, after), counted in tokens."""
     return model(
         torch.nn.functional.pad(tokens, padding),
         attention_mask=torch.nn.functional.pad(torch.ones_like(tokens), padding),
