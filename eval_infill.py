@@ -148,7 +148,7 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
     smallest block size. Raises UserError if there is none."""
     dataset = open_split(a.data, a.split, verify=False)
     block_size = min(loaded.model.config.block_size for loaded in models)
-    for loaded in models:
+    for loaded in models:  # each checks that the tokens are its own
         eval_set = open_eval_set(
             dataset, loaded, max_sequences=a.num_passages, block_size=block_size
         )
@@ -341,17 +341,15 @@ def notes(rows: list[dict]) -> list[str]:
     for run in dict.fromkeys(row["run"] for row in rows):
         # The model's own loss; that of resampling, the last row, where it has no other.
         nll: dict[str, list[float]] = {}
-        documents: list[int] = []
         for row in rows:
             if row["run"] == run:
                 nll.setdefault(row["given"], row["nll"])
-                documents = row["documents"]
         if len(nll) < 2 or len(nll["left"]) < 2:
             continue
         gains = []
         for left, both in zip(nll["left"], nll["both"], strict=True):
             gains.append(left - both)
-        mean, half = mean_and_half_width(gains, documents)
+        mean, half = mean_and_half_width(gains, rows[0]["documents"])
         lines.append(
             f"{run}: the right side is worth {mean:.4f} nats/token, 95% interval "
             f"{mean - half:.4f} to {mean + half:.4f}"
