@@ -61,7 +61,6 @@ LABELS = {
     "l2r": "left to right",
     "random": "any order",
     "score_entropy": "any order, score entropy",
-    "oracle": "oracle (no likelihood)",
 }
 HEAD = [
     "text",
@@ -678,7 +677,7 @@ def title_of(row: dict) -> str:
     """Return the name of the orders of a row in the table."""
     name = row["orders"]
     text = LABELS.get(name, name)
-    if name.startswith("oracle:"):
+    if name.partition(":")[0] == "oracle":
         text = f"{name} (no likelihood)"
     if name in SCORES:
         text = f"the model's, by {name}"
