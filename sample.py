@@ -312,9 +312,7 @@ def resample(
     choice = session.options
     if choice.temperature == 1:
         choice = replace(choice, temperature=resampling.TEMPERATURE)
-    seed = a.seed
-    if number:  # other random numbers for each request
-        seed = gaps.seed_of_request(a.seed, number)
+    seed = gaps.seed_of_request(a.seed, number)
     note = resampling.dropped_note(gapped, loaded.model.config.block_size)
     if note:
         show(note, file=sys.stderr)

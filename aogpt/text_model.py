@@ -693,7 +693,6 @@ class TextModel:
             check_value(num_samples, SampleCount, "num_samples")
         check_value(rank_by, RankBy | None, "rank_by")
         first_seed = _checked_seed(seed)
-        seed = first_seed
         options.update(top_p=top_p, top_k=top_k, mode=mode)
         if temperature is not None:
             options["temperature"] = temperature
@@ -706,9 +705,6 @@ class TextModel:
             _note_space(one, self.tokenizer)
         fillings_of_texts = []
         for place, gapped in enumerate(gapped_texts, 1):
-            # Texts of a list are independent; the first has the numbers of one alone.
-            if place > 1:
-                seed = gaps.seed_of_request(first_seed, place - 1)
             fill = self._fill
             if resampling.is_resampled(gapped, mode, self.model.config):
                 fill = self._fill_by_resampling
@@ -717,7 +713,7 @@ class TextModel:
                     gapped,
                     candidates=candidates,
                     num_samples=num_samples,
-                    seed=seed,
+                    seed=gaps.seed_of_request(first_seed, place - 1),
                     rank_by=rank_by,
                     options=options,
                 )

@@ -131,7 +131,10 @@ class Gapped:
 
 
 def seed_of_request(seed: int, number: int) -> int:
-    """Return the seed of a request of several that fill gaps, below 2**63."""
+    """Return the seed of a request of several that fill gaps. The first one, number 0,
+    has the seed itself, as if it were alone; the others' are below 2**63."""
+    if number == 0:
+        return seed
     bits = philox_bits(seed, number, range(1), 1, INFILL_SEEDS)
     return int(bits[0, 0]) >> 1
 
