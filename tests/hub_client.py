@@ -149,6 +149,13 @@ def continued(folder: Path, case: dict) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     if tokenizer.pad_token is None:
         raise AssertionError("no token to pad with")
+    # A text whose next token is certainly its end.
+    ended = model.generate(
+        tokens,
+        do_sample=False,
+        max_new_tokens=5,
+        sequence_bias={(tokenizer.eos_token_id,): 1e4},
+    )
     batch = tokenizer(["x", "a longer text"], padding=True, return_tensors="pt")
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     text = pipe("The cat", max_new_tokens=3)[0]["generated_text"]
@@ -165,6 +172,7 @@ def continued(folder: Path, case: dict) -> dict:
         "refused masks": refusal(model, "forward", {"input_ids": case["gap"]}),
         "continued": generated[:, 3:],
         "sampled": sampled.shape,
+        "ended": ended,
         "padded": batch.attention_mask,
         "text": text,
         "fresh": {name: p.detach() for name, p in fresh.model.named_parameters()},

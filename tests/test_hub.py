@@ -438,7 +438,9 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(
         torch.testing.assert_close(loss, result["losses"][0], rtol=0, atol=1e-5)
     assert "pad on the left" in result["refused padding"]
     assert result["sampled"] == (2, 17)
-    assert result["padded"].tolist()[0].count(0) > 0
+    assert result["ended"].shape == (2, 13)  # generate stops at the end of a text
+    assert (result["ended"][:, -1] == VOCABULARY - 1).all()
+    assert result["padded"].tolist()[0][0] == 0  # on the left
     assert result["text"].startswith("The cat")
 
 

@@ -6,6 +6,7 @@ model.safetensors    weights
 modeling_aogpt.py    a copy of sampling/hub_model.py; the other .py files are copies of
                      what it imports of the package
 tokenizer.json       the tokenizer, with [MASK]; beside it tokenizer_config.json
+generation_config.json  the id that ends a text
 README.md            a model card: checkpoints/model_card.py"""
 
 import re
@@ -118,8 +119,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> tuple[int, int | None
 def write_tokenizer_settings(
     folder: Path, tokenizer: Tokenizer, mask: str | None = None
 ) -> None:
-    """Write tokenizer_config.json beside the tokenizer.json of a folder. A text is
-    padded with its end, which the attention mask hides."""
+    """Write tokenizer_config.json and generation_config.json beside the tokenizer.json
+    of a folder. A text is padded with its end, which the attention mask hides, on the
+    left, as the library's `generate` needs it; `generate` stops at the end."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(folder / HUB))
@@ -128,6 +130,7 @@ def write_tokenizer_settings(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "pad_token": end,
+        "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
@@ -137,6 +140,8 @@ def write_tokenizer_settings(
         settings["bos_token"] = library.id_to_token(tokenizer.starts[0])
         settings["add_bos_token"] = True
     write_json(folder / "tokenizer_config.json", settings)
+    ends = {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot}
+    write_json(folder / "generation_config.json", ends)
 
 
 def library_tokenizer(tokenizer: Tokenizer):
