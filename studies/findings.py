@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from aogpt.data.catalogue import DATASETS
 from aogpt.data.prepare import Prepare, prepare
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
@@ -28,14 +29,17 @@ from aogpt.runtime.outputs import commit, versions
 from aogpt.runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
+from studies import prepare as studies_prepare
 from studies.bench_common import cpu_name
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure
+from studies.puzzles import TASKS
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
 from studies.speedrun import speeds_in_turn
 
 REPETITIONS = 7  # of each short run
+QUICK_DOCUMENTS = 200  # of a puzzle, with --quick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ def run(experiment: Experiment, a: Arguments) -> None:
             raise UserError(f"{name} has no run config {chosen!r}, but {names}")
     file = None
     if a.quick:
-        prepare_quick_text(experiment)
+        prepare_quick_data(experiment)
     else:
         file = pages.RESULTS / f"{name}.runs.jsonl"
     runner = Runner(
@@ -151,13 +155,21 @@ def write_figure(folder: Path, experiment: Experiment, recipes: Recipes) -> None
     show(f"wrote {file}")
 
 
-def prepare_quick_text(experiment: Experiment) -> None:
-    """Keep the first recipe alone, and replace all data by the repository's stories, in
-    bytes, preparing them if necessary."""
-    stories = ROOT / "data" / "stories_bytes"
-    if not (stories / "meta.json").exists():
-        prepare(Prepare("stories", tokenizer="bytes", out=stories))
-    experiment.base["data"] = {"folder": str(stories)}
+def prepare_quick_data(experiment: Experiment) -> None:
+    """Keep the first recipe alone. Its data are a few documents of its own, if it is of
+    puzzles, else the repository's stories in bytes; both are prepared if necessary."""
+    name = Path(experiment.base.get("data", {}).get("folder", "")).name
+    if name in TASKS:
+        folder = ROOT / "data" / "quick" / name
+        request = Prepare(name, limit=QUICK_DOCUMENTS, out=folder)
+        datasets = studies_prepare.DATASETS
+    else:
+        folder = ROOT / "data" / "stories_bytes"
+        request = Prepare("stories", tokenizer="bytes", out=folder)
+        datasets = DATASETS
+    if not (folder / "meta.json").exists():
+        prepare(request, datasets)
+    experiment.base["data"] = {"folder": str(folder)}
     for other in list(experiment.recipes)[1:]:
         del experiment.recipes[other]
     for run_configs in experiment.recipes.values():

@@ -1085,12 +1085,20 @@ def test_what_is_wrong_in_an_experiment_is_named_before_a_run_is_trained(
 
 
 @pytest.mark.slow(reason="runs experiments")
-def test_experiments_run_quickly_from_the_text_of_the_repository():
-    done = run_script(
-        "-m", "studies.findings", name := "E13", "--seeds", 1, "--quick", "--jobs", 2
-    )
+@pytest.mark.parametrize(
+    ("name", "run_configs"),
+    [("E13", ()), ("E26", ("rotary", "gpt")), ("E28", ("rotary", "encoder"))],
+    ids=["text", "star", "facts"],
+)
+def test_experiments_run_quickly_from_prepared_data(name, run_configs):
+    quick = ROOT / "out" / "findings" / "quick"
+    shutil.rmtree(quick / name, ignore_errors=True)
+    options = ["--seeds", 1, "--quick", "--jobs", 2]
+    if run_configs:
+        options += ["--run-configs", *run_configs]
+    done = run_script("-m", "studies.findings", name, *options)
     assert "also looked at" in done.stdout or "undecided" in done.stdout
-    assert (ROOT / "out" / "findings" / "quick" / f"{name}.png").stat().st_size > 10_000
+    assert (quick / f"{name}.png").stat().st_size > 10_000
 
 
 def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):

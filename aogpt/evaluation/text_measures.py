@@ -89,8 +89,8 @@ def self_bleu(samples: Sequence[Sequence[int]]) -> list[float]:
     """Return the self-BLEU of each sample: its BLEU-4 with all other samples as
     references (Texygen, arXiv 1802.01886), 1 where another one is equal.
 
-    It is smoothed as NLTK's `method1`, which gives equal samples of fewer than 4 tokens
-    less than 1, as they have no 4-grams; 0 for a sample that shares no token with another
+    It is smoothed as NLTK's `method1`: equal samples of fewer than 4 tokens have less
+    than 1, as they have no 4-grams; 0 for a sample that shares no token with another
     one, NaN where there is no other or it is empty."""
     if len(samples) < 2:
         return [math.nan] * len(samples)
