@@ -250,6 +250,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
+    if a.include_path is not None and not a.include_path.is_dir():
+        raise UserError(
+            f"--include-path {a.include_path} is no folder; name the one that holds "
+            "the YAML files of your tasks"
+        )
     inputs = [a.run, *a.tasks, a.include_path]
     outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
     # 1. The model, as the harness knows it.
@@ -263,7 +268,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     manager = TaskManager(include_path=a.include_path)
     results = lm_eval.simple_evaluate(
         model,
-        tasks=find_tasks(manager, a.tasks),
+        tasks=find_tasks(manager, a.tasks, a.include_path),
         task_manager=manager,
         num_fewshot=a.num_fewshot,
         limit=a.limit,
@@ -325,12 +330,19 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         outputs.write_json(a.json, document)
 
 
-def find_tasks(manager, wanted: tuple[str, ...]) -> list[str]:
-    """Return the task names and YAML files that `wanted`, names or patterns, stand
-    for."""
+def find_tasks(
+    manager, wanted: tuple[str, ...], include_path: Path | None
+) -> list[str]:
+    """Return the task names and YAML files that `wanted`, names or patterns, stand for.
+    include_path: the folder of the user's own tasks."""
     tasks = []
     for name in wanted:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not matching and include_path is not None:
+            raise UserError(
+                f"neither the harness nor a file in {include_path} has a task "
+                f"{name!r}: give what follows `task:` in its YAML file"
+            )
         if not matching:
             raise UserError(
                 f"there is no task or prepared data {name!r}; make it with: "

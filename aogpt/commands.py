@@ -19,7 +19,8 @@ import tyro
 
 from . import text_model as aogpt
 from .data.pieces import token_text
-from .runtime.command_line import ModelOptions, run_script, show, with_help
+from .orders import parse_order
+from .runtime.command_line import ModelOptions, counted, run_script, show, with_help
 from .runtime.devices import pick_device, pick_dtype
 from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
@@ -110,6 +111,12 @@ class Score(Command):
                 f"order {self.order}: log p {-scored.nats:.3f} of {scored.scored} "
                 f"tokens, {number(bits, 4)} bits a byte"
             )
+            orders = parse_order(self.order, "--order")
+            if orders.has_longer_blocks(len(scored.ids)):
+                lines.append(
+                    f"its blocks of {orders.block} are longer than the text, "
+                    f"{counted(len(scored.ids), 'tokens')}, which is one block"
+                )
             blocks = math.ceil(len(scored.ids) / model.block_size)
             if blocks > 1:
                 lines.append(

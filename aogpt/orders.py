@@ -141,10 +141,15 @@ class OrderConfig(Table):
             return self.kind
         return f"{self.kind}:{','.join(settings)}"
 
+    def has_longer_blocks(self, length: int) -> bool:
+        """Return whether these are orders in blocks, and sequences of this length are
+        shorter than one."""
+        has_blocks = "block" in ORDER_KINDS[self.unmixed].settings
+        return has_blocks and self.block > length
+
     def check_length(self, length: int) -> None:
         """Raise UserError for blocks that are longer than sequences of this length."""
-        has_blocks = "block" in ORDER_KINDS[self.unmixed].settings
-        if has_blocks and self.block > length:
+        if self.has_longer_blocks(length):
             raise UserError(
                 f"order.block {self.block} exceeds model.block_size {length}; lower it"
             )

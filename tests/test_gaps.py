@@ -539,6 +539,9 @@ def test_what_a_number_does_not_say_is_told_beside_it(command, books):
     beside = "2 blocks of at most 256 tokens, each scored by itself"
     assert beside in command("score", "The old horse was tired. " * 50)
     assert "each scored by itself" not in command("score", "The old horse.")
+    for block, is_told in ((2, False), (100, True)):
+        printed = command("score", "The old horse.", "--order", f"slots:block={block}")
+        assert ("which is one block" in printed) == is_told
     assert "at least as probable" in command("rank", "She went home[.|]")
     assert "at least as probable" not in command("rank", "She went home[.|]", "--end")
     assert "at least as probable" not in command("rank", "The [cat|tax] barked.")

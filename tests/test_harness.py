@@ -540,6 +540,14 @@ def test_mistakes_at_the_command_line_are_one_line(script, run, tasks):
             "RUN --tasks tiny_answer --include-path TASKS --gen-kwargs max_gen_toks=99",
             "1 to 15",
         ),
+        (
+            "RUN --tasks tiny_answer --include-path TASKS/no",
+            "name the one that holds the YAML files of your tasks",
+        ),
+        (
+            "RUN --tasks tiny_roll2 --include-path TASKS",
+            "has a task 'tiny_roll2': give what follows `task:`",
+        ),
     ):
         arguments = arguments.replace("RUN", str(run)).replace("TASKS", str(tasks))
         status, _, err = script(eval_tasks, *arguments.split(), "--device", "cpu")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
-from ..orders import ORDER_KINDS, inverse_permutation, orders_at, parse_order
+from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -269,7 +269,7 @@ def block_note(options: DecodingOptions, longest: int) -> str:
     if options.order is None:
         return ""
     orders = parse_order(options.order, "--order")
-    if "block" not in ORDER_KINDS[orders.unmixed].settings or orders.block <= longest:
+    if not orders.has_longer_blocks(longest):
         return ""
     return (
         f"note: --order {options.order}: blocks of {orders.block} are longer than the "
