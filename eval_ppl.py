@@ -354,7 +354,11 @@ def scorer_of(
         )
     if isinstance(meaning, Rule):
         return Scorer(rule=meaning, group=a.group)
-    meaning.check_length(block_size)
+    if meaning.has_longer_blocks(block_size):
+        raise UserError(
+            f"order.block {meaning.block} exceeds model.block_size {block_size}; lower "
+            "it"
+        )
     is_uniform = meaning.kind == "random"
     is_elbo = is_uniform and config.is_encoder and a.group == 1
     sizes = (1,)

@@ -147,13 +147,6 @@ class OrderConfig(Table):
         has_blocks = "block" in ORDER_KINDS[self.unmixed].settings
         return has_blocks and self.block > length
 
-    def check_length(self, length: int) -> None:
-        """Raise UserError for blocks that are longer than sequences of this length."""
-        if self.has_longer_blocks(length):
-            raise UserError(
-                f"order.block {self.block} exceeds model.block_size {length}; lower it"
-            )
-
 
 def orders_at(
     config: OrderConfig,

@@ -422,7 +422,11 @@ def check_orders(config: Config) -> None:
             f"a group of {group} steps exceeds model.block_size = {m.block_size}",
         )
     for orders in config.all_orders():  # this checks the settings of the stages
-        orders.check_length(m.block_size)
+        refuse(
+            orders.has_longer_blocks(m.block_size),
+            f"order.block {orders.block} exceeds model.block_size {m.block_size}; "
+            "lower it",
+        )
         refuse(
             m.l2r_only and not orders.is_l2r,
             f"order.kind = {orders.kind!r} needs target positions: set model.target to "
