@@ -13,6 +13,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -22,7 +23,12 @@ import tyro
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import spread
 from aogpt.evaluation.estimates import estimate
-from aogpt.evaluation.eval_sets import SplitOption, open_eval_set, open_split
+from aogpt.evaluation.eval_sets import (
+    SplitOption,
+    note_on_end,
+    open_eval_set,
+    open_split,
+)
 from aogpt.evaluation.infilling import (
     Passages,
     find_last_words,
@@ -152,10 +158,13 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
         eval_set = open_eval_set(
             dataset, loaded, max_sequences=a.num_passages, block_size=block_size
         )
+        if note := note_on_end(dataset, loaded):
+            show(f"note: {note}", file=sys.stderr)
+    end = dataset.meta["eot"]
     tokenizer = models[0].get_tokenizer()
     if a.last_word:
         passages = find_last_words(
-            dataset.tokens, tokenizer, a.num_passages, block_size
+            dataset.tokens, tokenizer, a.num_passages, block_size, end
         )
         if len(passages) == 0:
             raise UserError(
@@ -170,6 +179,7 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
             tokenizer,
             a.shortest,
             a.longest,
+            end,
             documents,
         )
         if len(passages) == 0:

@@ -172,6 +172,8 @@ def answer_prompts(
             a.limit,
             judges,
         )
+        if questions.note is not None:
+            notes.append(questions.note)
         temperature = a.decoding.temperature
         mode = a.decoding.mode
         if temperature is None:

@@ -33,18 +33,19 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
     text = 'It was. "No!" he said. The cat sat on it. Then they all went home. End'
     block = torch.tensor([list(text.encode())])
     tokenizer = get_tokenizer("bytes")
-    passages = find_passages(block, tokenizer, 10, 30)
+    end = tokenizer.eot
+    passages = find_passages(block, tokenizer, 10, 30, end)
     (middle,) = passages.middle(passages.tokens.tolist())
     assert tokenizer.decode(middle) == " The cat sat on it."
     # of another length it is another
-    longer = find_passages(block, tokenizer, 20, 30)
+    longer = find_passages(block, tokenizer, 20, 30, end)
     (middle,) = longer.middle(block.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
-    assert len(find_passages(block, tokenizer, 40, 50)) == 0
+    assert len(find_passages(block, tokenizer, 40, 50, end)) == 0
     # A sentence does not span two documents.
     two = block.clone()
-    two[0, text.index("sat")] = tokenizer.eot
-    (middle,) = find_passages(two, tokenizer, 12, 30).middle(two.tolist())
+    two[0, text.index("sat")] = end
+    (middle,) = find_passages(two, tokenizer, 12, 30, end).middle(two.tolist())
     assert tokenizer.decode(middle) == " Then they all went home."
     before, _, after = text.partition(" The cat sat on it.")
     both_sides = passages.known(both_sides=True)[0]
@@ -54,8 +55,10 @@ def test_the_sentence_nearest_to_the_middle_is_found_in_bytes():
 
 
 @pytest.mark.parametrize("name", ["bytes", "english"])
-def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
+@pytest.mark.parametrize("end", [None, 3], ids=["its end", "another end"])
+def test_the_last_words_of_documents_are_found_whatever_the_tokens(name, end):
     tokenizer = get_tokenizer(name)
+    end = tokenizer.eot if end is None else end
     documents = [
         "Who saw the cat",
         "One",
@@ -65,9 +68,9 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
     ]
     row = []
     for text in documents:
-        row += [*tokenizer.encode(text), tokenizer.eot]
+        row += [*tokenizer.encode(text), end]
     row += tokenizer.encode("never ended")
-    passages = find_last_words(row, tokenizer, 10, 20)
+    passages = find_last_words(row, tokenizer, 10, 20, end)
     middles = passages.middle(passages.tokens.tolist())
     words = [tokenizer.decode(ids) for ids in middles]
     assert words == [" cat", " mat ", " late"]
@@ -78,9 +81,9 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name):
         given = tokenizer.decode(ids[:start]).strip("\ufffd")
         assert given
         assert text.endswith(given)
-    assert len(find_last_words(row, tokenizer, 2, 20)) == 2
+    assert len(find_last_words(row, tokenizer, 2, 20, end)) == 2
     # no room for the context
-    assert len(find_last_words(row, tokenizer, 10, 1)) == 0
+    assert len(find_last_words(row, tokenizer, 10, 1, end)) == 0
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both sides", "left"])

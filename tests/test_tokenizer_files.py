@@ -23,6 +23,7 @@ from helpers import (
 from reference import make_system
 
 import aogpt
+import eval_infill
 import eval_ppl
 import train
 from aogpt import commands
@@ -300,6 +301,11 @@ def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(
         )
     assert "end with id" not in said[first]
     assert f"documents of {second} end with id 257" in said[second]
+    monkeypatch.setattr(eval_infill, "load", lambda *a, **k: pretrained)
+    monkeypatch.setattr("sys.argv", ["x", "x", "--data", str(second), "--last-word"])
+    with contextlib.suppress(UserError):  # a block of this model has no second word
+        eval_infill.main()
+    assert f"documents of {second} end with id 257" in capsys.readouterr().err
 
 
 def test_the_end_of_text_of_a_run_without_its_tokenizer_is_unknown(two_ends, tmp_path):

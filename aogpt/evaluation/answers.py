@@ -21,7 +21,7 @@ from ..sampling.engine import Generation
 from ..sampling.modes import DecodingOptions
 from ..sampling.page import PageSample, render
 from ..sampling.plans import Plan, group_sizes
-from .eval_sets import open_eval_set, open_split
+from .eval_sets import note_on_end, open_eval_set, open_split
 from .text_measures import mean_and_error
 
 ON_PAGE = 16  # rows
@@ -51,6 +51,7 @@ class Questions:
     tokens: Tensor  # LongTensor (N, T)
     roles: Roles
     judge: Judge | None  # None: only the answer in the data is right
+    note: str | None = None  # of `note_on_end`
 
     def first(self, count: int) -> "Questions":
         """Return the first `count` rows."""
@@ -97,7 +98,8 @@ def open_questions(
         )
     dataset_name = dataset.meta.get("settings", {}).get("dataset")
     judge = (judges or {}).get(dataset_name)
-    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge)
+    note = note_on_end(dataset, loaded)
+    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge, note)
 
 
 @dataclass(frozen=True)

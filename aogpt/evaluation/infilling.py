@@ -74,11 +74,13 @@ def find_passages(
     tokenizer: Tokenizer,
     shortest: int,
     longest: int,
+    end: int,
     documents: Tensor | None = None,
 ) -> Passages:
     """Return the blocks (N, T) that have a whole sentence of this many tokens; where
     there are several, the middle is the one nearest to the middle of the block. Every
     full stop ends a sentence, also that of "Mr.".
+    end: the id that ends a document.
     documents: the number of the document of each block, by default one for all."""
     T = blocks.shape[1]
     ends_sentence = {}
@@ -93,11 +95,11 @@ def find_passages(
             if ends_sentence[token]:
                 ends.append(place + 1)
         sentences = []
-        for start, end in zip(ends, ends[1:], strict=False):
+        for first, last in zip(ends, ends[1:], strict=False):
             # One with an end-of-text spans two documents.
-            is_whole = tokenizer.eot not in block[start:end]
-            if shortest <= end - start <= longest and is_whole:
-                sentences.append((start, end))
+            is_whole = end not in block[first:last]
+            if shortest <= last - first <= longest and is_whole:
+                sentences.append((first, last))
         if sentences:
             # Twice the distance from the middle.
             nearest = min(sentences, key=lambda span: abs(span[0] + span[1] - T))
@@ -122,22 +124,22 @@ def _passages(
 
 
 def find_last_words(
-    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int
+    tokens: Sequence[int], tokenizer: Tokenizer, count: int, length: int, end: int
 ) -> Passages:
     """Return those of `count` documents, spread over a row of tokens, that have two
     words or more. The middle is the last word with the space before it (Paperno et al.
     2016, LAMBADA). A longer document gives its last `length` tokens; shorter ones end
-    with zeros, after the middle."""
-    is_end = np.asarray(tokens) == tokenizer.eot
+    with zeros, after the middle. end: the id that ends a document."""
+    is_end = np.asarray(tokens) == end
     ends = np.flatnonzero(is_end)
     starts = np.append(0, ends[:-1] + 1)
     # The first row is there for its width alone.
     rows = [torch.zeros(length).long()]
     spans = []
     for number in spread(count, len(ends)):
-        end = int(ends[number])
-        start = max(int(starts[number]), end - length)
-        document = [int(token) for token in tokens[start:end]]
+        last = int(ends[number])
+        first = max(int(starts[number]), last - length)
+        document = [int(token) for token in tokens[first:last]]
         word = _start_of_last_word(document, tokenizer)
         if word > 0:
             rows.append(torch.tensor(document))
