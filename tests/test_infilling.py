@@ -63,6 +63,7 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name, end):
         "Who saw the cat",
         "One",
         "It was on the warm\u2019 mat ",
+        "a space of three bytes\u2003here",
         "",
         "He came home late",
     ]
@@ -73,9 +74,14 @@ def test_the_last_words_of_documents_are_found_whatever_the_tokens(name, end):
     passages = find_last_words(row, tokenizer, 10, 20, end)
     middles = passages.middle(passages.tokens.tolist())
     words = [tokenizer.decode(ids) for ids in middles]
-    assert words == [" cat", " mat ", " late"]
-    assert passages.tokens.shape == (3, 20)
-    contexts = ("Who saw the", "It was on the warm\u2019", "He came home")
+    assert words == [" cat", " mat ", "\u2003here", " late"]
+    assert passages.tokens.shape == (4, 20)
+    contexts = (
+        "Who saw the",
+        "It was on the warm\u2019",
+        "a space of three bytes",
+        "He came home",
+    )
     for ids, start, text in zip(passages.tokens, passages.start, contexts, strict=True):
         # of a character that was cut
         given = tokenizer.decode(ids[:start]).strip("\ufffd")

@@ -42,6 +42,7 @@ from aogpt.data.tokenizers import (
     text_bytes,
 )
 from aogpt.evaluation.eval_sets import EvalSet, open_eval_set, open_split
+from aogpt.evaluation.infilling import find_last_words
 from aogpt.runtime.errors import UserError
 from convert import convert
 
@@ -366,6 +367,15 @@ def test_documents_are_read_back_as_they_were_written(tmp_path, make):
     assert tokenizer.encode_documents(text).tolist() == ids
     of_text = tokenizer.text_bytes_of(text, np.array(ids))
     assert of_text.sum() == len("a b ab")
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_the_last_word_is_found_where_a_tokenizer_adds_a_space(tmp_path, make):
+    tokenizer = get_tokenizer(str(saved(make(), tmp_path)))
+    ids = [*tokenizer.encode("we saw the cat"), tokenizer.eot]
+    passages = find_last_words(ids, tokenizer, 1, 20, tokenizer.eot)
+    assert tokenizer.decode(ids[: int(passages.start)]) == "we saw the"
+    assert int(passages.end) == len(ids) - 1
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,13 @@ def find_last_words(
 def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
     """Return the last token from which on a document reads as white space and a word;
     0: there is none."""
+    # Of the whole document: some tokenizers drop the space before a text's first token.
+    pieces = tokenizer.pieces(document)
+    text = ""
     for start in range(len(document) - 1, 0, -1):
-        text = tokenizer.decode(document[start:])
-        if text[:1].isspace() and text.strip():
+        text = pieces[start] + text
+        # A piece of no text begins a character that later tokens complete.
+        if pieces[start - 1] and text[:1].isspace() and text.strip():
             return start
     return 0
 
