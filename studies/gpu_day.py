@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,6 +68,7 @@ class Job:
     seconds: int  # at most
     command: str  # a script (FILE.py) or module, and its arguments
     may_be_cut: bool = False  # whether what it has done by then is a result
+    needs: str = ""  # the job whose result it evaluates
 
     @property
     def words(self) -> list[str]:
@@ -90,9 +91,12 @@ def run_part(o: Options) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * (o.minutes or MINUTES[o.part])
     jobs = jobs_of(o, shlex.quote(str(folder.resolve())))
+    by_name = {job.name: job for job in jobs}
     for job in jobs:
-        file = folder / f"{job.name}.done.json"
-        if file.exists() and json.loads(file.read_text())["status"] == "done":
+        if is_done(job, folder):
+            continue
+        if job.needs and not is_done(by_name[job.needs], folder):
+            show(f"{job.name}: {job.needs} is not done; run the part again")
             continue
         left = ends - time.monotonic()
         if left < min(10, job.seconds):
@@ -102,11 +106,21 @@ def run_part(o: Options) -> int:
         seconds = min(left, job.seconds)
         if o.small:
             seconds = left  # a busy CPU takes longer than a GPU
-        write_json(file, run_job(job, folder / f"{job.name}.log", seconds))
+        row = run_job(job, folder / f"{job.name}.log", seconds)
+        write_json(folder / f"{job.name}.done.json", row)
     if not o.small and (lines := targets(jobs, folder)):
         head = ["job", "figure", "measured", "target", "verdict"]
         show("\n".join([*markdown_table(head, lines, left=2), ""]))
     return report(jobs, folder)
+
+
+def is_done(job: Job, folder: Path) -> bool:
+    """Return whether a job with the same command was done, not its rehearsal."""
+    file = folder / f"{job.name}.done.json"
+    if not file.exists():
+        return False
+    row = json.loads(file.read_text())
+    return row["status"] == "done" and row["command"] == job.command
 
 
 def jobs_of(o: Options, folder: str) -> list[Job]:
@@ -339,7 +353,8 @@ def sizes(o: Options, folder: str) -> list[Job]:
                 f"{model} {run_options(o, folder, name)} --train.steps {steps}"
             )
             jobs.append(Job(name, 240, command))
-            jobs.append(evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}"))
+            job = evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}")
+            jobs.append(replace(job, needs=name))
     command = (
         f"eval_gen.py {folder}/aogpt_{size} {folder}/encoder_{size} "
         f"--judge {folder}/gpt_{size} {samples} --settings 0.8,0.95 0.9,0.95 1,1 "

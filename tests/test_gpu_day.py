@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +57,21 @@ def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
     status, rows = jobs_of(good)
     assert status == 0 and counts.read_text() == "x", "it is not done twice"
     assert "good" in capsys.readouterr().out
+    # Another command of that name is another job: a rehearsal does not stand for it.
+    _, rows = jobs_of(Job("good", 60, f"{work} again"))
+    assert counts.read_text() == "xx"
+    assert rows["good"]["command"].endswith("again")
+
+
+def test_a_model_is_not_evaluated_before_its_training_is_done(jobs_of, tmp_path):
+    trained = Job("trained", 60, "studies.no_such_module")
+    evaluated = Job("evaluated", 60, script(tmp_path, "print(1)"), needs="trained")
+    status, rows = jobs_of(trained, evaluated)
+    assert status == 1
+    assert rows["evaluated"] is None
+    status, rows = jobs_of(replace(trained, command=evaluated.command), evaluated)
+    assert status == 0
+    assert rows["evaluated"]["status"] == "done"
 
 
 @pytest.mark.parametrize("may_be_cut", [False, True])
