@@ -156,17 +156,19 @@ def prepared(name: str) -> Path:
 def evaluated(
     a: Arguments, model: Model, size: Size, path: str, folders: list[Path]
 ) -> list[dict]:
-    """Return the results of eval_ppl.py on all sets: those of an earlier call, or new
-    ones."""
+    """Return the results of eval_ppl.py on all sets: those of an earlier call with the
+    same options, or new ones."""
     results = []
     for order in model.orders:
         limit = sequences_of(a, model, order)
         file = a.out / f"{model.name}_{size}_{order}_{limit or 'all'}.json"
-        if not file.exists():
-            command = scoring_command(a, model, order, path, folders)
+        command = scoring_command(a, model, order, path, folders)
+        report = json.loads(file.read_text()) if file.exists() else {}
+        if report.get("reproduced_by") != command:
             show(" ".join(["python", *command]), flush=True)
-            write_json(file, report_of(*command))
-        results += json.loads(file.read_text())["results"]
+            report = {"reproduced_by": command, **report_of(*command)}
+            write_json(file, report)
+        results += report["results"]
     return results
 
 

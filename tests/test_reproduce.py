@@ -116,6 +116,32 @@ def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path
     }
 
 
+def test_results_of_other_options_are_not_taken(tmp_path, monkeypatch):
+    commands = []
+
+    def report_of(*words):
+        commands.append(words)
+        return {"results": [{"call": len(commands)}]}
+
+    monkeypatch.setattr(reproduce, "report_of", report_of)
+    models = {model.name: model for model in reproduce.read_config()[0]}
+
+    def evaluated(sets, **options):
+        arguments = reproduce.Arguments(out=tmp_path, quick=True, **options)
+        folders = [tmp_path / name for name in sets]
+        results = reproduce.evaluated(
+            arguments, models["AO-GPT"], "small", "path", folders
+        )
+        return [result["call"] for result in results]
+
+    results = [evaluated(["ptb"])]
+    assert evaluated(["ptb"]) == results[0]
+    for options in ({}, {"num_orders": 64}, {"num_orders": 64, "ensemble": (1,)}):
+        results.append(evaluated(["ptb", "lambada"], **options))
+        assert evaluated(["ptb", "lambada"], **options) == results[-1]
+    assert len(set(map(tuple, results))) == 4
+
+
 @needs_gpt2
 def test_radd_is_downloaded_as_a_folder_that_loads(stand_ins):
     models = {model.name: model for model in reproduce.read_config()[0]}
