@@ -73,19 +73,20 @@ def main() -> None:
 
 
 def run(experiment: Experiment, a: Arguments) -> None:
-    """Train what is missing; write the page and the figure, and print the tables. Where
-    seeds are left out there is no page, whose text may speak of them, and the figure is
-    in out/findings."""
+    """Train what is missing; write the page and the figure, and print the tables. With
+    fewer seeds, or more, there is no page, whose text may speak of them, and the figure
+    is in out/findings."""
     name = experiment.name
     seeds = a.seeds or experiment.seeds
-    complete = seeds >= experiment.seeds and not a.quick and not a.run_configs
-    for chosen in a.run_configs:
-        if chosen not in experiment.run_configs:
-            names = ", ".join(experiment.run_configs)
-            raise UserError(f"{name} has no run config {chosen!r}, but {names}")
+    complete = seeds == experiment.seeds and not a.quick and not a.run_configs
     file = None
     if a.quick:
         prepare_quick_data(experiment)
+    for chosen in a.run_configs:
+        if chosen not in experiment.run_configs:
+            names = ", ".join(experiment.run_configs)
+            recipe = next(iter(experiment.recipes)) if a.quick else name
+            raise UserError(f"{recipe} has no run config {chosen!r}, but {names}")
     else:
         file = pages.RESULTS / f"{name}.runs.jsonl"
     runner = Runner(
@@ -109,6 +110,8 @@ def measure_speeds(experiment: Experiment) -> None:
     """Write the tokens a second of short runs of the run configs in the table of costs
     that have results, trained in turn, so that other work of the machine affects all of
     them alike."""
+    if not experiment.equal_time:
+        raise UserError(f"{experiment.name} has no table of costs to measure for")
     _, recipes = pages.load_results(experiment.name)
     speeds: pages.Speeds = {}
     for recipe, entries in recipes.items():

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aogpt.data.loader import TokenDataset, read_tokens, spread
+from aogpt.data.loader import TokenDataset, spread
+from aogpt.data.prompts import PREDICTED
 from aogpt.data.tokenizers import END_OF_TEXT, get_tokenizer
 from aogpt.evaluation.estimates import t_quantile
 from aogpt.evaluation.text_measures import mean_and_error
@@ -127,8 +128,14 @@ def least_loss(folder: str, sequences: int, size: int) -> float | None:
 
 @functools.cache
 def unigram(folder: str, split: str = "val") -> float:
-    """Return the entropy of single tokens of a split, in nats."""
-    tokens = read_tokens(Path(folder), split)
+    """Return the entropy of single tokens of a split, in nats; where there are prompts,
+    of the tokens that are predicted."""
+    dataset = TokenDataset(folder, split, block_size=None)
+    tokens = dataset.tokens
+    if dataset.of_records:
+        dataset.divide(dataset.meta["block_size"])
+        rows = range(dataset.num_blocks)
+        tokens = dataset.blocks(rows)[dataset.roles(rows) == PREDICTED].numpy()
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / counts.sum()
     nats = -(shares * np.log(shares))

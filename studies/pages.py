@@ -275,6 +275,12 @@ def filled(
         run_config, _, kind = higher.partition(":")
         if kind in ("parameters", "mflops") and run_config in (entries or {}):
             return cost_cell(entries[run_config], kind)
+        for side in (higher, lower):
+            runs = (entries or {}).get(side.partition(":")[0], {}).get("runs", ())
+            if not all(run["tokens"] for run in runs):
+                raise UserError(
+                    f"{source.name}: a run behind {match[0]} diverged; say so in words"
+                )
         claim = Claim("", lower or "0", higher)
         judgement = entries and judged(claim, source.kind, entries)
         if not judgement or judgement["mean"] is None:
@@ -641,4 +647,5 @@ def how_sure(experiment: Experiment, recipes: Recipes) -> str:
         return f"looked at, {min(counts)} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
-    return f"{', '.join(counts)}; {claims[0]['seeds']} seeds"
+    seeds = " or ".join(map(str, sorted({claim["seeds"] for claim in claims})))
+    return f"{', '.join(counts)}; {seeds} seeds"

@@ -174,7 +174,10 @@ class Lambada:
         texts = [json.loads(line)["text"].strip() for line in lines]
         done = 0
         if self.rows.exists():
-            done = len(self.rows.read_text().splitlines())
+            text = self.rows.read_text()
+            whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+            write_text(self.rows, whole)
+            done = len(whole.splitlines())
         if done == len(texts):
             return
         answer = self.scorer()

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import statistics
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from aogpt.data.loader import find_dataset
 from aogpt.runtime.command_line import show
@@ -52,7 +54,7 @@ Place = tuple[int, ...]  # of a grid of values to tune
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     seeds: Count | None = None
-    """By default those of the experiment. Fewer give results in out/findings/part."""
+    """By default those of the experiment. Others give results in out/findings/part."""
     jobs: Count = 1
     """Runs in parallel on a CPU, each with one thread."""
     quick: bool = False
@@ -92,10 +94,19 @@ class Results:
                 "result": make(),
             }
             with self.lock:
-                self.rows[key] = row
-                if self.file:
-                    write_jsonl(self.file, self.rows.values())
+                self.save(row)
         return self.rows[key]["result"]
+
+    def save(self, row: dict) -> None:
+        """Add a row, to the file as well, which another process may have written."""
+        if self.file is None:
+            self.rows[row["key"]] = row
+            return
+        name = hashlib.sha256(str(self.file.resolve()).encode()).hexdigest()
+        with FileLock(Path(tempfile.gettempdir()) / f"aogpt-{name[:16]}.lock"):
+            self.rows.update(rows_by("key", self.file))
+            self.rows[row["key"]] = row
+            write_jsonl(self.file, self.rows.values())
 
 
 def key_of(config: Config, commands: list[list[str]]) -> str:
@@ -127,7 +138,8 @@ def search(
 ) -> list[tuple[Values, float]]:
     """Try the middle of the grid and its neighbours along every key, then neighbours of
     the best point, until all of its own have been tried: where the loss is flat, chance
-    would lead away from better values. Points whose loss is at hand count as tried.
+    would lead away from better values. Of equal losses the lowest values count, so that
+    it goes down where every run has diverged. Points whose loss is at hand are tried.
     Returns those tried, in their order, with their losses; nothing if there is only one
     point."""
     sizes = [len(values) for values in tune.values()]
@@ -146,7 +158,7 @@ def search(
         if at_hand(values_at(place)):
             tried[place] = loss_of(values_at(place))
     while True:
-        best = min(tried, key=tried.get, default=middle)
+        best = min(sorted(tried), key=tried.get, default=middle)
         places = around(middle, sizes) + around(best, sizes)
         left = [place for place in places if place not in tried]
         if not left:

@@ -150,7 +150,8 @@ def answered(
     for seed in range(seeds):
         configs = {}
         for system, entry in entries.items():
-            entry["runs"][seed]["decoders"] = {}
+            # A copy: the row of the run itself is saved without them.
+            entry["runs"][seed] = {**entry["runs"][seed], "decoders": {}}
             configs[system] = experiment.config(
                 RECIPE, systems[system], seed, entry["tuned"], runner.quick
             )

@@ -18,16 +18,19 @@ import audit_findings
 import numpy as np
 import pytest
 import tomli_w
-from helpers import ROOT, run_main, run_script, tiny_config
+from helpers import ROOT, prepared, run_main, run_script, tiny_config, write_jsonl
 from scipy import stats
 
 from aogpt.data.loader import read_tokens
 from aogpt.runtime.command_line import check_repeated
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.validation import FileError
 from aogpt.training import config as configuration
+from aogpt.training.config import Config
 from studies import experiment as experiments
 from studies import figures, findings, measures, pages, runner, runs, verdicts
 from studies.experiment import RunConfig, load_experiment
+from studies.measures import unigram
 from studies.verdicts import (
     BORDERLINE,
     BORDERLINE_OPPOSITE,
@@ -695,6 +698,54 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         assert [entry["tuned"]["optim.lr"] for entry in entries.values()] == tuned
 
 
+def test_tuning_goes_down_where_every_run_has_diverged():
+    """And takes the lower one of equal values."""
+    grid = {"x": [1, 2, 3, 4, 5, 6, 7]}
+    one = RunConfig("a", {}, grid)
+    for losses, best in (
+        ([1.0, 0.5, *[math.inf] * 5], 2),
+        ([9.0, 9.0, 1.0, 0.9, 1.0, 0.9, 1.5], 4),
+    ):
+        tried = runner.search(
+            grid, lambda values, at=losses: at[grid["x"].index(values["x"])]
+        )
+        assert runner.best_of(one, tried) == {"x": best}
+
+
+def test_a_number_of_runs_that_diverged_is_not_printed():
+    entries = {"a": by_seed(1.0, 2.0, 3.0), "b": by_seed(2.0, 3.0, 4.0)}
+    experiment = experiments.Experiment(name="E7", recipes={"slow": {}})
+    text = "{slow: b - a}, {slow: b}"
+    filled = pages.filled(text, experiment, {"slow": entries})
+    assert filled == "1.000 (3 seeds), 2.000, 3.000, 4.000"
+    entries["a"]["runs"][1]["tokens"] = []
+    with pytest.raises(UserError, match="a run behind {slow: b - a} diverged"):
+        pages.filled(text, experiment, {"slow": entries})
+
+
+def test_two_processes_add_rows_to_one_file(tmp_path):
+    file = tmp_path / "E7.runs.jsonl"
+    both = [runner.Results(file), runner.Results(file)]  # each has read no row
+    for seed, results in enumerate(both):
+        config = Config(seed=seed)
+        result = {"tokens": [1], "losses": {"training": [1.0]}, "seed": seed}
+        results.of(config, [], lambda result=result: result)
+    seeds = [row["result"]["seed"] for row in runs.rows_by("key", file).values()]
+    assert seeds == [0, 1]
+
+
+def test_the_unigram_entropy_is_of_predicted_tokens(tmp_path):
+    source = write_jsonl(
+        tmp_path / "a.jsonl",
+        [f"[GIVEN]{'z' * 9}[/GIVEN]{'ab'[i % 2]}" for i in range(40)],
+    )
+    folder = prepared(
+        "records", tmp_path / "data", source, tokenizer="bytes", block_size=12
+    )
+    # One of two letters, then the end.
+    assert unigram(str(folder)) == pytest.approx(1.5 * math.log(2), abs=0.01)
+
+
 def test_results_at_hand_count_when_tuning():
     """A rate that the search would not reach, whose runs are on file, is chosen if it
     is best."""
@@ -885,6 +936,8 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     assert (tiny / "runs" / "part" / "E7.png").exists()
     assert not figure.exists()
     assert (tiny / "results" / "E7.md").read_text() == page
+    with pytest.raises(UserError, match="E7 has no table of costs"):
+        run(monkeypatch, capsys, "speeds", "E7")
     run(monkeypatch, capsys, "page")
     assert (tiny / "results" / "E7.md").read_text() == page
     assert figure.exists()
