@@ -233,9 +233,9 @@ def table(
         [
             "# Zero-shot perplexities: ours, and published",
             "",
-            f"Ours (95% interval over sequences, {scope}) / published by Xue et al. "
-            "(arXiv 2506.19935). **Bold**: the published number is outside of our "
-            "interval.",
+            f"Ours (95% interval over sequences, or documents where that is wider; "
+            f"{scope}) / published by Xue et al. (arXiv 2506.19935). **Bold**: the "
+            "published number is outside of our interval.",
             "",
             *markdown_table(head, rows, left=len(head)),
             "",
@@ -253,6 +253,8 @@ def cell(measured: list[dict], dataset: str, line: Line, published: float) -> st
         identity = (row["dataset"], row["orders"], row["ensemble"])
         if identity == (dataset, line.orders, line.ensemble):
             low, high = row["perplexity_95"]
+            if low is None:  # one sequence has no interval
+                return f"{row['perplexity']:.2f} / {published:.2f}"
             ours = f"{row['perplexity']:.2f} ({low:.2f} to {high:.2f})"
             text = f"{ours} / {published:.2f}"
             return text if low <= published <= high else f"**{text}**"

@@ -142,6 +142,18 @@ def test_results_of_other_options_are_not_taken(tmp_path, monkeypatch):
     assert len(set(map(tuple, results))) == 4
 
 
+def test_one_sequence_has_no_interval():
+    line = reproduce.read_config()[1][0]
+    row = {
+        "dataset": "ptb",
+        "orders": line.orders,
+        "ensemble": line.ensemble,
+        "perplexity": 20.0,
+        "perplexity_95": [None, None],
+    }
+    assert reproduce.cell([row], "ptb", line, 30.0) == "20.00 / 30.00"
+
+
 @needs_gpt2
 def test_radd_is_downloaded_as_a_folder_that_loads(stand_ins):
     models = {model.name: model for model in reproduce.read_config()[0]}
