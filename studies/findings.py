@@ -79,16 +79,15 @@ def run(experiment: Experiment, a: Arguments) -> None:
     name = experiment.name
     seeds = a.seeds or experiment.seeds
     complete = seeds == experiment.seeds and not a.quick and not a.run_configs
-    file = None
+    file = pages.RESULTS / f"{name}.runs.jsonl"
     if a.quick:
+        file = None  # its rows are of no use
         prepare_quick_data(experiment)
     for chosen in a.run_configs:
         if chosen not in experiment.run_configs:
             names = ", ".join(experiment.run_configs)
             recipe = next(iter(experiment.recipes)) if a.quick else name
             raise UserError(f"{recipe} has no run config {chosen!r}, but {names}")
-    else:
-        file = pages.RESULTS / f"{name}.runs.jsonl"
     runner = Runner(
         experiment,
         Results(file),
