@@ -108,7 +108,8 @@ def run_part(o: Options) -> int:
             seconds = left  # a busy CPU takes longer than a GPU
         row = run_job(job, folder / f"{job.name}.log", seconds)
         write_json(folder / f"{job.name}.done.json", row)
-    if not o.small and (lines := targets(jobs, folder)):
+    measured = [job for job in jobs if is_done(job, folder)]
+    if not o.small and (lines := targets(measured, folder)):
         head = ["job", "figure", "measured", "target", "verdict"]
         show("\n".join([*markdown_table(head, lines, left=2), ""]))
     return report(jobs, folder)
@@ -195,6 +196,9 @@ def report(jobs: list[Job], folder: Path) -> int:
             row = json.loads(file.read_text())
             status = row["status"]
             seconds = row["seconds"]
+        if status == "done" and not is_done(job, folder):
+            status = "not run"  # what is there is of another command
+            seconds = 0.0
         wrong += status != "done"
         lines.append([job.name, status, f"{seconds:.0f}", str(job.seconds)])
     head = ["job", "status", "seconds", "limit"]

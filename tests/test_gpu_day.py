@@ -61,6 +61,7 @@ def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
     _, rows = jobs_of(Job("good", 60, f"{work} again"))
     assert counts.read_text() == "xx"
     assert rows["good"]["command"].endswith("again")
+    assert gpu_day.report([good], tmp_path / "training") == 1
 
 
 def test_a_model_is_not_evaluated_before_its_training_is_done(jobs_of, tmp_path):
