@@ -68,7 +68,7 @@ class Job:
     seconds: int  # at most
     command: str  # a script (FILE.py) or module, and its arguments
     may_be_cut: bool = False  # whether what it has done by then is a result
-    needs: str = ""  # the job whose result it evaluates
+    needs: tuple[str, ...] = ()  # the jobs that train what it evaluates
 
     @property
     def words(self) -> list[str]:
@@ -95,8 +95,9 @@ def run_part(o: Options) -> int:
     for job in jobs:
         if is_done(job, folder):
             continue
-        if job.needs and not is_done(by_name[job.needs], folder):
-            show(f"{job.name}: {job.needs} is not done; run the part again")
+        missing = [name for name in job.needs if not is_done(by_name[name], folder)]
+        if missing:
+            show(f"{job.name}: {missing[0]} is not done; run the part again")
             continue
         left = ends - time.monotonic()
         if left < min(10, job.seconds):
@@ -115,13 +116,19 @@ def run_part(o: Options) -> int:
     return report(jobs, folder)
 
 
-def is_done(job: Job, folder: Path) -> bool:
-    """Return whether a job with the same command was done, not its rehearsal."""
+def record_of(job: Job, folder: Path) -> dict | None:
+    """Return what became of a job; None if it was not run, or by another command, as in
+    a rehearsal."""
     file = folder / f"{job.name}.done.json"
     if not file.exists():
-        return False
-    row = json.loads(file.read_text())
-    return row["status"] == "done" and row["command"] == job.command
+        return None
+    record = json.loads(file.read_text())
+    return record if record["command"] == job.command else None
+
+
+def is_done(job: Job, folder: Path) -> bool:
+    record = record_of(job, folder)
+    return record is not None and record["status"] == "done"
 
 
 def jobs_of(o: Options, folder: str) -> list[Job]:
@@ -189,16 +196,9 @@ def report(jobs: list[Job], folder: Path) -> int:
     lines = []
     wrong = 0
     for job in jobs:
-        file = folder / f"{job.name}.done.json"
-        status = "not run"
-        seconds = 0.0
-        if file.exists():
-            row = json.loads(file.read_text())
-            status = row["status"]
-            seconds = row["seconds"]
-        if status == "done" and not is_done(job, folder):
-            status = "not run"  # what is there is of another command
-            seconds = 0.0
+        record = record_of(job, folder) or {"status": "not run", "seconds": 0.0}
+        status = record["status"]
+        seconds = record["seconds"]
         wrong += status != "done"
         lines.append([job.name, status, f"{seconds:.0f}", str(job.seconds)])
     head = ["job", "status", "seconds", "limit"]
@@ -358,13 +358,14 @@ def sizes(o: Options, folder: str) -> list[Job]:
             )
             jobs.append(Job(name, 240, command))
             job = evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}")
-            jobs.append(replace(job, needs=name))
+            jobs.append(replace(job, needs=(name,)))
     command = (
         f"eval_gen.py {folder}/aogpt_{size} {folder}/encoder_{size} "
         f"--judge {folder}/gpt_{size} {samples} --settings 0.8,0.95 0.9,0.95 1,1 "
         f"--json {folder}/samples.json --overwrite"
     )
-    jobs.append(Job("samples", 240, command))
+    needs = tuple(f"{kind}_{size}" for kind in KINDS)
+    jobs.append(Job("samples", 240, command, needs=needs))
     return jobs
 
 

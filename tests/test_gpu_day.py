@@ -66,7 +66,7 @@ def test_a_part_goes_on_with_what_is_not_done(jobs_of, tmp_path, capsys):
 
 def test_a_model_is_not_evaluated_before_its_training_is_done(jobs_of, tmp_path):
     trained = Job("trained", 60, "studies.no_such_module")
-    evaluated = Job("evaluated", 60, script(tmp_path, "print(1)"), needs="trained")
+    evaluated = Job("evaluated", 60, script(tmp_path, "print(1)"), needs=("trained",))
     status, rows = jobs_of(trained, evaluated)
     assert status == 1
     assert rows["evaluated"] is None
