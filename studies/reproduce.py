@@ -233,7 +233,7 @@ def table(
         [
             "# Zero-shot perplexities: ours, and published",
             "",
-            f"Ours (95% interval over sequences, or documents where that is wider; "
+            "Ours (95% interval over sequences, or documents where that is wider; "
             f"{scope}) / published by Xue et al. (arXiv 2506.19935). **Bold**: the "
             "published number is outside of our interval.",
             "",

@@ -139,9 +139,9 @@ def search(
     """Try the middle of the grid and its neighbours along every key, then neighbours of
     the best point, until all of its own have been tried: where the loss is flat, chance
     would lead away from better values. Of equal losses the lowest values count, so that
-    it goes down where every run has diverged. Points whose loss is at hand are tried.
-    Returns those tried, in their order, with their losses; nothing if there is only one
-    point."""
+    it goes down where every run has diverged. Points whose loss is at hand count as
+    tried. Returns those tried, in their order, with their losses; nothing if there is
+    only one point."""
     sizes = [len(values) for values in tune.values()]
     if math.prod(sizes) <= 1:
         return []
