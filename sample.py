@@ -73,8 +73,10 @@ class Arguments(RunOptions, OutputOptions):
     candidates: Count | None = None
     """Infilling: show only this many distinct fillings, the best first. Those of one
     length are ranked by their probability given both sides, others by the
-    log-probability per token of the known text on their right (a plain GPT: of the
-    whole text). By default 1 if a mask has several lengths, else all."""
+    log-probability per token of the known text on their right. Those of a plain GPT and
+    of --mode resampling: by the log-probability of the filling and the text on its
+    right, which counts twice if a mask has several lengths. By default 1 if a mask has
+    several lengths, else all."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
     {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder

@@ -48,8 +48,10 @@ def small(system):
 
 def test_masks_are_read():
     parts = gaps.read_gaps("a[MASK]b[MASK:3][MASK:02-4] [mask]")
-    assert parts[::2] == ["a", "b", "", " [mask]"]
-    assert parts[1::2] == [range(1, 2), range(3, 4), range(2, 5)]
+    # masks side by side are one
+    assert parts[::2] == ["a", "b", " [mask]"]
+    assert parts[1::2] == [range(1, 2), range(5, 8)]
+    assert gaps.read_gaps("[MASK:1-3][MASK][MASK:2]") == ["", range(4, 7), ""]
     for wrong in "[MASK:] [MASK:0] [MASK:4-2] [MASK:1-0] [MASK:a] no [MASK:1".split():
         with pytest.raises(ValueError, match=r"mask|MASK"):
             gaps.read_gaps(wrong)
@@ -824,7 +826,8 @@ def test_a_model_without_a_start_token_ranks_only_texts_of_one_beginning():
 def exact_fillings(model, gapped, tokens):
     """Return {(row, sizes of its gaps): log p of the text after its beginning} of every
     filling, and {the same: p of the filling given the text around its gaps}; `tokens`
-    is the number of tokens, which are enumerated."""
+    is the number of tokens, which are enumerated. Of gaps with nothing between them
+    only one may have several lengths."""
     log_probs = {}
     beginning = len(gapped.known[0])
     for sizes in itertools.product(*gapped.lengths):
@@ -834,7 +837,8 @@ def exact_fillings(model, gapped, tokens):
             row = [next(rest) if token is None else token for token in context]
             order = torch.arange(len(row))[None]
             of_row = token_log_probs(model, torch.tensor([row]), order).double()
-            log_probs[tuple(row), sizes] = float(of_row[0, beginning:].sum())
+            key = (tuple(row), sizes_of_gaps(context))
+            log_probs[key] = float(of_row[0, beginning:].sum())
     total = float(torch.tensor(list(log_probs.values())).logsumexp(dim=0))
     probabilities = {}
     for key, log_prob in log_probs.items():
@@ -863,12 +867,12 @@ RESAMPLED = [
     gaps.Gapped([[0], [1, 2]], [range(1, 4)]),
     gaps.Gapped([[0], [1, 2], [2]], [range(1, 3), range(2, 3)]),
     gaps.Gapped([[0], [1], []], [range(1, 2), range(1, 2)]),
+    gaps.Gapped([[0], [], [1, 2]], [range(1, 3), range(1, 2)]),
 ]
+RESAMPLED_IDS = ["one", "lengths", "two", "at the end", "side by side"]
 
 
-@pytest.mark.parametrize(
-    "gapped", RESAMPLED, ids=["one", "lengths", "two", "at the end"]
-)
+@pytest.mark.parametrize("gapped", RESAMPLED, ids=RESAMPLED_IDS)
 def test_resampled_fillings_follow_the_exact_distribution(gapped):
     model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
     model.eval()
@@ -912,17 +916,20 @@ def test_copies_and_lengths_of_one_continuation_count_once_in_the_sample_size():
 @pytest.mark.parametrize("system", [name for name in DECODERS if name != "mask_query"])
 def test_any_decoder_fills_gaps_by_resampling(system):
     """By the probabilities that it gives whole texts from left to right, enumerated."""
-    gapped = RESAMPLED[1]
+    gapped = gaps.Gapped([[0], [1, 2, 0]], [range(1, 3)])
     model = make_system(system, 3, tokens=3, block_size=8, dtype=torch.float64).eval()
     # Flat: else some fillings are too rare to be drawn.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith(("norm_f", "adaln_f", "head", "wte")):
                 parameter.mul_(0.1)
-    _, exact = exact_fillings(model, gapped, 3)
+    log_probs, exact = exact_fillings(model, gapped, 3)
     fillings = fill_by_resampling(model, gapped, seed=1, draws=2**13, vocab_size=3)
     keys = keys_of_fillings(fillings)
     assert resampled_p_value(fillings, keys, exact) > 1e-3
+    for key, scores in zip(keys, fillings.scores, strict=True):
+        count = len(key[0]) - len(gapped.known[0])
+        assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
 
 
 def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
@@ -950,9 +957,7 @@ def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
             fill_by_resampling(small(system).model, RESAMPLED[1], seed=1)
 
 
-@pytest.mark.parametrize(
-    "gapped", RESAMPLED, ids=["one", "lengths", "two", "at the end"]
-)
+@pytest.mark.parametrize("gapped", RESAMPLED, ids=RESAMPLED_IDS)
 def test_the_estimated_probability_of_the_text_after_gaps_is_unbiased(gapped):
     """With few continuations, over 100 seeds, against enumeration."""
     model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)

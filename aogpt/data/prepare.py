@@ -315,7 +315,11 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             of_hub and not args.repository,
             "hub needs a repository: prepare.py hub OWNER/NAME",
         ),
-        (args.repository and not of_hub, f"{name} takes no repository; leave it out"),
+        (
+            args.repository and not of_hub,
+            f"{name} takes no repository; leave out {args.repository!r} "
+            "(one data set a command)",
+        ),
         (args.config and not of_hub, f"{name} takes no --config; leave it out"),
         (
             args.alphabet and (args.tokenizer or size),

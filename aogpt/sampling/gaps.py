@@ -40,8 +40,9 @@ class TooLong(UserError):
 
 
 def read_gaps(text: str) -> list[str | range]:
-    """Return text and the lengths of gaps, in turn. Raises UserError for a text without
-    a mask, and for a mask that is not written correctly."""
+    """Return text and the lengths of gaps, in turn; masks with nothing between them are
+    one gap. Raises UserError for a text without a mask, and for a mask that is not
+    written correctly."""
     parts: list[str | range] = []
     for number, part in enumerate(MASK.split(text)):
         is_text = number % 2 == 0
@@ -58,6 +59,13 @@ def read_gaps(text: str) -> list[str | range]:
         longest = int(mask[2] or shortest)
         if longest < shortest:
             raise UserError(f"{part} has no length; write the shorter one first")
+        follows_mask = parts[-1] == "" and len(parts) > 1
+        if follows_mask:
+            parts.pop()
+            before = parts.pop()
+            assert isinstance(before, range)
+            shortest += before[0]
+            longest += before[-1]
         parts.append(range(shortest, longest + 1))
     if len(parts) == 1:
         raise UserError("there is no mask; write [MASK:n] for n new tokens")

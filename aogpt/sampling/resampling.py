@@ -169,6 +169,7 @@ class Rows:
             candidates=count[None],
             size=count[None],
             device=self.order.device,
+            grouped=False,  # each token given those before it alone
         )
         self.model_calls += 1
         self.token_forwards += int(count.sum())
@@ -193,6 +194,9 @@ class Rows:
         are computed once."""
         first = self.first_of_equals()
         is_first = first == torch.arange(len(first))
+        # After `cut` the input that predicts the next token may be in the cache, but
+        # its state is not kept: compute it again.
+        self.cached = torch.minimum(self.cached, self.known)
         count = (self.known + 1 - self.cached) * is_first
         hidden = self.read(count)
         # The last state of each row that was computed, and the place of its row there.
