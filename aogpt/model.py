@@ -349,6 +349,11 @@ class PositionTable(nn.Embedding):
         # Rows in front of that of position 0: one where [None] has a row, else none.
         self.rows_before = rows - c.block_size
 
+    def rows_for(self, table: "PositionTable") -> Tensor:
+        """Return the rows of this table that a table of shorter blocks has, too."""
+        first = self.rows_before - table.rows_before
+        return self.weight[first:][: table.num_embeddings]
+
 
 class TargetTable(PositionTable):
     """A learned vector for each target position."""

@@ -60,6 +60,38 @@ def tuned(tmp_path_factory):
     return config, folder / "base"
 
 
+def test_adapters_of_shorter_blocks_than_those_of_their_base_are_loaded(tmp_path):
+    """The base has a table of positions, of which the run has fewer rows."""
+    config = tiny_config(make_data(tmp_path), tmp_path / "out", name="base", steps=6)
+    config = change(
+        config,
+        order__kind="l2r",
+        objective__kind="ar",
+        model__target="none",
+        model__dropout=0.0,
+    )
+    train.train(config, ALONE)
+    base = tmp_path / "base"
+    convert(str(config.run_folder), base)
+    config = change(
+        config,
+        name="tuned",
+        train__init_from=str(base),
+        train__lora_rank=2,
+        model__block_size=8,
+    )
+    train.train(config, ALONE)
+    convert(str(config.run_folder), tmp_path / "adapter", adapter=True)
+    for model in (
+        load(config.run_folder).model,
+        load(tmp_path / "adapter").model,
+        load(base, adapter=tmp_path / "adapter").model,
+    ):
+        assert model.config.block_size == 8
+        rows = load(base).model.wpe.weight[: len(model.wpe.weight)]
+        assert torch.equal(model.wpe.weight, rows)
+
+
 class Wide(torch.nn.Module):
     """A layer in the place of an MLP, with names of its own."""
 

@@ -36,7 +36,7 @@ from ..runtime.validation import (
     read_json,
     schema,
 )
-from ..systems import build_model, set_block_size
+from ..systems import build_model, position_tables, set_block_size
 from . import adapters, gguf_file, pretrained, released, store
 from .store import CheckpointError
 from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
@@ -314,10 +314,16 @@ def merged_model(
     adapter: dict,
     base: str | Path | None,
 ) -> Transformer:
-    """Load the base of adapters, add them, and make the model of `config`."""
+    """Load the base of adapters, add them, and make the model of `config`, whose blocks
+    may be shorter."""
     source = load(base or adapter["base"])
     adapters.check_base(source.model, adapter, source.path)
     tensors = {name: p.detach() for name, p in source.model.named_parameters()}
+    with torch.device("meta"):
+        model = build_model(config)
+    for name in position_tables(model):
+        table = source.model.get_submodule(name)
+        tensors[f"{name}.weight"] = table.rows_for(model.get_submodule(name)).detach()
     adapters.merge(tensors, parts, adapter)
     del source
     return make_model(config, tensors)

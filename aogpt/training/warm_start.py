@@ -103,6 +103,6 @@ def warm_start(model: Transformer, source: Transformer) -> None:
 def rows_of(source: nn.Module, layer: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight of `source`; of a table of positions, the rows that `layer` has,
     too."""
-    if not (isinstance(source, PositionTable) and isinstance(layer, PositionTable)):
-        return weight
-    return weight[source.rows_before - layer.rows_before :][: layer.num_embeddings]
+    if isinstance(source, PositionTable) and isinstance(layer, PositionTable):
+        return source.rows_for(layer)
+    return weight
