@@ -315,9 +315,6 @@ def resample(
     if choice.temperature == 1:
         choice = replace(choice, temperature=resampling.TEMPERATURE)
     seed = gaps.seed_of_request(a.seed, number)
-    note = resampling.dropped_note(gapped, loaded.model.config.block_size)
-    if note:
-        show(note, file=sys.stderr)
     try:
         weighted = resampling.fill_by_resampling(
             loaded.model,
@@ -653,12 +650,16 @@ def encode(
         gapped = gaps.gapped_of(request.context)
     else:
         gapped = gaps.encode_gaps(request.text, session.tokenizer, config.block_size)
+    contexts: list[Context | Gapped]
     if resampling.is_resampled(gapped, session.options.mode, config):
         modes.check_start(bool(gapped.known[0]), scored_from)
-        return [gapped]
-    contexts = gapped.contexts(config.block_size)
-    modes.check_context(contexts[0], config, scored_from)
-    note = gapped.dropped_note(len(contexts), config.block_size)
+        contexts = [gapped]
+        note = resampling.dropped_note(gapped, config.block_size)
+    else:
+        given = gapped.contexts(config.block_size)
+        modes.check_context(given[0], config, scored_from)
+        contexts = [*given]
+        note = gapped.dropped_note(len(given), config.block_size)
     if note and session.procs.main:
         show(note, file=sys.stderr)
     return contexts

@@ -100,6 +100,10 @@ class Generated(str):
         generated.seed = seed
         return generated
 
+    def __getnewargs__(self) -> tuple[str, list[int], int]:
+        """Return the arguments of a copy, also of one that is read from a pickle."""
+        return str(self), self.tokens, self.seed
+
 
 @dataclass(frozen=True)
 class Filling:
@@ -833,7 +837,7 @@ class TextModel:
         values: dict[str, Any] = {}
         for name, value in options.items():
             _check_option(name)
-            values[name] = tuple(value) if isinstance(value, list) else value
+            values[name] = _as_tuples(value)
         config = self.model.config
         with _python_names():
             decoding = DecodingOptions(**values)
@@ -961,6 +965,13 @@ class TextModel:
             )
             alternatives.append(alternative)
         return sorted(alternatives, key=lambda alternative: -alternative.log_prob)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value with lists, also those in lists, as tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(_as_tuples(item) for item in value)
+    return value
 
 
 def _list_of(text: Any) -> list[str]:

@@ -66,6 +66,17 @@ def visit(monkeypatch):
     return act
 
 
+def test_ones_own_text_goes_on_with_the_text_before_it(monkeypatch):
+    """No space is added to it, as tokenizers of words do at the beginning of a text."""
+    text = small("AO-GPT")
+    fill = gapped(text)
+    tokenizer = text.tokenizer
+    monkeypatch.setattr(tokenizer, "encode_after", tokenizer.encode)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: list(f" {text}".encode()))
+    fill.write(1, "b")
+    assert fill.tokens[:3] == [ord("a"), ord("b"), None]
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_steps_are_factors_of_the_probability_along_the_order_taken(system):
     text = small(system)

@@ -1,11 +1,13 @@
 """Gaps of unknown length, alternatives and scores of text: aogpt/sampling/gaps.py and
 resampling.py, aogpt/text_model.py, aogpt/commands.py."""
 
+import copy
 import dataclasses
 import inspect
 import itertools
 import json
 import math
+import pickle
 import runpy
 import sys
 import typing
@@ -27,6 +29,7 @@ import sample
 from aogpt import commands
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import gaps, resampling
 from aogpt.sampling.resampling import fill_by_resampling
 from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
@@ -756,6 +759,39 @@ def test_equal_tokens_of_several_divisions_keep_their_best_scores(books):
             by="right",
         )
         assert best.right == pytest.approx(max(score.right for score in scores))
+
+
+def test_a_generated_text_is_copied_and_pickled_with_its_tokens(books):
+    (text,) = books.generate("The", 4, num_samples=1, seed=3)
+    unpickled = pickle.loads(pickle.dumps(text))
+    for twin in (copy.copy(text), copy.deepcopy(text), unpickled):
+        assert (twin, twin.tokens, twin.seed) == (text, text.tokens, 3)
+
+
+def test_ids_and_ends_of_text_are_banned(books):
+    (text,) = books.generate("It was a", 1, num_samples=1, seed=1, mode="l2r")
+    first = text.tokens[-1]
+    without = books.generate(
+        "It was a", 8, num_samples=4, seed=1, mode="l2r", banned=[[first]]
+    )
+    for text in without:
+        assert first not in text.tokens[-8:]
+    random_model = small("AO-GPT")
+    for text in random_model.generate(
+        "a", 30, num_samples=16, seed=1, mode="l2r", ban=["<|endoftext|>"]
+    ):
+        assert 256 not in text.tokens
+
+
+def test_letters_of_an_alphabet_are_banned_and_required_without_a_space():
+    model = make_system("AO-GPT", 3, tokens=4, block_size=16, dtype=torch.float32)
+    text = aogpt.TextModel(Loaded(model, "x", 0, "raw", "alphabet:ACG", 4))
+    for sampled in text.generate("AC", 8, num_samples=4, seed=1, ban=["A"], mode="l2r"):
+        assert "A" not in sampled[2:]
+    for sampled in text.generate("AC", 8, num_samples=4, seed=1, require=["GG"]):
+        assert "GG" in sampled
+    with pytest.raises(UserError, match="is not in the alphabet"):
+        text.score("AC\ud800")
 
 
 def test_a_mask_that_is_no_gap_is_told(books):

@@ -589,6 +589,24 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     assert f"{path} line 2: text and masks exceed" in err
 
 
+def test_gaps_of_a_plain_gpt_that_are_too_long_are_left_out(
+    draw, script, plain, tmp_path
+):
+    texts = ("a[MASK:2]b", "a[MASK:1-8]b[MASK:1-8]c", "b[MASK:3]c")
+    path = write_jsonl(tmp_path / "a.jsonl", texts, field="infill")
+    lines = draw("--prompts", path, "--num-samples", 1, path=plain)
+    assert column(lines, "prompt_index") == [0, 2]
+    _, _, err = script(sample, plain, "--prompts", path, "--num-samples", 1)
+    assert "skipped 1 of 3 prompts" in err
+    assert f"{path} line 2: with its longest gaps" in err
+
+
+def test_a_text_that_ends_before_a_stop_keeps_all_bytes_of_its_last_character():
+    tokenizer = get_tokenizer("bytes")
+    tokens = list("caf\u00e9. She".encode())
+    assert modes.token_end(tokenizer, tokens, 1, "caf\u00e9") == 5
+
+
 NO_TARGET = "needs a model that is conditioned on the target position"
 
 

@@ -248,6 +248,7 @@ class AlphabetTokenizer(Tokenizer):
 
 def _code_points(text: str) -> np.ndarray:
     """Return the code points of a text, uint32 (n,)."""
+    text = without_lone_surrogates(text)
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 

@@ -151,7 +151,9 @@ class Fill:
     def write(self, position: int, text: str) -> None:
         """Put one's own text into a blank and those right after it. Raises UserError if
         it does not fit."""
-        ids = self.text.tokenizer.encode(text)
+        tokenizer = self.text.tokenizer
+        encode = tokenizer.encode_after if position > 0 else tokenizer.encode
+        ids = encode(text)
         places = range(position, position + len(ids))
         fits = set(places) <= set(self.blanks)
         if not ids or not fits:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ..data.tokenizers import Tokenizer
+from ..data.tokenizers import END_OF_TEXT, AlphabetTokenizer, Tokenizer
 from ..model import AOGPT, ModelConfig
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
@@ -280,19 +280,26 @@ def block_note(options: DecodingOptions, longest: int) -> str:
 def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOptions:
     """Return the options with the ids of the words of --ban, as the tokenizer writes
     them at the beginning of a text, within it, and after a space, and of those of
-    --require, after a space. Raises UserError for an empty one, and a required one that
-    the tokenizer changes."""
-    banned = []
+    --require, after a space, besides the ids that they have; the letters of an alphabet
+    have no space. "<|endoftext|>" is banned as the end of a text, too. Raises UserError
+    for an empty word, and a required one that the tokenizer changes."""
+    space = "" if isinstance(tokenizer, AlphabetTokenizer) else " "
+    encode = tokenizer.encode_after
+    banned = [tuple(ids) for ids in options.banned]
     for word in options.ban:
         if not word.strip():
             raise UserError("--ban is empty; give words")
-        encode = tokenizer.encode_after
-        for ids in (tokenizer.encode(word), encode(word), encode(f" {word}")):
+        spellings = [encode(f"{space}{word}")]
+        if word == END_OF_TEXT:
+            spellings.append([tokenizer.eot])
+        if space:
+            spellings += [tokenizer.encode(word), encode(word)]
+        for ids in spellings:
             if tuple(ids) not in banned:
                 banned.append(tuple(ids))
-    required = []
+    required = [tuple(ids) for ids in options.required]
     for word in options.require:
-        ids = tokenizer.encode_after(f" {word}")
+        ids = encode(f"{space}{word}")
         if not word.strip():
             raise UserError("--require is empty; give words")
         if word not in tokenizer.decode(ids):
@@ -843,7 +850,8 @@ def token_end(
 ) -> int:
     """Return how many tokens, `first` at least, have this beginning of their text."""
     end = len(tokens)
-    while end > first and len(tokenizer.decode(tokens[: end - 1])) >= len(text):
+    # A length would not do: a half-read character is one character as well.
+    while end > first and tokenizer.decode(tokens[: end - 1]).startswith(text):
         end -= 1
     return end
 
