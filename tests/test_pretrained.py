@@ -32,7 +32,7 @@ from reference import random_tokens
 import eval_ppl
 import sample
 import train
-from aogpt.checkpoints import CheckpointError, gguf_file, load, pretrained
+from aogpt.checkpoints import CheckpointError, gguf_file, hub, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.harness import HarnessModel
@@ -640,6 +640,17 @@ def tokenizer_files(tmp_path_factory):
 TOKENIZERS: dict = {}
 
 
+@pytest.mark.parametrize("name", ["bytes", "words"])
+def test_the_space_that_transformers_adds_after_a_mask_is_told(name, tmp_path):
+    tokenizer, library = TOKENIZERS[name]
+    written = hub.write_tokenizer(tmp_path, tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs("the[MASK] cat", add_special_tokens=False).input_ids
+    after = theirs.convert_ids_to_tokens(ids[ids.index(written.mask) + 1 :])
+    assert "".join(after) == ("▁▁cat" if name == "words" else "Ġcat")
+    assert written.adds_space == (name == "words")
+
+
 def test_hints_carry_the_pretrained_folder(llama, tmp_path):
     folder = llama[1]
     with pytest.raises(UserError) as raised:
@@ -742,8 +753,14 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
 
 
-def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
-    """Write a folder of `transformers` as llama.cpp's converter does."""
+def write_gguf(
+    path: Path,
+    folder: Path,
+    quantised: bool = False,
+    split: str = "gpt-2",
+) -> None:
+    """Write a folder of `transformers` as llama.cpp's converter does. split: the name
+    of the way in which its tokenizer splits text."""
     gguf = pytest.importorskip("gguf")
     settings = json.loads((folder / "config.json").read_text())
     kind = settings["architectures"][0].removesuffix("ForCausalLM").lower()
@@ -761,7 +778,7 @@ def write_gguf(path: Path, folder: Path, quantised: bool = False) -> None:
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(split)
     if settings.get("eos_token_id") is not None:
         writer.add_eos_token_id(settings["eos_token_id"])
     writer.add_token_list(sorted(vocabulary, key=vocabulary.get))

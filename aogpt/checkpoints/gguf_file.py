@@ -34,7 +34,7 @@ OTHERS = {
     "output": "lm_head",
 }
 DIGITS = ("smollm",)  # tokenizers that read each digit by itself, else as GPT-2's
-PLAIN = ("gpt-2", "default")
+PLAIN = "gpt-2"
 CONTROL = 3  # the type of a token that is not text
 
 
@@ -128,8 +128,9 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
     `read_gguf` does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    split = fields.get("tokenizer.ggml.pre", "default")
-    if fields.get("tokenizer.ggml.model") != "gpt2" or split not in (*DIGITS, *PLAIN):
+    # Files without a name, or with "default", split words in one of several ways.
+    split = fields.get("tokenizer.ggml.pre")
+    if fields.get("tokenizer.ggml.model") != "gpt2" or split not in (*DIGITS, PLAIN):
         return {}
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]

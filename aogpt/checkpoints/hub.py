@@ -11,6 +11,7 @@ README.md            a model card: checkpoints/model_card.py"""
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from ..data.tokenizers import ALPHABET, END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
 from ..runtime.errors import UserError
@@ -50,20 +51,25 @@ def write_hub_files(
 ) -> None:
     """Write everything but the weights. export: the config.json of an export. rows: the
     rows of metrics.jsonl."""
-    mask_id, start_id = write_tokenizer(folder, loaded.get_tokenizer())
+    tokens = write_tokenizer(folder, loaded.get_tokenizer())
     settings = {
         "model_type": "aogpt",
         "architectures": ["AOGPTModel"],
         "auto_map": AUTO_MAP,
-        "mask_token_id": mask_id,
+        "mask_token_id": tokens.mask,
     }
-    if start_id is not None:
-        settings["start_token_id"] = start_id
+    if tokens.start is not None:
+        settings["start_token_id"] = tokens.start
     settings["dtype"] = dtype
     settings["aogpt"] = export
     write_json(folder / "config.json", settings)
     write_code(folder)
-    card = model_card(loaded, rows, writes_start=start_id is not None)
+    card = model_card(
+        loaded,
+        rows,
+        writes_start=tokens.start is not None,
+        adds_space=tokens.adds_space,
+    )
     write_text(folder / "README.md", card)
 
 
@@ -81,11 +87,17 @@ def write_code(folder: Path) -> None:
         write_text(folder / name, header + text)
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> tuple[int, int | None]:
+class SpecialTokens(NamedTuple):
+    """What transformers' tokenizer adds to a text."""
+
+    mask: int  # id of [MASK], the first one after the vocabulary
+    start: int | None  # id of the begin-of-text that it writes, None without one
+    adds_space: bool  # to the text after each [MASK], as to the beginning of a text
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     """Write tokenizer.json and its settings for `transformers.AutoTokenizer`, and a
-    vocabulary of the user's as it was. Returns the id of [MASK], the first one after
-    the vocabulary, and that of the begin-of-text that a pretrained model's tokenizer
-    writes, None without one."""
+    vocabulary of the user's as it was."""
     try:
         import tokenizers
         import transformers  # noqa: F401
@@ -113,7 +125,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> tuple[int, int | None
         library = library_tokenizer(tokenizer)
         write_text(folder / HUB, library.to_str(pretty=True))
     write_tokenizer_settings(folder, tokenizer, MASK)
-    return library.token_to_id(MASK), start
+    mask = library.token_to_id(MASK)
+    ids = library.encode(f"a{MASK} a", add_special_tokens=False).ids
+    after = ids[ids.index(mask) + 1 :]
+    adds_space = after != tokenizer.encode_after(" a")
+    return SpecialTokens(mask, start, adds_space)
 
 
 def write_tokenizer_settings(

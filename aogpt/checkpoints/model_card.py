@@ -27,10 +27,15 @@ ORDER_TITLES = {
 }
 
 
-def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> str:
+def model_card(
+    loaded: Loaded,
+    rows: list[dict],
+    writes_start: bool = False,
+    adds_space: bool = False,
+) -> str:
     """Return the card in Markdown. Facts of the training are left out where the source
     has no run. rows: the rows of the run's metrics.jsonl. writes_start: the tokenizer
-    writes a begin-of-text."""
+    writes a begin-of-text; adds_space: and a space before the text after a [MASK]."""
     state_file = Path(loaded.path) / store.STATE
     state = None
     if state_file.is_file():
@@ -38,7 +43,10 @@ def model_card(loaded: Loaded, rows: list[dict], writes_start: bool = False) -> 
     parts = [TEXTS["front"].strip(), _summary(loaded), _usage(loaded, writes_start)]
     if state is not None:
         parts += [_data(state["data"]), _recipe(state), _losses(loaded, state, rows)]
-    parts += [_limits(loaded), f"Converted by the AO-GPT code at commit {commit()}."]
+    parts += [
+        _limits(loaded, adds_space),
+        f"Converted by the AO-GPT code at commit {commit()}.",
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -175,7 +183,7 @@ def _losses(loaded: Loaded, state: dict, rows: list[dict]) -> str:
     return f"## Validation losses\n\n{text}\n\n" + "\n".join(lines)
 
 
-def _limits(loaded: Loaded) -> str:
+def _limits(loaded: Loaded, adds_space: bool) -> str:
     c = loaded.model.config
     limits = [
         "A base model: it continues texts like those of its training, not "
@@ -189,6 +197,11 @@ def _limits(loaded: Loaded) -> str:
         )
     else:
         limits.append("The number of [MASK] fixes the length of what is filled in.")
+    if adds_space:
+        limits.append(
+            "transformers' tokenizer adds a space to the text after a [MASK], which "
+            "the AO-GPT code does not: there a gap goes on as the text is written."
+        )
     if c.is_encoder:
         limits.append(
             "It has no cache: each generated token takes a pass over the whole text."
