@@ -16,7 +16,7 @@ Options override keys of the config file. Those that people change most:
     --train.init-from          start from the weights of a run or a release
     --eval.interval            steps between validations
 
-The same command resumes the run, with the same result as if it had never
+The same command resumes the run, with the same weights as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit.
 python -m aogpt.training.plot draws its curves."""
 
@@ -340,6 +340,12 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
         f"{folder} has prompts: set order.kind = 'l2r', or another model.target than "
         "'none'",
     )
+    for orders in config.all_orders():
+        refuse(
+            orders.has_longer_blocks(data.block_size),
+            f"order.block {orders.block} exceeds the blocks of {folder}, "
+            f"{data.block_size} tokens; lower it",
+        )
     refuse(
         vocab_size > m.vocab_size,
         f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size "

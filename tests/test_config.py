@@ -225,6 +225,12 @@ def test_settings_that_a_kind_does_not_have_are_told(load):
     assert note.endswith("order.block = 8 has no effect, as order.mixed is 'l2r'")
     used = load('[order]\nkind = "mixture"\nmixed = "slots"\nl2r_prob = 0.9\nblock = 4')
     assert configuration.unused_settings(used) == []
+    stage = '[[schedule]]\nstep = 3\nkind = "mixture"\n'
+    later = load('[order]\nkind = "random"\nmixed = "slots"\nblock = 8\n' + stage)
+    assert configuration.unused_settings(later) == []
+    assert later.stage(4)[0].unmixed == "slots"
+    (note,) = configuration.unused_settings(load("[objective]\nnoise_eps = 0.3"))
+    assert "objective.noise_eps = 0.3 has no effect, as objective.kind is" in note
 
 
 def test_settings_that_a_model_does_not_have_are_told(load):
@@ -268,6 +274,15 @@ def test_what_a_schedule_from_the_first_step_on_replaces_is_told(load):
     notes = "\n".join(configuration.unused_settings(changed))
     assert "order.kind = 'random' has no effect" in notes
     assert "objective.group = 8 has no effect" in notes
+
+
+def test_the_groups_of_stages_are_told_where_they_are_others(load):
+    text = GROUPS.format(group=4, kind="slots", last=399)
+    first, _, last = text.rpartition("group = 4\n")
+    config = load(first + last)
+    (note,) = configuration.unused_settings(config)
+    assert "steps in a group by the schedule: 4 from step 0, 1 from step 399" in note
+    assert config.last_stage()[1] == 1
 
 
 def test_a_stage_after_the_last_step_is_told_and_not_validated(load):

@@ -86,6 +86,13 @@ def test_wsd_is_constant_until_its_last_share_so_that_a_run_can_be_extended(
             assert learning_rate(step, extended) == expected
 
 
+def test_wsd_without_a_share_never_decays():
+    config = tiny_config("", "", steps=100, optim__schedule="wsd", optim__lr=0.5)
+    config = change(config, optim__decay_share=0.0, optim__decay_steps=50)
+    for step in range(config.optim.warmup_steps, 100):
+        assert learning_rate(step, config) == 0.5
+
+
 def muon_weights(model):
     """Return the weights that Muon takes, by name."""
     matrices = {p for p, _ in matrices_of(model)}

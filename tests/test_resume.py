@@ -439,7 +439,7 @@ def test_data_that_changed_between_two_starts_is_refused_and_touched_data_is_not
     assert_same(newest(config), before)
 
 
-def test_another_file_of_orders_is_told(tmp_path, data, capsys):
+def test_another_file_of_orders_is_told_and_forgets_the_best(tmp_path, data, capsys):
     orders = tmp_path / "orders.npy"
     block_size = tiny_config(data, tmp_path).model.block_size
     np.save(orders, np.arange(block_size)[None])
@@ -451,7 +451,9 @@ def test_another_file_of_orders_is_told(tmp_path, data, capsys):
     np.save(orders, np.arange(block_size)[None, ::-1])
     train.train(change(config, train__steps=8), ALONE)
     note = f"{orders} holds other data than when the run last started"
-    assert note in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert note in said
+    assert re.search(ANEW, said)
     with pytest.raises(UserError, match="order.file .*nowhere.npy cannot be read"):
         other = OrderConfig("file", file=str(tmp_path / "nowhere.npy"))
         train.train(change(config, order=other), ALONE)

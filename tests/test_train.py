@@ -812,6 +812,11 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     message = r"train\.batch_size \(8\) must be a multiple of the 3 processes"
     with pytest.raises(UserError, match=message):
         train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
+    slots = change(config, order__block=12, order__kind="slots")
+    train.check_fits(slots, dataset, ALONE)
+    short = TokenDataset(data, "train", 8)
+    with pytest.raises(UserError, match="order.block 12 exceeds the blocks of .* 8 to"):
+        train.check_fits(slots, short, ALONE)
     for world in (2, 4, 8):  # micro-batches of 4 sequences, of 2 and of 1
         train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
 

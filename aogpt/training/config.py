@@ -66,7 +66,7 @@ class OptimConfig(Table):
     # decay after the warm-up; wsd: constant, then linear in the last decay_share of the
     # steps
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    decay_share: Probability = 0.2  # wsd: share of the steps that decay; 0: none
+    decay_share: Probability = 0.2  # wsd: share of the steps that decay; 0: no decay
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
     decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
     beta1: BelowOne = 0.9  # AdamW: decay of the average gradient
@@ -100,7 +100,8 @@ class TrainConfig(Table):
     # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
     device: str = "auto"
     # start from the weights of this run, export or pretrained model, and take from it
-    # the keys of [model] that are not set
+    # the keys of [model] that are not set and that its weights depend on: all but
+    # dropout, block_size, and target and query_at of a plain GPT
     init_from: str = ""
     # train adapters (LoRA) of this rank alone, on matrices of init_from, which stay as
     # they are; 0: all weights
@@ -165,7 +166,9 @@ class StageConfig(Table):
     step: NonNegative = 0
     kind: OrderKind = "random"
     l2r_prob: Probability = 0.1  # of a mixture; that of [order] is not taken over
-    group: Count = 1  # steps in a group (only with objective.kind = "groupwise")
+    # steps in a group (only with objective.kind = "groupwise"); that of [objective] is
+    # not taken over
+    group: Count = 1
 
     def __post_init__(self):
         validation.check_values(self, name="schedule.{}".format)
@@ -274,12 +277,16 @@ def unused_settings(config: Config) -> list[str]:
         used.update(("l2r_prob", "mixed"))
     for orders in config.all_orders():
         used.update(ORDER_KINDS[orders.unmixed].settings)
+        if orders.kind == "mixture":
+            used.add("mixed")
     unused = {}  # the key of a kind, by the key of a setting
     for name in ORDER_KINDS["mixture"].settings:
         if name not in used:
             unused[f"order.{name}"] = kind
     if not config.objective.definition.in_groups:
         unused["objective.group"] = "objective.kind"
+    if config.objective.kind not in ("t_dce", "score_entropy"):
+        unused["objective.noise_eps"] = "objective.kind"
     if config.optim.kind == "adamw":
         unused["optim.muon_lr"] = "optim.kind"
         unused["optim.muon_momentum"] = "optim.kind"
@@ -308,6 +315,13 @@ def unused_settings(config: Config) -> list[str]:
                 f"note: the stage from step {stage.step} on is never trained, as "
                 f"train.steps is {config.train.steps}"
             )
+    groups = [f"{stage.group} from step {stage.step}" for stage in config.schedule]
+    has_others = any(s.group != config.objective.group for s in config.schedule)
+    if has_others and config.objective.definition.in_groups:
+        notes.append(
+            f"note: steps in a group by the schedule: {', '.join(groups)} (1 where a "
+            "stage does not say)"
+        )
     if config.schedule and config.schedule[0].step == 0:
         # A file may repeat the last stage in [order] and [objective].
         last = config.schedule[-1]

@@ -4,8 +4,9 @@ Every row has step, grad_norm, tokens (since the run began), tokens_per_second,
 memory_bytes (the peak of the main process), skipped_steps. Tokens are those that are
 predicted: no prompts, no padding. A training row, at step 1 and every
 train.log_interval steps, also has loss (the objective, averaged over the steps since
-the last row; for SEDD this is not val_loss_random), lr, with Muon muon_lr, and mfu
-(null unless the GPU's peak is known). A validation row, every eval.interval steps:
+the last row or resume; for SEDD this is not val_loss_random), lr, with Muon muon_lr,
+and mfu (null unless the GPU's peak is known). A validation row, every eval.interval
+steps:
 
     val_loss_KIND      nats per token of the averaged weights; KIND: l2r, random (any
                        order), fixed or own (the run's orders, in its groups)

@@ -33,6 +33,8 @@ def learning_rate(
     start = o.warmup_steps
     if o.schedule == "wsd":
         decay_steps = round(o.decay_share * end)
+        if decay_steps == 0:
+            return peak
         start = max(start, end - decay_steps)
     steps = max(1, end - start)
     done = (step - start) / steps

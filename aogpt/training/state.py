@@ -14,7 +14,7 @@ from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
 from ..data.loader import changed_files
 from ..data.tokenizers import HUB, other_tokenizer
-from ..model import Transformer
+from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..systems import build_model
@@ -134,6 +134,9 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         weights = initial_weights(config, source.model)
         if newest is None:
             procs.print0(f"started from the weights of {config.train.init_from}")
+            changed = changed_keys(source.model.config, config.model)
+            if changed:
+                procs.print0(f"other than in its source: {', '.join(changed)}")
             if source.scored_from:
                 procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
         if config.train.lora_rank:
@@ -179,6 +182,16 @@ def check_same_tokenizer(
             f"{config.data.folder} is {ours!r}; prepare the data with {tokenizer}, or "
             "leave out --train.init-from"
         )
+
+
+def changed_keys(source: ModelConfig, config: ModelConfig) -> list[str]:
+    """Return the keys of [model] that differ from the source, each with both values."""
+    changed = []
+    for name, before in asdict(source).items():
+        now = getattr(config, name)
+        if now != before:
+            changed.append(f"model.{name} = {now!r} (was {before!r})")
+    return changed
 
 
 def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
@@ -266,7 +279,10 @@ def check_same_run(
         )
     best = values["best"]
     measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
-    if best and (measured or validation_orders(old) != validation_orders(config)):
+    has_other_orders = validation_orders(old) != validation_orders(
+        config
+    ) or checksum_of_orders(old, values["data"]) != checksum_of_orders(config, meta)
+    if best and (measured or has_other_orders):
         print0(
             f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f}) was "
             "chosen by another measure: it will be chosen again"
@@ -293,6 +309,13 @@ def changes_of(
         if before != after:
             changes[f"data.{split}"] = (before, after)
     return changes
+
+
+def checksum_of_orders(config: Config, meta: Mapping[str, Any]) -> str | None:
+    """Return the SHA-256 of the file of orders of a run, None without one."""
+    files = meta.get("files", {})
+    record = files.get(str(Path(config.order.file)), {})
+    return record.get("sha256")
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:
