@@ -13,6 +13,7 @@ sequence.
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,6 +203,10 @@ def check_arguments(a: Arguments) -> Outputs:
     if a.lines and not any(map(is_text_file, a.datasets)):
         raise UserError(
             "--lines is for texts: give --datasets FILE.txt, or leave it out"
+        )
+    if a.split is not None and all(map(is_text_file, a.datasets)):
+        raise UserError(
+            "--split is of prepared data sets: give --datasets NAME, or leave it out"
         )
     if a.text is not None:
         refuse_masks(a.text, "aogpt blanks takes masks")
@@ -413,6 +418,13 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     scorers = scorers_of(a, orders, configs, block_size)
     eval_sets = open_all(a, sources, models[0], block_size)
     for eval_set in eval_sets:
+        blocks = eval_set.dataset.block_size
+        for scorer in itertools.chain(*scorers.values()):
+            if scorer.orders and scorer.orders.has_longer_blocks(blocks):
+                raise UserError(
+                    f"order.block {scorer.orders.block} exceeds the blocks of "
+                    f"{eval_set.name}, {blocks} tokens; lower it"
+                )
         for loaded in models:
             note = note_on_end(eval_set.dataset, loaded)
             if note is not None:
@@ -507,7 +519,7 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     """Return the results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set
-    bytes_per_token = task.bytes_per_token()
+    bytes_per_token = task.bytes_per_token() or math.nan  # an end of text has none
     for size, (loss, change) in scores.items():
         row = {
             "model": task.loaded.path,

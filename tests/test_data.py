@@ -581,6 +581,20 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
         )
 
 
+def test_a_mixture_refuses_records_of_other_blocks(tmp_path):
+    """Also those that fill their blocks and have no prompts."""
+    write_dataset(tmp_path / "text", np.arange(40))
+    write_dataset(tmp_path / "records", np.arange(40), protocol="records", block_size=4)
+    with pytest.raises(UserError, match="records in blocks of 4 tokens, .* of 8"):
+        open_training_data(
+            tmp_path / "text",
+            block_size=8,
+            verify=False,
+            max_tokens=0,
+            mix=(f"{tmp_path / 'records'}=0.5",),
+        )
+
+
 def test_a_mixture_of_many_parts_shuffles_each_once_an_epoch(tmp_path, monkeypatch):
     names = "abcdef"
     for name in names:

@@ -28,8 +28,9 @@ import eval_gen
 import sample
 from aogpt.checkpoints import load as load_checkpoint
 from aogpt.checkpoints import load_model, store
-from aogpt.data.tokenizers import BytesTokenizer
+from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
 from aogpt.evaluation import judges, scoring
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.scoring import token_log_probs
 
@@ -281,6 +282,24 @@ def test_tokens_of_a_file_with_the_name_of_the_references_are_read_as_text(
     samples = dataclasses.replace(of_bytes, samples=[row], tokenizer="tokenizer.json")
     reference.tokenizer = "tokenizer.json"
     assert reference.divergences(samples)["js_1"] < 0.01
+
+
+def test_a_reference_of_a_few_tokens_is_refused(tmp_path):
+    source = write_jsonl(tmp_path / "source.jsonl", ["ab"] * 4)
+    folder = prepared("text", tmp_path / "ab", source, split="test")
+    with pytest.raises(UserError, match="has 12 tokens to compare with; it needs 512"):
+        scoring.Reference(str(folder))
+
+
+def test_samples_without_a_vocabulary_at_hand_are_read_as_text(write, monkeypatch):
+    def missing(name):
+        if name == "gpt2":
+            raise UserError("GPT-2's vocabulary cannot be downloaded")
+        return get_tokenizer(name)
+
+    monkeypatch.setattr(scoring, "get_tokenizer", missing)
+    (samples,) = scoring.read_sample_sets(write([{"text": "ab", "tokens": [5, 6]}]))
+    assert samples.tokenizer is None
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
     assert "weighted over 4" in report["terminal"]
 
 
-def test_prompts_are_context_and_not_scored(evaluate, run, tmp_path):
+def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     rows = [
         {"prompt": "ab" * (i % 3 + 1), "text": "step"[: i % 4 + 1]} for i in range(40)
     ]
@@ -255,6 +255,10 @@ def test_prompts_are_context_and_not_scored(evaluate, run, tmp_path):
     alone = of_two["random", 1]["nll"]
     assert alone == report["random", 1]["nll"]
     assert of_two["random", 2]["nll"] < alone
+    short = tmp_path / "short"
+    prepared("records", short, source, split="test", block_size=12)
+    _, _, err = script(eval_ppl, run, "--datasets", short, "--orders", "slots:block=13")
+    assert "order.block 13 exceeds the blocks of short, 12 tokens" in err
 
 
 @torch.no_grad()
@@ -303,6 +307,10 @@ def test_end_of_text_in_a_text_is_one_token_of_no_bytes(evaluate, run, tmp_path)
         assert row["nll"] == pytest.approx(scored.nats_per_token, rel=1e-5)
         assert row["bits_per_byte"] == pytest.approx(scored.bits_per_byte, rel=1e-5)
         assert row["bytes_per_token"] == pytest.approx(12 / 13)
+    file.write_text("<|endoftext|>")
+    (row,) = evaluate("", "--orders", "l2r", datasets=[file])["results"]
+    assert row["tokens"] == 1
+    assert row["bits_per_byte"] is None
 
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])
@@ -503,6 +511,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
             "order.block 17 exceeds model.block_size 16; lower it",
         ),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
+        ("--datasets a.txt --split test", "--split is of prepared data sets"),
         ("--json table.md", "name the same file"),
     ):
         datasets = [] if "--datasets" in options else ["--datasets", data]

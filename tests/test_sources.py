@@ -238,13 +238,17 @@ def test_rows_of_two_splits_are_counted(tmp_path, capsys):
     prepared("text", tmp_path / "p", source, val=(held_out,))
     said = capsys.readouterr().out
     assert "note: 1 of 3 documents of val are in train, too" in said
+    of_val = write_jsonl(tmp_path / "c.jsonl", ["another"] * 3)
+    prepared("text", tmp_path / "s", source, val=(held_out,), test=(of_val,))
+    said = capsys.readouterr().out
+    assert "note: 3 of 3 documents of test are in val, too" in said
     # A copy with other line ends is no other text.
     text = "one line\nand another one\n" * 50
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_bytes(text.replace("\n", "\r\n").encode() + b"\n")
     prepared("text", tmp_path / "r", tmp_path / "a.txt", val=(tmp_path / "b.txt",))
     assert "note: 1 of 1 document of val are in train" in capsys.readouterr().out
-    other = write_jsonl(tmp_path / "c.jsonl", [f"row {i}" for i in range(200)])
+    other = write_jsonl(tmp_path / "d.jsonl", [f"row {i}" for i in range(200)])
     prepared("text", tmp_path / "q", other)
     assert "in train, too" not in capsys.readouterr().out
 

@@ -537,6 +537,11 @@ def open_training_data(
                 f"data.mix {name} ends a document with id {end}, {folder} with id "
                 f"{data.meta['eot']}; prepare it again with the same --end-token"
             )
+        if part.block_size != data.block_size:
+            raise UserError(
+                f"data.mix {name} is of records in blocks of {part.block_size} tokens, "
+                f"{folder} of {data.block_size}; leave it out"
+            )
         parts.append(part)
     if any(part.of_records for part in parts):
         raise UserError(

@@ -539,14 +539,17 @@ class Writer:
                 f"{counted(tokens, 'tokens')} to train on are few; a model that writes "
                 f"words needs about {ENOUGH:,}"
             )
-        for split in ("val", "test"):
-            if "train" in files and split in files:
-                shared = packing.shared_rows(files["train"], files[split])
+        for first, second in (("train", "val"), ("train", "test"), ("val", "test")):
+            if {first, second} <= files.keys():
+                shared = packing.shared_rows(files[first], files[second])
                 if shared:
-                    total = entries[split]["documents"]
+                    total = entries[second]["documents"]
+                    effect = "a model can know them by heart"
+                    if first == "val":
+                        effect = "what is chosen by val is chosen by them"
                     notes.append(
-                        f"{shared:,} of {counted(total, f'documents of {split}')} "
-                        "are in train, too: a model can know them by heart"
+                        f"{shared:,} of {counted(total, f'documents of {second}')} "
+                        f"are in {first}, too: {effect}"
                     )
         return notes
 

@@ -94,8 +94,12 @@ def _tokenizer_of(samples: list[Sample]) -> str | None:
 
 
 def _fits(tokenizer: str, sample: Sample) -> bool:
-    """Return whether a tokenizer makes the sample's text from its tokens."""
-    decoder = get_tokenizer(tokenizer)
+    """Return whether a tokenizer makes the sample's text from its tokens; not one whose
+    vocabulary is not at hand."""
+    try:
+        decoder = get_tokenizer(tokenizer)
+    except UserError:
+        return False
     tokens = sample["tokens"]
     if not all(0 <= token < decoder.vocab_size for token in tokens):
         return False
@@ -116,6 +120,11 @@ class Reference:
         self.decode = tokenizer.decode
         self.tokens = read_tokens(folder, evaluation_split(meta))
         number_of_chunks = self.tokens.size // CHUNK
+        if number_of_chunks < 2:
+            raise UserError(
+                f"--reference {name} has {self.tokens.size} tokens to compare with; it "
+                f"needs {2 * CHUNK}"
+            )
         chunked = self.tokens[: number_of_chunks * CHUNK]
         chunks = chunked.reshape(-1, CHUNK)
         places = spread(MOST_CHUNKS, number_of_chunks)
