@@ -3,6 +3,7 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
 
     {fast: random - fixed}         difference of two run configs, with its 95% interval
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
+    {star: rotary}                 of a question of success: how many runs succeed
     {fast: l2r10 each}             one a seed, in order of size
     {fast: l2r10:parameters}       parameters of one; mflops: of a trained token
     {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
@@ -293,6 +294,8 @@ def filled(
         values = [value_of(row, kind or source.kind) for row in rows]
         if sides.endswith(" each"):
             return ", ".join(f"{value:{form}}" for value in sorted(values))
+        if source.success is not None and not kind:
+            return figure_cell(source, source.kind, rows)
         return mean_cell(values, form)
 
     pattern = r"\{(E\d+ )?([^{}:]+): ([^{}]+?)(?:, (\d) digits)?\}"

@@ -1011,6 +1011,11 @@ def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs()
         assert pages.filled(text, experiment, {"fast": entries}) == expected
     with pytest.raises(ValueError, match="E22 has no {fast: c:mflops}"):
         pages.filled("{fast: c:mflops}", experiment, {"fast": entries})
+    # a question of success
+    experiment = dataclasses.replace(load_experiment("E26"), kind="training")
+    shares = {"a": by_seed(1.0, 0.9, 0.89, 0.4)}
+    text = pages.filled("{star: a}, {star: a each}", experiment, {"star": shares})
+    assert text == "2 of 4 runs, 0.400, 0.890, 0.900, 1.000"
 
 
 def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(
