@@ -342,7 +342,7 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     )
     for orders in config.all_orders():
         refuse(
-            orders.has_longer_blocks(data.block_size),
+            not m.is_encoder and orders.has_longer_blocks(data.block_size),
             f"order.block {orders.block} exceeds the blocks of {folder}, "
             f"{data.block_size} tokens; lower it",
         )

@@ -60,7 +60,9 @@ def tuned(tmp_path_factory):
     return config, folder / "base"
 
 
-def test_adapters_of_shorter_blocks_than_those_of_their_base_are_loaded(tmp_path):
+def test_adapters_of_shorter_blocks_than_those_of_their_base_are_loaded(
+    tmp_path, capsys
+):
     """The base has a table of positions, of which the run has fewer rows."""
     config = tiny_config(make_data(tmp_path), tmp_path / "out", name="base", steps=6)
     config = change(
@@ -81,6 +83,8 @@ def test_adapters_of_shorter_blocks_than_those_of_their_base_are_loaded(tmp_path
         model__block_size=8,
     )
     train.train(config, ALONE)
+    said = capsys.readouterr().out
+    assert "other than in its source: model.block_size = 8 (was 16)" in said
     convert(str(config.run_folder), tmp_path / "adapter", adapter=True)
     for model in (
         load(config.run_folder).model,

@@ -776,6 +776,17 @@ def test_ids_and_ends_of_text_are_banned(books):
     )
     for text in without:
         assert first not in text.tokens[-8:]
+    for call, words in (
+        (lambda: books.generate("a", 4, banned=[[9999]]), "banned has the id 9999"),
+        (lambda: books.generate("a", 4, required=[[-1]]), "required has the id -1"),
+        (
+            lambda: books.fill("a[MASK]c", mode="resampling", required=[[65]]),
+            "no meaning",
+        ),
+        (lambda: small("GPT-2").generate("a", 4, required=[[65]]), "of any order"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
     random_model = small("AO-GPT")
     for text in random_model.generate(
         "a", 30, num_samples=16, seed=1, mode="l2r", ban=["<|endoftext|>"]
@@ -788,6 +799,8 @@ def test_letters_of_an_alphabet_are_banned_and_required_without_a_space():
     text = aogpt.TextModel(Loaded(model, "x", 0, "raw", "alphabet:ACG", 4))
     for sampled in text.generate("AC", 8, num_samples=4, seed=1, ban=["A"], mode="l2r"):
         assert "A" not in sampled[2:]
+    (sampled,) = text.generate("AC", 8, num_samples=1, seed=1, ban=["<|endoftext|>"])
+    assert 3 not in sampled.tokens
     for sampled in text.generate("AC", 8, num_samples=4, seed=1, require=["GG"]):
         assert "GG" in sampled
     with pytest.raises(UserError, match="is not in the alphabet"):

@@ -514,7 +514,8 @@ def test_transformers_gets_the_ids_of_our_tokenizers_and_a_mask_after_them(
         mask = tokenizer.vocab_size + start
         assert client_outputs[key]["mask"] == mask
         if key != "AO-GPT":
-            assert client_outputs[key, "ids"][:2] == (mask, 257 if start else None)
+            start_id = 257 if start else None
+            assert client_outputs[key, "ids"] == (mask, start_id, False)
         *ids, masked = client_outputs[key]["ids"]
         assert ids == [tokenizer.encode(text) for text in TEXTS[:-1]]
         assert masked == [*tokenizer.encode("x"), mask, mask, *tokenizer.encode(" y")]

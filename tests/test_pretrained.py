@@ -845,6 +845,23 @@ def test_a_gguf_file_gives_the_model_of_its_folder(kind, tmp_path, monkeypatch):
         load(file)
 
 
+def test_a_gguf_file_that_does_not_name_its_splits_needs_a_tokenizer(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "folder"
+    write_model(folder, "Qwen2")
+    of_bytes(None).save(str(folder / "tokenizer.json"))
+    (tmp_path / "file").mkdir()
+    file = tmp_path / "file" / "model.gguf"
+    write_gguf(file, folder, split="default")
+    with pytest.raises(UserError, match="does not say how it splits words"):
+        load(file)
+    shutil.copy(folder / "tokenizer.json", file.parent)
+    ids = load(file).get_tokenizer().encode(TEXT[0])
+    assert ids == load(folder).get_tokenizer().encode(TEXT[0])
+
+
 def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "folder"

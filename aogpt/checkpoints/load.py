@@ -431,8 +431,8 @@ def tokenizer_place(file: Path, files: dict[str, str]) -> Path:
         return beside
     if not files:
         raise UserError(
-            "its tokenizer is of a kind that is not read from a GGUF file; put the "
-            f"model's {HUB} beside it"
+            "its tokenizer is of a kind that is not read from a GGUF file, or does not "
+            f"say how it splits words; put the model's {HUB} beside it"
         )
     name = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
     place = expand_home("~/.cache/aogpt") / name / HUB

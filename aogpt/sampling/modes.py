@@ -3,6 +3,7 @@ seed alone.
 
 Shapes: B samples, T positions of the longest."""
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -289,11 +290,14 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
     for word in options.ban:
         if not word.strip():
             raise UserError("--ban is empty; give words")
-        spellings = [encode(f"{space}{word}")]
+        spellings = []
         if word == END_OF_TEXT:
             spellings.append([tokenizer.eot])
         if space:
-            spellings += [tokenizer.encode(word), encode(word)]
+            words = (tokenizer.encode(word), encode(word), encode(f" {word}"))
+            spellings += words
+        elif word != END_OF_TEXT:
+            spellings.append(encode(word))
         for ids in spellings:
             if tuple(ids) not in banned:
                 banned.append(tuple(ids))
@@ -307,6 +311,13 @@ def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOption
                 f"--require {word}: the tokenizer reads it as {tokenizer.decode(ids)!r}"
             )
         required.append(tuple(ids))
+    for name, sequences in (("banned", banned), ("required", required)):
+        for token in itertools.chain(*sequences):
+            if not 0 <= token < tokenizer.vocab_size:
+                raise UserError(
+                    f"{name} has the id {token}; give ids from 0 to "
+                    f"{tokenizer.vocab_size - 1}"
+                )
     return replace(options, banned=tuple(banned), required=tuple(required))
 
 
@@ -358,7 +369,7 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             "--refine needs a model that is conditioned on the target position; leave "
             "it out for this one"
         )
-    if config.l2r_only and options.require:
+    if config.l2r_only and (options.require or options.required):
         raise UserError(
             "--require needs a model of any order, which sees a word on its right; "
             "leave it out for this one"
@@ -386,7 +397,7 @@ def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     check_can_resample(config)
     if options.refine:
         raise UserError("--mode resampling weights what it draws: leave out --refine")
-    if options.require:
+    if options.require or options.required:
         raise UserError(
             "--require has no meaning with --mode resampling: write the words into the "
             "text with masks"

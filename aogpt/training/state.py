@@ -312,7 +312,11 @@ def changes_of(
 
 
 def checksum_of_orders(config: Config, meta: Mapping[str, Any]) -> str | None:
-    """Return the SHA-256 of the file of orders of a run, None without one."""
+    """Return the SHA-256 of the file of orders that the best checkpoint of a run is
+    chosen by, None without one."""
+    orders, chosen = validation_orders(config)
+    if orders[chosen].orders.unmixed != "file":
+        return None
     files = meta.get("files", {})
     record = files.get(str(Path(config.order.file)), {})
     return record.get("sha256")
