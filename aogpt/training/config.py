@@ -315,9 +315,9 @@ def unused_settings(config: Config) -> list[str]:
                 f"note: the stage from step {stage.step} on is never trained, as "
                 f"train.steps is {config.train.steps}"
             )
-    groups = [f"{stage.group} from step {stage.step}" for stage in config.schedule]
     has_others = any(s.group != config.objective.group for s in config.schedule)
     if has_others and config.objective.definition.in_groups:
+        groups = [f"{stage.group} from step {stage.step}" for stage in config.schedule]
         notes.append(
             f"note: steps in a group by the schedule: {', '.join(groups)} (1 where a "
             "stage does not say)"

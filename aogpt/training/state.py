@@ -14,7 +14,7 @@ from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
 from ..data.loader import changed_files
 from ..data.tokenizers import HUB, other_tokenizer
-from ..model import ModelConfig, Transformer
+from ..model import Transformer
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..systems import build_model
@@ -25,7 +25,7 @@ from .config import Config
 from .muon import local
 from .optimizers import EMA, allocate_state, learning_rate, make_optimizers, named_state
 from .val_losses import validation_orders
-from .warm_start import check_start, warm_start
+from .warm_start import check_start, differing_keys, warm_start
 
 # Keys (or tables) that differ when a run resumes (docs/training.md). REFUSED: an error;
 # the value names what cannot change. TOLD: a note with this consequence. All others may
@@ -134,7 +134,9 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         weights = initial_weights(config, source.model)
         if newest is None:
             procs.print0(f"started from the weights of {config.train.init_from}")
-            changed = changed_keys(source.model.config, config.model)
+            changed = []
+            for name, before, now in differing_keys(source.model.config, config.model):
+                changed.append(f"model.{name} = {now!r} (was {before!r})")
             if changed:
                 procs.print0(f"other than in its source: {', '.join(changed)}")
             if source.scored_from:
@@ -182,16 +184,6 @@ def check_same_tokenizer(
             f"{config.data.folder} is {ours!r}; prepare the data with {tokenizer}, or "
             "leave out --train.init-from"
         )
-
-
-def changed_keys(source: ModelConfig, config: ModelConfig) -> list[str]:
-    """Return the keys of [model] that differ from the source, each with both values."""
-    changed = []
-    for name, before in asdict(source).items():
-        now = getattr(config, name)
-        if now != before:
-            changed.append(f"model.{name} = {now!r} (was {before!r})")
-    return changed
 
 
 def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
@@ -279,10 +271,8 @@ def check_same_run(
         )
     best = values["best"]
     measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
-    has_other_orders = validation_orders(old) != validation_orders(
-        config
-    ) or checksum_of_orders(old, values["data"]) != checksum_of_orders(config, meta)
-    if best and (measured or has_other_orders):
+    orders = chosen_by(old, values["data"])
+    if best and (measured or orders != chosen_by(config, meta)):
         print0(
             f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f}) was "
             "chosen by another measure: it will be chosen again"
@@ -311,15 +301,15 @@ def changes_of(
     return changes
 
 
-def checksum_of_orders(config: Config, meta: Mapping[str, Any]) -> str | None:
-    """Return the SHA-256 of the file of orders that the best checkpoint of a run is
-    chosen by, None without one."""
-    orders, chosen = validation_orders(config)
-    if orders[chosen].orders.unmixed != "file":
-        return None
-    files = meta.get("files", {})
-    record = files.get(str(Path(config.order.file)), {})
-    return record.get("sha256")
+def chosen_by(config: Config, meta: Mapping[str, Any]) -> tuple:
+    """Return the orders that a run validates with, the name of those that choose its
+    best checkpoint, and the SHA-256 of their file, None without one."""
+    orders, name = validation_orders(config)
+    checksum = None
+    if orders[name].orders.unmixed == "file":
+        record = meta.get("files", {}).get(str(Path(config.order.file)), {})
+        checksum = record.get("sha256")
+    return orders, name, checksum
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:

@@ -51,13 +51,13 @@ def may_differ(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
     return False
 
 
-def differences(
+def differing_keys(
     theirs: ModelConfig, ours: ModelConfig
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, theirs, ours) of the keys that prevent a start from these weights."""
+    """Yield (key, theirs, ours) of the keys of [model] that differ."""
     for name, before in asdict(theirs).items():
         now = getattr(ours, name)
-        if before != now and not may_differ(name, theirs, ours):
+        if before != now:
             yield name, before, now
 
 
@@ -66,11 +66,12 @@ def check_start(model: Transformer, source: Transformer) -> None:
     `model`."""
     theirs = source.config
     ours = model.config
-    for name, before, now in differences(theirs, ours):
-        raise CheckpointError(
-            f"cannot start from these weights: set model.{name} = {before!r} (it is "
-            f"{now!r})"
-        )
+    for name, before, now in differing_keys(theirs, ours):
+        if not may_differ(name, theirs, ours):
+            raise CheckpointError(
+                f"cannot start from these weights: set model.{name} = {before!r} (it "
+                f"is {now!r})"
+            )
     if position_tables(source) and theirs.block_size < ours.block_size:
         raise CheckpointError(
             "cannot start from these weights: their tables have "
