@@ -291,6 +291,14 @@ def test_a_reference_of_a_few_tokens_is_refused(tmp_path):
         scoring.Reference(str(folder))
 
 
+def test_a_reference_of_padded_examples_is_refused(tmp_path):
+    rows = [{"prompt": "ab", "text": "ba"}] * 400
+    source = write_rows(tmp_path / "source.jsonl", rows)
+    folder = prepared("records", tmp_path / "ab", source, split="test", block_size=8)
+    with pytest.raises(UserError, match="examples, padded to one length"):
+        scoring.Reference(str(folder))
+
+
 def test_samples_without_a_vocabulary_at_hand_are_read_as_text(write, monkeypatch):
     def missing(name):
         if name == "gpt2":

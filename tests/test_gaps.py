@@ -995,6 +995,7 @@ def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
     for call, words in (
         (lambda: books.fill(text, mode="resampling", refine=2), "leave out refine"),
         (lambda: books.fill(text, mode="resampling", require=("a",)), "require"),
+        (lambda: books.fill(text, mode="resampling", noise="float32"), "noise float32"),
         (lambda: books.generate("The", mode="resampling"), "text with masks"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -118,7 +118,13 @@ class Reference:
         tokenizer = get_tokenizer(self.tokenizer, folder=folder)
         self.encode = tokenizer.encode_documents
         self.decode = tokenizer.decode
-        self.tokens = read_tokens(folder, evaluation_split(meta))
+        split = evaluation_split(meta)
+        if "roles" in meta["splits"][split]:
+            raise UserError(
+                f"--reference {name} holds examples, padded to one length, of which "
+                "the n-grams are no language: give a data set of texts"
+            )
+        self.tokens = read_tokens(folder, split)
         number_of_chunks = self.tokens.size // CHUNK
         if number_of_chunks < 2:
             raise UserError(
