@@ -219,6 +219,8 @@ def figure(experiment: Experiment, recipes: dict[str, Entries]) -> bytes:
             panel = panels.setdefault(title, Panel(experiment, recipe, entries={}))
             panel.entries[name] = entry
     draw, caption = DRAWINGS[experiment.figure]
+    if experiment.figure_top is not None:
+        caption += f" Losses above {experiment.figure_top} are cut off."
     # Other panels differ by nature, or not every recipe reaches the ends of a sweep.
     is_comparable = experiment.figure in ("curves", "scatter")
     shares_axis = is_comparable and experiment.figure_shares_axis
@@ -416,7 +418,7 @@ def draw_runs(axes, panel: Panel) -> None:
 DRAWINGS = {
     "curves": (
         draw_curves,
-        f"{BAND}{FEW_SEEDS}{DOTS} at the end. Curves are of validation text.",
+        f"{BAND}{FEW_SEEDS}{DOTS} at the end. Curves are of validation data.",
     ),
     "lines": (draw_lines, f"{BAR}{FEW_SEEDS}{DOTS}."),
     "points": (draw_points, f"{BAR}{FEW_SEEDS}{DOTS}."),

@@ -26,6 +26,7 @@ import tyro
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.files import write_atomically, write_jsonl, write_text
 from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
+from studies.figures import PALETTE
 from studies.runs import ROOT, report_of, rows_by
 
 MODEL = "results/books_model"
@@ -104,20 +105,20 @@ SELECTION = {
         "margin, 8 a pass",
     ),
 }
-# Colors and markers of the families of the figure, by how the names of their rows
-# begin.
+# Markers and labels of the families of the figure, by how the names of their rows
+# begin. Each has the color of its place.
 FAMILIES = {
-    "speculative, draft": ("#0072B2", "o"),
-    "one token a pass, random order": ("#0072B2", "s"),
-    "one token a pass, left to right": ("#000000", "s"),
-    "speculative, left to right": ("#000000", "o"),
-    "one token a pass, slots": ("#56B4E9", "s"),
-    "speculative, slots": ("#56B4E9", "o"),
-    "even": ("#D55E00", "^"),
-    "mdm": ("#E69F00", "v"),
-    "confidence above": ("#009E73", "D"),
-    "entropies": ("#CC79A7", "P"),
-    "most confident first": ("#009E73", "s"),
+    "speculative, draft": ("o", "speculative, random order (exact)"),
+    "one token a pass, left to right": ("s", "one token a pass, left to right"),
+    "even": ("^", "even groups of a random order"),
+    "confidence above": ("D", "all above a confidence"),
+    "mdm": ("v", "masked diffusion (mdm)"),
+    "entropies": ("P", "up to a sum of entropies"),
+    "one token a pass, slots": ("s", "one token a pass, slots of 8"),
+    "speculative, slots": ("o", "speculative, slots of 8 (exact)"),
+    "one token a pass, random order": ("s", "one token a pass, random order"),
+    "speculative, left to right": ("o", "speculative, left to right (exact)"),
+    "most confident first": ("s", "most confident first, one a pass"),
 }
 
 
@@ -172,7 +173,10 @@ def figure(rows: dict[str, dict]) -> bytes:
     """Draw perplexity and n-gram divergence against passes, and the probability to keep
     a draft."""
     drawing, (left, middle, right) = new_figure(1, 3, size=(13, 4.2))
-    for family, (color, marker) in FAMILIES.items():
+    # Grey are lines that no family has.
+    colors = [color for color in PALETTE if color != "#999999"]
+    families = zip(FAMILIES.items(), colors, strict=True)
+    for (family, (marker, label)), color in families:
         members = [row for name, row in rows.items() if name.startswith(family)]
         passes = [row["nfe"] for row in members]
         line = "-" if len(members) > 1 else "none"
@@ -196,13 +200,23 @@ def figure(rows: dict[str, dict]) -> bytes:
             marker=marker,
             markersize=5,
             linestyle=line,
-            label=family,
+            label=label,
         )
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
         axes.set_xlabel(f"passes of the model for {LENGTH} tokens")
-    left.axhline(rows[ONE_AT_A_TIME]["perplexity"], color="#0072B2", linewidth=0.7)
-    left.axhline(rows[LEFT_TO_RIGHT]["perplexity"], color="#000000", linewidth=0.7)
+    for name, dashes in (
+        (ONE_AT_A_TIME, "--"),
+        (LEFT_TO_RIGHT, "-."),
+    ):
+        left.axhline(
+            rows[name]["perplexity"],
+            color="grey",
+            linewidth=0.7,
+            linestyle=dashes,
+            label=f"exact, as {name}",
+        )
+    left.legend(fontsize=6.5, loc="upper right")
     left.set_ylabel("perplexity of the samples, left to right (bars: 95%)")
     middle.set_ylabel("divergence of 2-grams from held-out books, nats")
     text = rows[ONE_AT_A_TIME]["js_2_text"]
