@@ -1,8 +1,8 @@
 """The paper's zero-shot tables (2, 4 and 5) from released weights, beside the published
 ones.
 
-    python -m studies.reproduce --quick               # 256 of each set; hours on a CPU
-    python -m studies.reproduce --sizes small medium  # whole sets, on a GPU
+    python -m studies.reproduce          # both sizes, whole sets: on a GPU
+    python -m studies.reproduce --quick  # small, 256 of each set; hours on a CPU
 
 Downloads weights and sets, prepares the sets in the packing of the SEDD protocol,
 scores every model, and writes out/reproduce/README.md. The same command goes on where
@@ -63,8 +63,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    sizes: tuple[Size, ...] = ("small",)
-    """small: about 125M parameters; medium: about 350M."""
+    sizes: tuple[Size, ...] = ()
+    """small: about 125M parameters; medium: about 350M. By default both of whole sets,
+    small of a part of each set."""
     models: tuple[str, ...] = ()
     """Names such as AO-GPT and RADD; by default all."""
     datasets: tuple[str, ...] = ()
@@ -85,6 +86,13 @@ class Arguments:
         """Sequences of each set; None for all."""
         return self.max_sequences or (QUICK_SEQUENCES if self.quick else None)
 
+    @property
+    def all_sizes(self) -> tuple[Size, ...]:
+        """Return the sizes of models to score."""
+        if self.sizes:
+            return self.sizes
+        return ("small",) if self.limit else ("small", "medium")
+
 
 def main() -> None:
     a = tyro.cli(with_help(Arguments), description=__doc__)
@@ -94,7 +102,7 @@ def main() -> None:
     names = chosen(a.models, [model.name for model in models], "--models")
     folders = [prepared(name) for name in datasets]
     results: dict[tuple[str, str], list[dict]] = {}
-    for size in a.sizes:
+    for size in a.all_sizes:
         for model in models:
             if model.name in names:
                 path = fetched(model, size)
@@ -206,7 +214,7 @@ def table(
     the published one, and whether the published one is inside of the interval."""
     all_datasets = read_config()[2]
     rows = []
-    for size in a.sizes:
+    for size in a.all_sizes:
         for line in lines:
             measured = results.get((size, line.model))
             if measured is None:
