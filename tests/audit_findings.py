@@ -154,15 +154,20 @@ def factors_of(claim: dict, default_kind: str) -> dict[tuple[str, str], int]:
     return factors
 
 
+def read(name: str, folder: Path = ROOT) -> Experiment:
+    """Return an experiment with the rows of its runs."""
+    toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
+    lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
+    return Experiment(toml, lines)
+
+
 def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     """Return {"RECIPE: CLAIM": (difference, p value after Holm)} of the primary
     claims."""
-    toml = tomllib.loads((folder / f"studies/configs/findings/{name}.toml").read_text())
-    lines = (folder / f"results/findings/{name}.runs.jsonl").read_text().splitlines()
-    experiment = Experiment(toml, lines)
+    experiment = read(name, folder)
     verdicts = {}
     tests = 0  # also the claims whose runs are missing
-    for claim in toml["claims"]:
+    for claim in experiment.toml["claims"]:
         for recipe in claim.get("primary", ()):
             tests += 1
             if experiment.has_runs(recipe, claim):

@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+import audit_findings
 import pytest
 from helpers import ROOT, run_main
 
@@ -174,13 +175,90 @@ def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
     ],
 )
 def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, names):
-    entries = pages.load_results(experiment)[1][recipe]
     _, aogpt, encoder = cells_of(ROOT / "README.md", row)
     shown = [*numbers_in(aogpt), *numbers_in(encoder)]
     names = ["mask_query", "mask_query_half", *names, "encoder"]
     for name, value in zip(names, shown, strict=True):
-        losses = [row["measured"]["eval_random"][0] for row in entries[name]["runs"]]
+        losses = audited_figures(experiment, recipe, name, "eval_random")
         assert value == f"{statistics.mean(losses):.3f}"
+
+
+def audited_figures(
+    experiment: str, recipe: str, run_config: str, kind: str
+) -> list[float]:
+    """Return the figures of the reported runs, read without the project's code."""
+    runs = audit_findings.read(experiment).runs_of(recipe, run_config)
+    return [audit_findings.figure(run, kind) for run in runs]
+
+
+def test_the_numbers_below_the_front_table_are_those_of_the_runs():
+    text = " ".join((ROOT / "README.md").read_text().split())
+
+    def mean(experiment, recipe, run_config, kind="eval_random"):
+        return statistics.mean(audited_figures(experiment, recipe, run_config, kind))
+
+    def shares(run_config):
+        return audited_figures("E21", "sudoku", run_config, "exact_sudoku6")
+
+    assert f"Two streams have {mean('E21', 'chorales', 'two_stream'):.3f}." in text
+    assert f"Two streams have {mean('E22', 'fast', 'two_stream'):.3f}." in text
+    sides = [mean("E15", "books", name) for name in ("encoder_2M", "encoder_ce_2M")]
+    assert f"loss took {sides[0] - sides[1]:.3f} ± " in text
+    assert f"at most {250 * max(shares('adaln')):.0f} of 250" in text.replace(
+        "at most one of", "at most 1 of"
+    )
+    seeds = [f"{100 * share:.1f}" for share in shares("adaln_rotary")]
+    listed = "98, 99, 91, 99.6, 98, 22, 85 and 98%"
+    assert listed in text
+    for value, shown in zip(seeds, numbers_in(listed), strict=True):
+        assert value == shown or f"{float(value):.0f}" == shown
+    of_rotation = shares("rotary")
+    lowest, highest = min(of_rotation), max(of_rotation)
+    assert f"rotation alone solves {100 * lowest:.0f} to {100 * highest:.0f}%" in text
+    best = [*shares("two_stream"), *shares("mask_query"), *shares("encoder")]
+    assert f"encoder {100 * min(best):.0f} to {100 * max(best):.0f}%" in text
+    for run_config, words in (
+        ("adaln", "alone it answers {:.0f}%"),
+        ("adaln_rotary", "beside rotation {:.0f}%"),
+        ("rotary", "rotation alone {:.0f}%"),
+        ("two_stream", "two streams {:.0f}%"),
+        ("mask_query", "a [MASK] query {:.0f}%"),
+        ("encoder", "an encoder {:.0f}%"),
+    ):
+        share = mean("E28", "reversal", run_config, "exact_reversal")
+        assert words.format(100 * share) in text
+    counts = []
+    for run_config in ("rotary", "adaln_rotary", "encoder"):
+        answers = audited_figures("E26", "star", run_config, "exact_star")
+        counts.append(sum(answer >= 0.9 for answer in answers))
+    assert counts == [20, 13, 1]
+    assert "finds the path in all 20, with adaLN beside rotation in 13" in text
+    assert "an encoder in one within 5,000 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("title", "task"),
+    [("star graph", "star"), ("6x6 Sudoku", "sudoku6"), ("colouring", "colouring")],
+)
+def test_the_shares_of_the_front_table_are_among_those_of_the_rows(title, task):
+    """Rows say which run was decoded, their keys hide how: so each share that is shown
+    has to be one of its run, in the order of seeds 1 to 3."""
+    by_run = {}
+    for line in (RESULTS / f"{task}.runs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "exact_match" in row["result"]:
+            by_run.setdefault(row["run"].split("/")[-1], []).append(
+                row["result"]["exact_match"]
+            )
+    cells = cells_of(ROOT / "README.md", title)
+    for system, cell in zip(("gpt", "aogpt", "encoder"), cells, strict=True):
+        for seed, shown in enumerate(numbers_in(cell)[:3], start=1):
+            unit = 10.0 ** -len(shown.partition(".")[2])
+            distances = []
+            for run, values in by_run.items():
+                if run.startswith(f"{system}_") and run.endswith(f"_s{seed}"):
+                    distances += [abs(100 * v - float(shown)) for v in values]
+            assert min(distances) <= unit / 2 + 1e-9
 
 
 @pytest.mark.parametrize(
