@@ -758,9 +758,10 @@ def write_gguf(
     folder: Path,
     quantised: bool = False,
     split: str = "gpt-2",
+    more: dict[str, float] | None = None,
 ) -> None:
     """Write a folder of `transformers` as llama.cpp's converter does. split: the name
-    of the way in which its tokenizer splits text."""
+    of the way in which its tokenizer splits text; more: further keys of the model."""
     gguf = pytest.importorskip("gguf")
     settings = json.loads((folder / "config.json").read_text())
     kind = settings["architectures"][0].removesuffix("ForCausalLM").lower()
@@ -777,6 +778,9 @@ def write_gguf(
     writer.add_key_length(settings.get("head_dim") or 6)
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
+    for name, value in (more or {}).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{kind}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     if settings.get("eos_token_id") is not None:
@@ -843,6 +847,25 @@ def test_a_gguf_file_gives_the_model_of_its_folder(kind, tmp_path, monkeypatch):
     file.write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="not a whole GGUF file"):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("rope.scaling.factor", 4.0, "scaling.factor 4"),
+        ("rope.scale_linear", 4.0, "scale_linear 4"),
+        ("rope.dimension_count", 4, "4 of 6 dimensions"),
+        ("attention.sliding_window", 8, "window"),
+    ],
+)
+def test_a_gguf_file_of_another_attention_is_refused(name, value, words, tmp_path):
+    folder = tmp_path / "folder"
+    write_model(folder, "Qwen2")
+    of_bytes(None).save(str(folder / "tokenizer.json"))
+    file = tmp_path / "model.gguf"
+    write_gguf(file, folder, more={name: value})
+    with pytest.raises(UserError, match=words):
+        load(file, block_size=16)
 
 
 def test_a_gguf_file_that_does_not_name_its_splits_needs_a_tokenizer(

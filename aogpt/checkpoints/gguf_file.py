@@ -92,6 +92,20 @@ def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]
     scaling = field("rope.scaling.type", "none")
     if scaling != "none":
         raise UserError(f"rotary positions are scaled by {scaling!r}; supported: none")
+    for name in ("rope.scaling.factor", "rope.scale_linear"):  # without a type: linear
+        if field(name, 1.0) != 1:
+            raise UserError(
+                f"rotary positions are scaled ({name} {field(name):g}); supported: none"
+            )
+    rotated = field("rope.dimension_count")
+    width = field("attention.key_length")
+    if width is None:
+        width = field("embedding_length") // field("attention.head_count")
+    if rotated is not None and rotated != width:
+        raise UserError(
+            f"{rotated} of {width} dimensions of a head are rotated; supported: all"
+        )
+    window = field("attention.sliding_window")
     return {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
@@ -107,6 +121,8 @@ def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]
         "max_position_embeddings": field("context_length"),
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon", 1e-5),
         "rope_theta": field("rope.freq_base", 10000.0),
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
         "tie_word_embeddings": tied,
     }
 
