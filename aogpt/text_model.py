@@ -430,6 +430,8 @@ class TextModel:
 
     def log_prob(self, ids: list[int]) -> float:
         """Return log p of the tokens of a whole text, left to right, nats."""
+        if not ids:
+            raise UserError("there is no token to score")
         (log_probs,) = self._log_probs([ids], [torch.arange(len(ids))])
         return _total(log_probs)
 
@@ -455,6 +457,10 @@ class TextModel:
         check_value(draws, Draws, "draws")
         check_value(seed, Seed, "seed")
         check_value(order, str, "order")
+        if not isinstance(other, TextModel):
+            raise UserError(
+                f"other is {other!r}, but it must be a TextModel: aogpt.load(PATH)"
+            )
         with _python_names():
             orders = parse_order(order, "order")
         texts = _list_of(text)

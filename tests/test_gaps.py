@@ -981,6 +981,13 @@ def test_any_decoder_fills_gaps_by_resampling(system):
         assert math.isclose(scores.joint * count, log_probs[key], abs_tol=1e-9)
 
 
+def test_a_model_that_is_none_and_a_text_of_no_tokens_are_refused(books):
+    with pytest.raises(ValueError, match="other is None.*must be a TextModel"):
+        books.compare(None, "The old horse.")
+    with pytest.raises(ValueError, match="no token to score"):
+        books.log_prob([])
+
+
 def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
     text = "The old[MASK:1-3] was tired."
     best = books.fill(text, 2, seed=1, mode="resampling")
