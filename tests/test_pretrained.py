@@ -868,6 +868,12 @@ def test_a_gguf_file_of_another_attention_is_refused(name, value, words, tmp_pat
         load(file, block_size=16)
 
 
+def test_missing_sizes_of_a_gguf_file_are_left_to_the_check_of_settings():
+    for fields in ({"llama.embedding_length": 12}, {"llama.attention.head_count": 2}):
+        settings = gguf_file.settings_of("llama", fields, tied=True)
+        assert None in (settings["hidden_size"], settings["num_attention_heads"])
+
+
 def test_a_gguf_file_that_does_not_name_its_splits_needs_a_tokenizer(
     tmp_path, monkeypatch
 ):

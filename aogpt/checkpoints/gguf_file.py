@@ -99,9 +99,12 @@ def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]
             )
     rotated = field("rope.dimension_count")
     width = field("attention.key_length")
-    if width is None:
-        width = field("embedding_length") // field("attention.head_count")
-    if rotated is not None and rotated != width:
+    embedding = field("embedding_length")
+    heads = field("attention.head_count")
+    # What is missing or no number is refused where the settings are checked.
+    if width is None and isinstance(embedding, int) and isinstance(heads, int):
+        width = embedding // max(heads, 1)
+    if None not in (rotated, width) and rotated != width:
         raise UserError(
             f"{rotated} of {width} dimensions of a head are rotated; supported: all"
         )
