@@ -400,6 +400,43 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
     assert load(tmp_path, block_size=16).model.config.block_size == 16
     with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
         load(tmp_path, block_size=17)
+    convert(str(tmp_path), tmp_path / "export")
+    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
+        load(tmp_path / "export", block_size=17)
+
+
+def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
+    tmp_path, monkeypatch, capsys
+):
+    """Neither one of all weights nor one of adapters, which are merged into it."""
+    folder = tmp_path / "model"
+    write_model(folder, "Mistral")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["sliding_window"] = 16
+    (folder / "config.json").write_text(json.dumps(settings))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(TEXT * 40))
+    data = prepared(
+        "text",
+        tmp_path / "data",
+        text,
+        tokenizer=str(folder / "tokenizer.json"),
+        val_fraction=0.2,
+    )
+    words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
+    words += ["--train.init-from", folder, "--train.steps", 1, "--name", "tuned"]
+    words += "--train.batch-size 4 --eval.sequences 4 --train.device cpu".split()
+    words += ["--optim.warmup-steps", 0]
+    words += ["--train.lora-rank", 2, "--model.block-size", 16]
+    run_main(train, monkeypatch, capsys, *words)
+    assert load(tmp_path / "tuned", block_size=16).model.config.block_size == 16
+    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
+        load(tmp_path / "tuned", block_size=17)
+    for rank in (0, 2):
+        words += ["--model.block-size", 17, "--name", "longer"]
+        words += ["--train.lora-rank", rank]
+        with pytest.raises(UserError, match="sliding window of 16 tokens"):
+            run_main(train, monkeypatch, capsys, *words)
 
 
 PEAK = """
@@ -889,6 +926,33 @@ def test_a_gguf_file_that_does_not_name_its_splits_needs_a_tokenizer(
     shutil.copy(folder / "tokenizer.json", file.parent)
     ids = load(file).get_tokenizer().encode(TEXT[0])
     assert ids == load(folder).get_tokenizer().encode(TEXT[0])
+
+
+def test_the_tokenizer_of_another_model_beside_a_gguf_file_is_refused(tmp_path):
+    """Of as many tokens: the numbers would be of other text."""
+    folder = tmp_path / "folder"
+    write_model(folder, "Qwen2")
+    of_bytes(None).save(str(folder / "tokenizer.json"))
+    file = tmp_path / "model.gguf"
+    write_gguf(file, folder)
+    other = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    first, second = [token for token in vocabulary if len(token) > 1][-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match="tokenizer.json is of another model"):
+        load(file)
+
+
+def test_merges_of_tokens_that_a_gguf_file_lacks_are_refused():
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    with pytest.raises(UserError, match="joins a and b, but lacks"):
+        gguf_file.tokenizer_files(fields)
 
 
 def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):

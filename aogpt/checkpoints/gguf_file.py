@@ -4,7 +4,7 @@ tensors and tokenizer of `pretrained`, under the names of `transformers`."""
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,13 +35,22 @@ OTHERS = {
 }
 DIGITS = ("smollm",)  # tokenizers that read each digit by itself, else as GPT-2's
 PLAIN = "gpt-2"
+NORMAL = 1  # the type of a token of the vocabulary
 CONTROL = 3  # the type of a token that is not text
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], LazyTensors, dict[str, str]]:
+class GGUFTokenizer(NamedTuple):
+    """The tokenizer of a GGUF file."""
+
+    tokens: dict[int, str]  # those of its vocabulary, by id, without added ones
+    # Text by name; none where it is not of bytes, or splits text in a way that is
+    # unknown here.
+    files: dict[str, str]
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], LazyTensors, GGUFTokenizer]:
     """Return the settings of a config.json, the tensors, each dequantised when it is
-    looked up, and the files of its tokenizer, text by name; none where it is not of
-    bytes, or splits text in a way that is unknown here. Raises UserError."""
+    looked up, and the tokenizer. Raises UserError."""
     try:
         import gguf
     except ImportError:
@@ -80,7 +89,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], LazyTensors, dict[str, str]]:
         if theirs is None:
             raise UserError(f"our model has no place for {name}")
         tensors.data[f"{theirs}.{leaf}"] = partial(dequantised, tensor, heads.get(part))
-    return settings, tensors, tokenizer_files(fields)
+    kinds = fields.get("tokenizer.ggml.token_type", ())
+    tokens = {}
+    for i, token in enumerate(fields.get("tokenizer.ggml.tokens", ())):
+        if i >= len(kinds) or kinds[i] == NORMAL:
+            tokens[i] = token
+    return settings, tensors, GGUFTokenizer(tokens, tokenizer_files(fields))
 
 
 def settings_of(kind: str, fields: dict[str, Any], tied: bool) -> dict[str, Any]:
@@ -143,8 +157,7 @@ def dequantised(tensor: Any, heads: int | None) -> Tensor:
 
 
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
-    """Return the files of the tokenizer in the fields of a file, text by name, as
-    `read_gguf` does."""
+    """Return `GGUFTokenizer.files` of the fields of a file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # Files without a name, or with "default", split words in one of several ways.
@@ -153,9 +166,14 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
         return {}
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    library = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    for merge in merges:  # the library ends in a panic
+        if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}:
+            raise UserError(
+                f"its tokenizer joins {' and '.join(merge)}, but lacks one of the "
+                "tokens; get it again"
+            )
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if split in DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))

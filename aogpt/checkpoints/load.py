@@ -43,7 +43,8 @@ from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
 
 Weights = Literal["ema", "raw"]  # averaged or last
 EXPORT_FORMAT = "aogpt-export-2"
-EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system")  # of `Loaded`
+# Fields of `Loaded`.
+EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system", "window")
 WEIGHTS_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")
 ADVICE = "get it again"
 VOCABULARY = "vocab.json"
@@ -66,6 +67,9 @@ class Loaded:
     # The layout of released weights; None for a model trained here.
     system: str | None = None
     tokens: int | None = None  # that a run has trained on; None: not recorded
+    # Tokens that its attention looked back over where it was trained, if not all: our
+    # model looks back over all, and takes no longer sequences.
+    window: int | None = None
     tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     description: str = ""  # the source, its step and the kind of its weights
 
@@ -133,9 +137,11 @@ def load(
             raise UserError("it holds no adapters")
         elif newest is None:
             file = weights_file(path) if path.is_dir() else path
-            model, origin = from_file(file, weights, block_size)
+            model, origin = from_file(file, weights)
         else:
             file, (model, origin) = newest
+        if block_size is not None:
+            pretrained.check_length(origin.get("window"), block_size)
     except CheckpointError:
         raise
     except UserError as error:
@@ -162,6 +168,7 @@ def load(
         of_records=origin.get("of_records", False),
         system=origin.get("system"),
         tokens=origin.get("tokens"),
+        window=origin.get("window"),
         tokenizer_sha256=origin.get("tokenizer_sha256"),
         description=f"{description})",
     )
@@ -269,8 +276,9 @@ def from_checkpoint(
     config = from_values(values["model_config"], ModelConfig, str(path))
     tensors = store.read_all(path, values, prefix)
     adapter = values.get("adapter")
+    window = None
     if adapter:
-        model = merged_model(config, tensors, adapter, base)
+        model, window = merged_model(config, tensors, adapter, base)
     elif base is not None:
         raise UserError("its run trained all weights: it holds no adapters")
     else:
@@ -279,6 +287,7 @@ def from_checkpoint(
     origin["step"] = values["step"]
     origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
+    origin["window"] = window
     splits = values["data"].get("splits", {})
     origin["of_records"] = any("roles" in split for split in splits.values())
     return model, origin
@@ -303,8 +312,9 @@ def from_adapter(
             "it holds the ema weights only; convert its run with --weights raw"
         )
     tensors = read_weights(file)
-    model = merged_model(export["model"], tensors, export["adapter"], base)
+    model, window = merged_model(export["model"], tensors, export["adapter"], base)
     origin = {name: export[name] for name in ("step", "weights", *RECORDED)}
+    origin["window"] = window
     return model, origin
 
 
@@ -313,10 +323,12 @@ def merged_model(
     parts: MutableMapping[str, Tensor],
     adapter: dict,
     base: str | Path | None,
-) -> Transformer:
+) -> tuple[Transformer, int | None]:
     """Load the base of adapters, add them, and make the model of `config`, whose blocks
-    may be shorter."""
+    may be shorter. Returns it and the base's `Loaded.window`."""
     source = load(base or adapter["base"])
+    window = source.window
+    pretrained.check_length(window, config.block_size)
     adapters.check_base(source.model, adapter, source.path)
     tensors = {name: p.detach() for name, p in source.model.named_parameters()}
     with torch.device("meta"):
@@ -326,19 +338,15 @@ def merged_model(
         tensors[f"{name}.weight"] = table.rows_for(model.get_submodule(name)).detach()
     adapters.merge(tensors, parts, adapter)
     del source
-    return make_model(config, tensors)
+    return make_model(config, tensors), window
 
 
-def from_file(
-    file: Path, weights: str, block_size: int | None = None
-) -> tuple[Transformer, dict]:
-    """Read the model of a file of weights and the other fields of `Loaded`. block_size:
-    the length of the sequences that it must take; UserError if its attention differs
-    there."""
+def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
+    """Read the model of a file of weights and the other fields of `Loaded`."""
     if file.suffix == ".gguf":
         settings, contents, tokenizer = gguf_file.read_gguf(file)
         place = tokenizer_place(file, tokenizer)
-        model, origin = from_pretrained(settings, contents, place, block_size)
+        model, origin = from_pretrained(settings, contents, place)
         origin["tokenizer"] = str(place)
         return model, origin
     place = file.with_name("config.json")
@@ -351,7 +359,7 @@ def from_file(
     if settings is None:
         return from_release(contents, None, weights, file.parent)
     if pretrained.is_pretrained(settings):
-        return from_pretrained(settings, contents, file, block_size)
+        return from_pretrained(settings, contents, file)
     if settings.get("model_type") == "aogpt":  # of convert.py --hub
         export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
         same = {name: name for name in contents}
@@ -404,13 +412,11 @@ def from_release(
 
 
 def from_pretrained(
-    settings: dict, contents: LazyTensors | dict, file: Path, block_size: int | None
+    settings: dict, contents: LazyTensors | dict, file: Path
 ) -> tuple[Transformer, dict]:
     """Make the model of a decoder of `transformers`."""
     tokenizer = get_tokenizer(HUB, folder=file.parent)
     config, tensors = pretrained.read(settings, contents, tokenizer)
-    if block_size is not None:
-        pretrained.check_length(settings, block_size)
     origin = {
         "step": 0,
         "weights": "raw",
@@ -419,16 +425,27 @@ def from_pretrained(
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "scored_from": int(not tokenizer.starts),
+        "window": pretrained.window_of(settings),
     }
     return make_model(config, tensors), origin
 
 
-def tokenizer_place(file: Path, files: dict[str, str]) -> Path:
-    """Return the tokenizer.json beside a GGUF file, else that of these files, text by
-    name, in the user's cache. Raises UserError without either."""
+def tokenizer_place(file: Path, tokenizer: gguf_file.GGUFTokenizer) -> Path:
+    """Return the tokenizer.json beside a GGUF file, else that of its own tokenizer in
+    the user's cache. Raises UserError without either, and if the one beside it has
+    other tokens: a folder may hold files of several models."""
     beside = file.with_name(HUB)
     if beside.is_file():
+        library = HubTokenizer(beside).inner
+        for number, token in tokenizer.tokens.items():
+            other = library.id_to_token(number)
+            if other != token:
+                raise UserError(
+                    f"{beside} is of another model: its token {number} is {other!r}, "
+                    f"that of the file {token!r}; move it away, or replace it"
+                )
         return beside
+    files = tokenizer.files
     if not files:
         raise UserError(
             "its tokenizer is of a kind that is not read from a GGUF file, or does not "
@@ -481,6 +498,7 @@ class Export(TypedDict):
     vocab_size: Count
     scored_from: Literal[0, 1]
     system: str | None
+    window: NotRequired[Count | None]
     files: dict[str, str]  # sha256 by file
 
 

@@ -260,9 +260,8 @@ def window_of(settings: Settings) -> int | None:
     return None
 
 
-def check_length(settings: dict, block_size: int) -> None:
+def check_length(window: int | None, block_size: int) -> None:
     """Raise UserError for sequences that are longer than a sliding window."""
-    window = window_of(settings)
     if window is not None and block_size > window:
         raise UserError(
             f"it has a sliding window of {window} tokens, which our model does not: "

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoints import CheckpointError, load, store
 from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
+from ..checkpoints.pretrained import check_length
 from ..data.loader import changed_files
 from ..data.tokenizers import HUB, other_tokenizer
 from ..model import Transformer
@@ -129,6 +130,7 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     adapter = None
     if config.train.init_from and (newest is None or config.train.lora_rank):
         source = load(config.train.init_from)
+        check_length(source.window, config.model.block_size)
         if newest is None:
             check_same_tokenizer(config, source, data_meta)
         weights = initial_weights(config, source.model)
