@@ -392,6 +392,14 @@ def tokens_of_a_sample(row: dict) -> str:
     return f"{shortest} to {longest} tokens a sample"
 
 
+def limit_note(size: int, of_samples: int, unit: str) -> str:
+    """Return the end of a note on other text of this size, if it is smaller than the
+    samples: then it is no limit for them."""
+    if size >= of_samples:
+        return ""
+    return f" (there is no more, and {of_samples:,} {unit} are compared with it)"
+
+
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
     """Return the notes below the table: how the samples were made and judged. shown:
     options that the table shows."""
@@ -409,13 +417,17 @@ def notes(rows: list[dict], shown: set[str]) -> list[str]:
         lines.append(f"{row['run']}: {', '.join(parts)}{judged}.")
         if "js_1" in row:
             near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
+            size = row["js_text_tokens"]
             lines.append(
-                f"JS of {row['tokens']:,} tokens of other held-out text: {near}."
+                f"JS of {size:,} tokens of other held-out text: {near}"
+                f"{limit_note(size, row['js_tokens'], 'tokens')}."
             )
         if "mauve" in row:
+            size = row["mauve_text_passages"]
             lines.append(
-                f"MAUVE of the same number of passages of other held-out text: "
-                f"{number(row['mauve_text'], '.3f')}; features of the judge."
+                f"MAUVE of {size:,} passages of other held-out text: "
+                f"{number(row['mauve_text'], '.3f')}; features of the judge"
+                f"{limit_note(size, row['samples'], 'samples')}."
             )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
     given = sum(row["given_tokens"] for row in rows)

@@ -549,6 +549,26 @@ def test_a_trained_start_goes_back_as_the_row_of_the_begin_of_text(kind, tmp_pat
         expected = model(torch.cat([start, tokens], dim=1)).logits[:, :-1]
         logits = loaded.model.logits(tokens, torch.arange(20).expand(2, 20))
     assert (logits - expected).abs().max() < 1e-4
+    tokenizer.eot = tokenizer.starts[0]  # as of tokenizers with one token for both
+    with pytest.raises(UserError, match="begins with the token that ends one"):
+        pretrained.tensors_of(loaded.model, tokenizer)
+
+
+@pytest.mark.parametrize("options", [{"layout": "transformers"}, {"hub": True}])
+def test_an_export_reads_the_begin_of_text_that_its_source_asks_for(options, tmp_path):
+    """A source may name it beside its tokenizer.json, in `add_bos_token` alone."""
+    folder = tmp_path / "source"
+    write_model(folder, "Llama")
+    of_bytes(None).save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin_of_text|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = load(folder).get_tokenizer()
+    convert(str(folder), tmp_path / "export", **options)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export/tokenizer.json"))
+    ids = source.encode(TEXT[0])
+    assert theirs.encode(TEXT[0]).ids == [source.starts[0], *ids]
+    exported = load(tmp_path / "export").get_tokenizer()
+    assert (exported.starts, exported.encode(TEXT[0])) == (source.starts, ids)
 
 
 def test_a_model_that_transformers_does_not_have_is_not_written(llama, tmp_path):

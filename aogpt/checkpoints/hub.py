@@ -13,7 +13,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ..data.tokenizers import ALPHABET, END_OF_TEXT, GPT2_WORDS, HUB, Tokenizer
+from ..data.tokenizers import (
+    ALPHABET,
+    END_OF_TEXT,
+    GPT2_WORDS,
+    HUB,
+    HubTokenizer,
+    Tokenizer,
+)
 from ..runtime.errors import UserError
 from ..runtime.files import write_json, write_text
 from .load import Loaded
@@ -125,11 +132,35 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
         library = library_tokenizer(tokenizer)
         write_text(folder / HUB, library.to_str(pretty=True))
     write_tokenizer_settings(folder, tokenizer, MASK)
+    if tokenizer.name == HUB:
+        (folder / HUB).write_bytes(file_that_writes_starts(tokenizer))
     mask = library.token_to_id(MASK)
     ids = library.encode(f"a{MASK} a", add_special_tokens=False).ids
     after = ids[ids.index(mask) + 1 :]
     adds_space = after != tokenizer.encode_after(" a")
     return SpecialTokens(mask, start, adds_space)
+
+
+def file_that_writes_starts(tokenizer: HubTokenizer) -> bytes:
+    """Return the tokenizer.json of a tokenizer, which itself writes the tokens before a
+    text: the library does not heed `add_bos_token` beside it."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import processors
+
+    library = Library.from_str(tokenizer.file.decode())
+    if not tokenizer.starts or library.encode("").ids:
+        return tokenizer.file
+    starts = tokenizer.start_tokens
+    template = processors.TemplateProcessing(
+        single=[*starts, "$A"],
+        pair=[*starts, "$A", *starts, "$B:1"],
+        special_tokens=list(zip(starts, tokenizer.starts, strict=True)),
+    )
+    steps = [template]
+    if library.post_processor is not None:
+        steps.insert(0, library.post_processor)
+    library.post_processor = processors.Sequence(steps)
+    return library.to_str().encode()
 
 
 def write_tokenizer_settings(

@@ -455,6 +455,11 @@ def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]
         table = tensors[TABLE]
         first = tokenizer.starts[0]
         if not torch.equal(table[first], parameters["start"]):
+            if first == tokenizer.eot:
+                raise UserError(
+                    "--layout transformers: a text begins with the token that ends "
+                    "one, and training has moved [None] away from it; use --hub"
+                )
             if config.tied_head:
                 tensors[HEAD] = table
             tensors[TABLE] = table.clone()

@@ -246,6 +246,21 @@ class TransformersJudge(Judge):
         self.start = self._bos is not None and first_ids == [self._bos]
         limit = getattr(model.config, "max_position_embeddings", None)
         self.context = limit and limit - self.start  # the start token takes a place
+        self._check_causal()
+
+    def _check_causal(self) -> None:
+        """Raise UserError if the score of a token depends on those after it: the
+        library loads an encoder (BERT) as a causal language model, too."""
+        ids = self.encode("The cat sat on the mat.")
+        changed = ids.copy()
+        changed[-1] = 0 if ids[-1] else 1
+        tokens = torch.tensor([ids, changed], device=self.device)
+        first, second = self.nll(tokens)[:, :-1]
+        if not torch.allclose(first, second, rtol=1e-3, atol=1e-3):
+            raise UserError(
+                f"--judge {self.name} reads the tokens after the one that it scores: "
+                "give a left-to-right model"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, in which "<|endoftext|>" ends a document."""

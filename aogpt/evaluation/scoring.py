@@ -141,13 +141,17 @@ class Reference:
     def divergences(self, samples: SampleSet) -> dict[str, float]:
         """Return js_N: the Jensen-Shannon divergence of the samples' N-grams from those
         of the text, nats; js_N_text: that of about as much other text, below which no
-        samples need to come."""
+        samples need to come, or of all that there is; js_tokens and js_text_tokens: the
+        tokens of both."""
         sequences = self._tokens_of(samples)
         total = sum(len(tokens) for tokens in sequences)
         count = -(-total // CHUNK)  # rounded up
         places = spread(count, len(self.other))
         text = [self.other[place] for place in places]
-        row = {}
+        row: dict[str, float] = {
+            "js_tokens": total,
+            "js_text_tokens": CHUNK * len(text),
+        }
         for n, counts in self.counts.items():
             of_samples = ngrams(sequences, n)
             of_text = ngrams(text, n)
@@ -187,8 +191,9 @@ def mauve_scores(
     procs: Processes,
 ) -> dict[str, float]:
     """Return two numbers by the judge's features. mauve: of the samples and passages of
-    the reference; mauve_text: of other passages and these, an upper limit for samples.
-    judged: this process's share of the samples, in the judge's ids."""
+    the reference; mauve_text: of other passages and these, an upper limit for samples,
+    and mauve_text_passages, the number of either. judged: this process's share of the
+    samples, in the judge's ids."""
     passages = reference.passages(samples)
     share = procs.share(len(passages))
     own = passages[share.start : share.stop]
@@ -203,6 +208,7 @@ def mauve_scores(
     return {
         "mauve": mauve_score(compared, sample_features),
         "mauve_text": mauve_score(compared, text_features[1::2]),
+        "mauve_text_passages": len(text_features) // 2,
     }
 
 
