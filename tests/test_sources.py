@@ -35,6 +35,25 @@ def test_rows_are_text_in_every_kind_of_file(tmp_path):
         assert documents(out) == TEXTS, path
 
 
+def test_rows_that_a_quote_joins_in_a_tsv_file_are_refused(tmp_path):
+    """Many such files quote nothing: two texts that begin and end with a quote would
+    swallow the rows between them."""
+    path = tmp_path / "a.tsv"
+    path.write_text('n\ttext\n1\t"He left\n2\tfoo\n3\tshe said"\n4\tbar\n')
+    with pytest.raises(UserError, match="a.tsv line 4: a quote at the beginning"):
+        prepared("text", tmp_path / "o", path, split="test")
+
+
+def test_hidden_files_of_a_folder_are_not_read(tmp_path):
+    for name in ("a.txt", ".hidden.txt", ".checkpoints/a.txt", "of/b.txt"):
+        path = tmp_path / ".home" / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    folder = tmp_path / ".home" / "texts"  # which itself may be in a hidden one
+    out = prepared("text", tmp_path / "o", folder, split="test")
+    assert documents(out) == ["a.txt", "of/b.txt"]
+
+
 ONE_ROW = {
     "an empty list": {"text": "first", "tags": []},
     "a list of words": {"text": "first", "tags": ["short"]},

@@ -115,7 +115,8 @@ class Corpus:
 
 def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
     """Return files of known kinds: the paths themselves, or those in a folder or
-    matching a pattern. Raises UserError where there is none, or one is given twice."""
+    matching a pattern, without hidden ones. Raises UserError where there is none, or
+    one is given twice."""
     files: list[Path] = []
     for path in paths:
         is_one = not (path.is_dir() or glob.has_magic(str(path)))
@@ -125,7 +126,7 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
             files.append(path)
             continue
         if path.is_dir():
-            inside = list(path.rglob("*"))
+            inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         else:
             inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
@@ -139,6 +140,12 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
         if times[path.resolve()] > 1:
             raise UserError(f"{path}: this file is given twice")
     return tuple(files)
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a path below a folder is one that programs keep for themselves
+    (.ipynb_checkpoints); a pattern does not match it either."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def local_files(
@@ -372,13 +379,26 @@ def read_csv(
     def rows() -> Iterator[tuple[int, dict]]:
         try:
             check_read_once(table.fieldnames or [], reading, name)
-            yield from enumerate(table, 1)
+            for number, row in enumerate(table, 1):
+                if delimiter == "\t" and any(map(is_of_rows, row.values())):
+                    raise UserError(
+                        f"{name} line {table.line_num}: a quote at the beginning of a "
+                        "cell above joins all lines down to here; double the quotes of "
+                        "such cells and put them in quotes, or save the table as .jsonl"
+                    )
+                yield number, row
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(
                 f"{name} line {table.line_num + 1}: {reason_of(error)}"
             ) from None
 
     yield from texts_of(rows(), reading, name)
+
+
+def is_of_rows(cell: object) -> bool:
+    """Return whether a cell of a .tsv file was put together from several rows: many
+    such files quote nothing, and two quotes of a text join all cells between them."""
+    return isinstance(cell, str) and "\n" in cell and "\t" in cell
 
 
 def check_read_once(
