@@ -60,7 +60,7 @@ from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
 from aogpt.training.saving import Saver, StopRequest, better_of, newest_and_best
-from aogpt.training.state import State, start
+from aogpt.training.state import State, check_epochs, start
 from aogpt.training.val_losses import best_by, evaluate
 
 
@@ -85,6 +85,7 @@ def train(config: Config, procs: Processes) -> int:
         config.data.max_tokens,
         config.data.mix,
     )
+    epochs = config.train.epochs
     config = config.with_steps(data.num_blocks)
     val_data = None
     files = data.files()
@@ -103,6 +104,7 @@ def train(config: Config, procs: Processes) -> int:
     folder = config.run_folder
     with locked_for_all(folder, procs):
         state = start(config, data.meta, procs)
+        check_epochs(epochs, data.num_blocks, config, state.progress)
         first_step = state.progress.step
         saved: Path | None = folder
         if state.progress.step < config.train.steps:
@@ -298,11 +300,11 @@ def print_summary(
         amount = f"{t.batch_size} examples"
     left = t.steps - state.progress.step
     sequences = state.progress.sequences + left * t.batch_size
-    epochs = in_units(sequences / data.num_blocks, ((1, "epochs"),))
+    epochs = sequences / data.num_blocks
     procs.print0(
         f"{counted(data.num_blocks, 'blocks')} of {data.block_size} tokens, {amount} a "
         f"step, "
-        f"{epochs}; run folder {config.run_folder}"
+        f"{in_units(epochs, ((1, 'epochs'),))}; run folder {config.run_folder}"
     )
     if isinstance(data, Mixture):
         for line in data.describe(sequences):
@@ -316,7 +318,7 @@ def print_summary(
         procs.print0(note)
     for note in configuration.unused_settings(config):
         procs.print0(note)
-    for note in size_notes(config, data.num_blocks, procs.device):
+    for note in size_notes(config, epochs, procs.device):
         procs.print0(note)
     note = precision_note(t.dtype, procs.device, config.model.n_embd)
     if note:

@@ -370,14 +370,15 @@ def test_a_number_in_units_is_never_shown_as_zero_and_is_right_to_its_digits(
 def test_a_run_of_days_or_of_many_epochs_is_noted():
     config = load_toml(ROOT / "configs" / "own_text.toml")
     cpu = torch.device("cpu")
-    slow, repeated = metrics.size_notes(config, 764, cpu)
+    sequences = config.train.steps * config.train.batch_size
+    slow, repeated = metrics.size_notes(config, sequences / 764, cpu)
     assert re.search(
         r"[\d.]+ (s|min) a step and [\d.]+ days in all .* --model.n-embd", slow
     )
     assert "each text is read 419 times" in repeated
-    assert metrics.size_notes(config, 10**6, torch.device("cuda")) == []
+    assert metrics.size_notes(config, 1.0, torch.device("cuda")) == []
     quickstart = load_toml(ROOT / "configs" / "quickstart.toml")
-    assert metrics.size_notes(quickstart, 10**4, cpu) == []
+    assert metrics.size_notes(quickstart, 1.0, cpu) == []
 
 
 def test_a_long_first_step_is_not_silent(data, tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -174,6 +175,35 @@ def test_every_key_is_free_told_with_its_consequence_or_refused(
     assert (values["best"] is None) == (ANEW in expected), text
     if not expected:
         assert text.endswith(")") and len(said) == 1, text
+
+
+def test_other_prompts_of_the_validation_records_choose_the_best_again(finished):
+    """The tokens may be the same: which of them are predicted is of the roles."""
+    config, values = finished
+    values = json.loads(json.dumps(values))
+    values["data"]["splits"]["val"]["roles"] = {"file": "roles.bin", "sha256": "1"}
+    meta = json.loads(json.dumps(values["data"]))
+    meta["splits"]["val"]["roles"]["sha256"] = "2"
+    said = []
+    check_same_run(config, meta, "PATH", values, said.append)
+    assert "the split val" in said[0]
+    assert re.search(ANEW, said[1])
+    assert values["best"] is None
+
+
+def test_epochs_after_another_batch_size_are_refused_with_the_steps_that_they_take(
+    data, tmp_path
+):
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, checkpoint__keep=9)
+    train.train(change(config, train__batch_size=8), ALONE)
+    num_blocks = TokenDataset(data, "train", 16).num_blocks
+    more = change(config, train__batch_size=16, train__epochs=0.5)
+    steps = 6 + math.ceil((num_blocks / 2 - 6 * 8) / 16)
+    with pytest.raises(UserError, match=f"give --train.steps {steps}$"):
+        train.train(more, ALONE)
+    more = change(config, train__batch_size=8, train__epochs=0.1)
+    train.train(more, ALONE)
+    assert newest(config)["step"] == math.ceil(num_blocks / 80)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,9 @@ def load(
         )
     description = f"{file} (step {origin['step']}, {origin['weights']} weights"
     if block_size is not None:
-        if block_size > model.config.block_size:
-            description += f", trained on blocks of {model.config.block_size} tokens"
+        longest = origin.get("longest", model.config.block_size)
+        if longest is not None and block_size > longest:
+            description += f", trained on blocks of {longest} tokens"
         set_block_size(model, block_size)
     return Loaded(
         model=model.to(device).eval(),
@@ -426,6 +427,7 @@ def from_pretrained(
         "vocab_size": tokenizer.vocab_size,
         "scored_from": int(not tokenizer.starts),
         "window": pretrained.window_of(settings),
+        "longest": settings["max_position_embeddings"],
     }
     return make_model(config, tensors), origin
 
@@ -483,6 +485,8 @@ def from_export(
             "it holds the ema weights only; convert its source with --weights raw"
         )
     origin = {name: export.get(name) for name in EXPORTED}
+    if origin["system"] in pretrained.ARCHITECTURES:
+        origin["longest"] = None  # not recorded: its blocks may be shorter
     return make_model(export["model"], contents), origin
 
 

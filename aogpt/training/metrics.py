@@ -101,9 +101,10 @@ def in_units(value: float, units: Units, digits: int = 3) -> str:
     return f"{amount:,.{decimals}f} {unit}"
 
 
-def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[str]:
+def size_notes(config: Config, epochs: float, device: torch.device) -> list[str]:
     """Return notes for a run that would take days on a CPU, or that repeats its text
-    very often. num_blocks: of the training data."""
+    very often. epochs: passes over the training data from its first step to its
+    last."""
     t = config.train
     notes = []
     tokens = t.steps * t.batch_size * config.model.block_size
@@ -116,7 +117,6 @@ def size_notes(config: Config, num_blocks: int, device: torch.device) -> list[st
             f"{CPU_SPEED:.0e} operations a second; smaller: configs/quickstart.toml, "
             "or --model.n-layer, --model.n-embd, --train.batch-size, --train.steps"
         )
-    epochs = t.steps * t.batch_size / num_blocks
     if epochs > MANY_EPOCHS:
         notes.append(
             f"note: each text is read {epochs:,.0f} times, and validation may get "

@@ -1,6 +1,7 @@
 """The state of a run: start and resume it (saving.py saves it)."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -296,11 +297,38 @@ def changes_of(
     if None not in ends and ends[0] != ends[1]:
         changes["data.eot"] = ends
     for split in ("train", "val"):
-        before = old_meta.get("splits", {}).get(split, {}).get("sha256")
-        after = meta.get("splits", {}).get(split, {}).get("sha256")
+        before = checksums_of(old_meta, split)
+        after = checksums_of(meta, split)
         if before != after:
             changes[f"data.{split}"] = (before, after)
     return changes
+
+
+def check_epochs(
+    epochs: float, num_blocks: int, config: Config, progress: Progress
+) -> None:
+    """Raise UserError for a number of passes over `num_blocks` blocks in a run that has
+    read some of them in batches of another size: the steps were counted with this
+    one."""
+    batch_size = config.train.batch_size
+    if epochs and progress.sequences != progress.step * batch_size:
+        left = max(0.0, epochs * num_blocks - progress.sequences)
+        steps = progress.step + math.ceil(left / batch_size)
+        raise UserError(
+            f"--train.epochs counts steps of {batch_size} sequences, but the run's "
+            f"first {progress.step} had others: for {epochs:g} epochs in all give "
+            f"--train.steps {steps}"
+        )
+
+
+def checksums_of(meta: Mapping[str, Any], split: str) -> str | None:
+    """Return the SHA-256 of the tokens of a split, and of their roles: which of them
+    are of a prompt. None for a split that does not exist."""
+    entry = meta.get("splits", {}).get(split, {})
+    checksum = entry.get("sha256")
+    if roles := entry.get("roles"):
+        checksum = f"{checksum}, of roles {roles['sha256']}"
+    return checksum
 
 
 def chosen_by(config: Config, meta: Mapping[str, Any]) -> tuple:
