@@ -126,6 +126,11 @@ def main() -> None:
             a.checkpoint,
         )
         checkpoints[run] = models[run].origin()
+    # Before the first is evaluated, so that a wrong one costs no results.
+    for loaded in models.values():
+        for both in sides_of(a, loaded).values():
+            for options in options_of(a, both):
+                modes.check_mode(options, loaded.model.config)
     passages = passages_of(a, list(models.values()))
     rows = []
     for run, loaded in models.items():
@@ -133,19 +138,20 @@ def main() -> None:
         with autocast(device, dtype):
             rows += evaluate(run, loaded, passages, a)
         loaded.model.to("cpu")  # one at a time needs memory there
-    lines = table_of(rows)
-    changed = modes.changed_settings(vars(a.decoding))
-    if changed:
-        lines.append(f"samples: {', '.join(changed)}")
-    origin = provenance(
-        a,
-        dtype,
-        device,
-        rows=rows,
-        checkpoints=checkpoints,
-    )
-    with outputs:
+        lines = table_of(rows)
+        changed = modes.changed_settings(vars(a.decoding))
+        if changed:
+            lines.append(f"samples: {', '.join(changed)}")
+        origin = provenance(
+            a,
+            dtype,
+            device,
+            rows=rows,
+            checkpoints=checkpoints,
+        )
+        # After every run, so that a job that is killed loses none.
         outputs.write_report(a.json, origin, lines)
+    with outputs:  # raises an error if a file could not be written
         show(*lines, sep="\n")
 
 
@@ -199,28 +205,17 @@ def evaluate(
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     size = a.decoding.batch_size or modes.BATCH_SIZE
-    sides = ["left", "both"]
-    if a.last_word:
-        sides = [WORD]
-    elif model.config.l2r_only:
-        sides = ["left"]
     rows = []
-    for side in sides:
-        both = side == "both"
+    for side, both in sides_of(a, loaded).items():
         parts = []
         for start in range(0, len(passages), size):
             parts.append(middle_nll(model, passages[start : start + size], both))
         nll = torch.cat(parts).tolist()
-        side_modes: list = ["l2r", "random", "adaptive"] if both else ["l2r"]
-        if a.decoding.mode is not None:
-            side_modes = [a.decoding.mode]
-        for mode in side_modes:
-            options = modes.with_mode_defaults(replace(a.decoding, mode=mode))
-            modes.check_mode(options, model.config)
+        for options in options_of(a, both):
             row = {
                 "run": run,
                 "given": side,
-                "mode": mode,
+                "mode": a.decoding.mode or options.mode,
                 "nll": nll,
                 "documents": passages.document.tolist(),
             }
@@ -244,6 +239,28 @@ def evaluate(
             )
         )
     return rows
+
+
+def sides_of(a: Arguments, loaded: Loaded) -> dict[str, bool]:
+    """Return the contexts that a model is given, by name: whether the right side is
+    part of them."""
+    if a.last_word:
+        return {WORD: False}
+    if loaded.model.config.l2r_only:
+        return {"left": False}
+    return {"left": False, "both": True}
+
+
+def options_of(a: Arguments, both: bool) -> list[DecodingOptions]:
+    """Return how the middles are filled in, by each mode. both: whether the right side
+    is given."""
+    side_modes: list = ["l2r", "random", "adaptive"] if both else ["l2r"]
+    if a.decoding.mode is not None:
+        side_modes = [a.decoding.mode]
+    options = []
+    for mode in side_modes:
+        options.append(modes.with_mode_defaults(replace(a.decoding, mode=mode)))
+    return options
 
 
 def resampled_row(

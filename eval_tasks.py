@@ -29,7 +29,13 @@ from aogpt.checkpoints import Loaded, load
 from aogpt.data.catalogue import OF_STUDIES, command_for
 from aogpt.data.loader import find_dataset, load_meta
 from aogpt.evaluation import harness
-from aogpt.evaluation.answers import Judge, answer, open_questions, page_of
+from aogpt.evaluation.answers import (
+    Judge,
+    Questions,
+    answer,
+    open_questions,
+    page_of,
+)
 from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -38,6 +44,7 @@ from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, NonNegative, check_values, flag
 from aogpt.sampling.modes import (
     DecodingOptions,
+    Mode,
     changed_settings,
     check_mode,
     end_note,
@@ -157,43 +164,24 @@ def answer_prompts(
         a.block_size,
         a.checkpoint,
     )
-    config = loaded.model.config
     dtype = pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
+    # All tasks are opened first, so that a wrong one costs no answers.
+    tasks = []
+    for name in a.tasks:
+        questions = open_questions(name, a.split, loaded, a.limit, judges)
+        tasks.append((questions, options_for(a, loaded, questions)))
     results = []
     rows = []
     notes = []
     page = None
-    for name in a.tasks:
-        questions = open_questions(
-            name,
-            a.split,
-            loaded,
-            a.limit,
-            judges,
-        )
-        if questions.note is not None:
-            notes.append(questions.note)
-        temperature = a.decoding.temperature
-        mode = a.decoding.mode
-        if temperature is None:
-            temperature = questions.judge.temperature if questions.judge else 0.0
-        if mode is None and a.decoding.order is None:
-            mode = "l2r" if config.l2r_only else "confidence"
-        options = replace(a.decoding, temperature=temperature, mode=mode)
-        options = with_mode_defaults(options)
-        check_mode(options, config)
-        answers = answer(
-            loaded,
-            questions,
-            options,
-            a.seed,
-            procs,
-        )
+    for questions, options in tasks:
+        notes.extend(questions.notes)
+        answers = answer(loaded, questions, options, a.seed, procs)
         result = {
             "task": questions.name,
             **vars(options),
-            "mode": mode or options.mode,
+            "mode": mode_of(a, loaded) or options.mode,
             **answers.summary(),
         }
         results.append(result)
@@ -213,14 +201,34 @@ def answer_prompts(
         if page is None:
             shown = {key: value for key, value in result.items() if value is not None}
             page = page_of(loaded, questions, answers, shown)
-    if not procs.main:
-        return
-    show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
-    with outputs:
-        outputs.write_jsonl(a.samples, rows)
-        outputs.write(a.html, page)
-        origin = origin_of(a, loaded, dtype, procs)
-        outputs.write_json(a.json, {"results": results, **origin})
+        if procs.main:  # after every task, so that a job that is killed loses none
+            outputs.write_jsonl(a.samples, rows)
+            outputs.write(a.html, page)
+            origin = origin_of(a, loaded, dtype, procs)
+            outputs.write_json(a.json, {"results": results, **origin})
+    if procs.main:
+        with outputs:  # raises an error if a file could not be written
+            show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
+
+
+def mode_of(a: Arguments, loaded: Loaded) -> Mode | None:
+    """Return the mode in which a model answers prompts; None if --order says it."""
+    if a.decoding.mode is None and a.decoding.order is None:
+        return "l2r" if loaded.model.config.l2r_only else "confidence"
+    return a.decoding.mode
+
+
+def options_for(a: Arguments, loaded: Loaded, questions: Questions) -> DecodingOptions:
+    """Return how the questions of a task are answered. Raises UserError for a mode that
+    the model does not have."""
+    temperature = a.decoding.temperature
+    if temperature is None:
+        temperature = questions.judge.temperature if questions.judge else 0.0
+    mode = mode_of(a, loaded)
+    options = replace(a.decoding, temperature=temperature, mode=mode)
+    options = with_mode_defaults(options)
+    check_mode(options, loaded.model.config)
+    return options
 
 
 def table_of(results: list[dict]) -> list[str]:

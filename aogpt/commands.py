@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +26,7 @@ from .runtime.errors import UserError
 from .runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from .runtime.validation import Count, check_values
 from .sampling.alternatives import BRACKETS
-from .sampling.gaps import MASK, RankBy, encode_gaps, space_note
+from .sampling.gaps import MASK, RankBy, encode_gaps, seed_of_request, space_note
 from .sampling.modes import Mode
 from .sampling.resampling import is_resampled
 from .sampling.token_choice import Temperature, TokenChoice
@@ -209,7 +209,8 @@ class Drawing(Command, TokenChoice):
     """The options of commands that draw tokens."""
 
     seed: int | None = None
-    """Repeats the samples; by default they are drawn anew each time."""
+    """Repeats the samples; by default they are drawn anew each time. Each further text
+    has a seed of its own, which is printed and repeats it alone."""
     num_samples: Count | None = None
     """Samples to draw."""
     mode: Mode | None = None
@@ -421,8 +422,11 @@ def run(command: str) -> None:
     for place, text in enumerate(a.texts, 1):
         if note := space_note(text, model.tokenizer):
             show(note, file=sys.stderr)
+        of_text = a
+        if isinstance(a, Drawing) and a.seed is not None:
+            of_text = replace(a, seed=seed_of_request(a.seed, place - 1))
         with aogpt.in_list(place, len(a.texts)):
-            values, lines = a.answer(model, text)
+            values, lines = of_text.answer(model, text)
         row = {"text": text}
         row.update(values)
         rows.append(row)

@@ -320,7 +320,11 @@ class TextModel:
                     "token; longer texts than a block are scored block by block"
                 )
             return order
-        check_value(order, str, "order")
+        if not isinstance(order, str):
+            raise UserError(
+                f"order is {order!r}: give the name of a kind, such as 'l2r' or "
+                "'random', or a tensor of places: torch.tensor([1, 0, 2])"
+            )
         with _python_names():
             config = parse_order(order, "order")
             self._check_any_order(config.kind == "l2r")

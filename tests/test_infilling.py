@@ -21,6 +21,7 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
+from aogpt.runtime.errors import UserError
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
@@ -311,6 +312,29 @@ def test_the_script_reports_what_the_functions_say(
     assert report.with_suffix(".md").read_text() == out
     words = ["--data", said, "--shortest", 15, "--longest", 15]
     assert "no sentence of 15 to 15 tokens" in mistake(eval_infill, run, *words)
+
+
+def test_a_run_that_cannot_fill_in_costs_no_results_and_what_is_finished_is_saved(
+    run, plain, said, mistake, tmp_path, monkeypatch
+):
+    report = tmp_path / "infill.json"
+    options = ["--data", said, "--shortest", 2, "--longest", 12, "--json", report]
+    evaluated = []
+
+    def stop_at_the_second(*arguments):
+        if evaluated:
+            raise UserError("stopped")
+        evaluated.append(arguments)
+        return evaluate(*arguments)
+
+    evaluate = eval_infill.evaluate
+    monkeypatch.setattr(eval_infill, "evaluate", stop_at_the_second)
+    words = [run, plain, *options, "--mode", "random"]
+    assert "conditioned on the target position" in mistake(eval_infill, *words)
+    assert not evaluated and not report.exists()
+    assert "stopped" in mistake(eval_infill, run, plain, *options)
+    rows = json.loads(report.read_text())["rows"]
+    assert {row["run"] for row in rows} == {str(run)}
 
 
 @pytest.mark.parametrize("last_word", [False, True], ids=["sentence", "last word"])

@@ -10,8 +10,9 @@ from helpers import ALONE, change, prepared, read_lines, tiny_config
 import eval_tasks
 import train
 from aogpt.checkpoints.load import load
-from aogpt.evaluation.answers import open_questions
+from aogpt.evaluation.answers import answer, open_questions
 from aogpt.orders import OrderConfig
+from aogpt.runtime.errors import UserError
 from studies import puzzle_answers, tasks
 from studies.puzzles import TASKS
 
@@ -133,3 +134,34 @@ def test_what_cannot_be_answered_is_said(trained, mistake, data):
         (["--tasks", shuffle, "--mode", "margin", "--unmask-by", "entropy"], "leave"),
     ):
         assert says in mistake(eval_tasks, run, *words)
+
+
+def test_a_wrong_task_costs_no_answers_and_what_is_finished_is_saved(
+    trained, mistake, data, tmp_path, monkeypatch
+):
+    run = trained[0].run_folder
+    shuffle = trained[2]["shuffle"]
+    report = tmp_path / "out.json"
+    answered = []
+
+    def stop_at_the_second(*arguments):
+        if answered:
+            raise UserError("stopped")
+        answered.append(arguments)
+        return answer(*arguments)
+
+    monkeypatch.setattr(eval_tasks, "answer", stop_at_the_second)
+    words = ["--limit", 4, "--json", report, "--tasks", shuffle]
+    assert "holds text without" in mistake(eval_tasks, run, *words, data)
+    assert not answered and not report.exists()
+    assert "stopped" in mistake(eval_tasks, run, *words, shuffle)
+    (result,) = json.loads(report.read_text())["results"]
+    assert result["records"] == 4
+    assert result["task"] == "shuffle"
+
+
+def test_puzzles_of_several_answers_are_noted_without_their_judge(trained, printed):
+    words = [trained[0].run_folder, "--limit", 2, "--tasks", trained[2]["shuffle"]]
+    note = "only the answer in the data is right here"
+    assert note in printed(eval_tasks, *words)
+    assert note not in printed(puzzle_answers, *words)

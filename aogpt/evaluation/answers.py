@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Loaded
+from ..data.catalogue import OF_STUDIES
 from ..orders import Roles
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -51,7 +52,7 @@ class Questions:
     tokens: Tensor  # LongTensor (N, T)
     roles: Roles
     judge: Judge | None  # None: only the answer in the data is right
-    note: str | None = None  # of `note_on_end`
+    notes: tuple[str, ...] = ()  # on what its numbers mean
 
     def first(self, count: int) -> "Questions":
         """Return the first `count` rows."""
@@ -98,8 +99,15 @@ def open_questions(
         )
     dataset_name = dataset.meta.get("settings", {}).get("dataset")
     judge = (judges or {}).get(dataset_name)
-    note = note_on_end(dataset, loaded)
-    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge, note)
+    notes = []
+    if note := note_on_end(dataset, loaded):
+        notes.append(note)
+    if judge is None and dataset_name in OF_STUDIES:
+        notes.append(
+            f"{eval_set.name}: only the answer in the data is right here; of puzzles "
+            "with several: python -m studies.puzzle_answers"
+        )
+    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge, tuple(notes))
 
 
 @dataclass(frozen=True)
