@@ -116,7 +116,8 @@ class Experiment:
     kind: str = "training"
     claims: list[Claim] = field(default_factory=list)
     seeds: int = 3
-    seeds_of: dict[str, int] = field(default_factory=dict)  # recipes with fewer seeds
+    # of recipes or run configs with fewer seeds
+    seeds_of: dict[str, int] = field(default_factory=dict)
     first_seed: int = 0  # above those that a pilot has seen
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
@@ -210,10 +211,11 @@ class Experiment:
                 return claim.success
         return None
 
-    def seeds_in(self, recipe: str, count: int) -> range:
-        """Return the seeds of a recipe's runs, `count` of them or fewer."""
-        fewer = min(count, self.seeds_of.get(recipe, count))
-        return range(self.first_seed, self.first_seed + fewer)
+    def seeds_in(self, recipe: str, run_config: str, count: int) -> range:
+        """Return the seeds of a run config's runs, `count` of them or fewer."""
+        for name in (recipe, run_config):
+            count = min(count, self.seeds_of.get(name, count))
+        return range(self.first_seed, self.first_seed + count)
 
     def helper_configs(self, recipe: str, quick: bool = False) -> dict[str, Config]:
         helpers = self.helpers.get(recipe, {})

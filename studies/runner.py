@@ -292,7 +292,7 @@ class Runner:
             "flops": flops_per_token(config.model, config.model.block_size),
             "runs": [
                 pool.submit(self.run, recipe, one, seed, tuned)
-                for seed in self.experiment.seeds_in(recipe, seeds)
+                for seed in self.experiment.seeds_in(recipe, one.name, seeds)
             ],
         }
 

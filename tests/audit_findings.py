@@ -94,7 +94,7 @@ class Experiment:
         """Return the result of each reported seed. Raises KeyError or ValueError if a
         run is missing."""
         results = self.rows[recipe, config, self.best_values(recipe, config)]
-        seeds = seeds_in(self.toml, recipe)
+        seeds = seeds_in(self.toml, recipe, config)
         return [results[seed] for seed in seeds if seed not in self.tuning_seeds]
 
     def has_runs(self, recipe: str, claim: dict) -> bool:
@@ -182,12 +182,15 @@ def audited(name: str, folder: Path = ROOT) -> dict[str, tuple[float, float]]:
     return verdicts
 
 
-def seeds_in(toml: dict, recipe: str) -> range:
-    """Return the seeds of the runs of a recipe that are reported, if none is a tuning
-    seed."""
+def seeds_in(toml: dict, recipe: str, config: str) -> range:
+    """Return the seeds of the runs of a run config that are reported, if none is a
+    tuning seed."""
     first = toml.get("first_seed", 0)
-    number = toml.get("seeds_of", {}).get(recipe, toml.get("seeds", 3))
-    return range(first, first + number)
+    number = toml.get("seeds", 3)
+    fewer = toml.get("seeds_of", {})
+    return range(
+        first, first + min(number, fewer.get(recipe, 99), fewer.get(config, 99))
+    )
 
 
 def summed(terms: list[tuple]) -> tuple[list[float], float]:

@@ -610,10 +610,14 @@ def test_reports_of_losses_and_answers_are_read():
 
 
 def test_seeds_begin_above_those_of_a_pilot_and_a_recipe_may_have_fewer():
-    experiment = experiments.Experiment(name="X", first_seed=200, seeds_of={"long": 2})
-    assert list(experiment.seeds_in("long", 3)) == [200, 201]
-    assert list(experiment.seeds_in("short", 3)) == [200, 201, 202]
-    assert list(experiment.seeds_in("long", 1)) == [200]
+    experiment = experiments.Experiment(
+        name="X", first_seed=200, seeds_of={"long": 2, "l2r": 1}
+    )
+    assert list(experiment.seeds_in("long", "random", 3)) == [200, 201]
+    assert list(experiment.seeds_in("short", "random", 3)) == [200, 201, 202]
+    assert list(experiment.seeds_in("long", "random", 1)) == [200]
+    assert list(experiment.seeds_in("long", "l2r", 3)) == [200]
+    assert list(experiment.seeds_in("short", "l2r", 3)) == [200]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
