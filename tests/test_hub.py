@@ -123,6 +123,8 @@ def inputs_of(system):
     refused["hidden row"] = "forward", hidden
     another = {"input_ids": tokens, "attention_mask": torch.ones(1, 12)}
     refused["another mask"] = "generate", another
+    packed = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5])[None]
+    refused["packed"] = "forward", {"input_ids": tokens, "position_ids": packed}
     refused["no nucleus"] = "generate", {"input_ids": gap, "top_p": 0.0}
     refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
     refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
@@ -467,6 +469,7 @@ REFUSALS = {
     "continuing too far": "52 tokens a sequence; this model takes 1 to 40",
     "hidden row": "attention_mask hides a whole sequence",
     "another mask": "attention_mask is",
+    "packed": "this model reads one text in each row",
     "no nucleus": "give a probability above 0",
     "no such order": "give 'random', 'l2r' or permutations",
     "no permutation": "must be a permutation",

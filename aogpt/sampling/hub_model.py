@@ -83,6 +83,19 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return is_real
 
 
+def check_positions(position_ids: Tensor | None, is_real: Tensor) -> None:
+    """Raise UserError for position ids (B, T) that do not count the tokens of one text
+    in each row."""
+    if position_ids is None:
+        return
+    shift = (position_ids - is_real.cumsum(dim=1)).expand_as(is_real)
+    first = shift.gather(1, padding_last(is_real)[:, :1])
+    if ((shift != first) & is_real).any():
+        raise UserError(
+            "position_ids do not count up: this model reads one text in each row"
+        )
+
+
 def padding_last(is_real: Tensor) -> Tensor:
     """Return positions (B, T): those of real tokens, from left to right, then those of
     padding, which no other position sees at the end."""
@@ -158,6 +171,7 @@ class AOGPTModel(PreTrainedModel):
                 "an encoder has no order: it predicts every [MASK] from the rest"
             )
         is_real = real_tokens(input_ids, attention_mask)
+        check_positions(ignored.get("position_ids"), is_real)
         order = self._checked(input_ids, order, is_real)
         place = padding_last(is_real)
         steps = padding_last(is_real.gather(1, order))
@@ -343,6 +357,7 @@ class AOGPTForCausalLM(AOGPTModel, GenerationMixin):
 
         A begin-of-text that the tokenizer writes is the model's own [None]."""
         is_real = real_tokens(input_ids, attention_mask)
+        check_positions(ignored.get("position_ids"), is_real)
         place = padding_last(is_real)
         tokens = input_ids.gather(1, place).masked_fill(~is_real.gather(1, place), 0)
         if (is_real & (input_ids == self.config.mask_token_id)).any():
