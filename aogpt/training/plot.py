@@ -61,7 +61,7 @@ def plot_runs(folders: list[Path]) -> bytes:
     )
     for axes, (title, keys) in zip(grid.flat, panels.items(), strict=False):
         draw_runs(axes, runs, keys)
-        unit = "" if "grad_norm" in keys else "nats per token"
+        unit = "norm of all gradients" if "grad_norm" in keys else "nats per token"
         axes.set_title(title, fontsize=9)
         axes.set(xlabel="tokens", ylabel=unit)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12M, not 1.2 and 1e7
@@ -160,6 +160,8 @@ def draw(
     color: str,
 ) -> None:
     """Draw the values of one run in a panel, over tokens where they are known."""
+    from matplotlib.ticker import LogLocator
+
     for key, style in zip(keys, STYLES, strict=False):
         values = numbers(rows, key)
         if not values:
@@ -190,6 +192,9 @@ def draw(
             axes.plot(x, smoothed(y), color=color)
         if key == "grad_norm":
             axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")  # 0.5, not 5 times 10 to the -1
+            axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def numbers(rows: list[dict], key: str) -> dict[int, float]:
