@@ -228,13 +228,21 @@ def test_the_numbers_below_the_front_table_are_those_of_the_runs():
         share = mean("E28", "reversal", run_config, "exact_reversal")
         assert words.format(100 * share) in text
     counts = []
-    for run_config in ("rotary", "adaln_rotary", "adaln", "encoder", "masked_ce"):
+    for run_config in (
+        "rotary",
+        "adaln_rotary",
+        "adaln",
+        "encoder",
+        "masked_ce",
+        "gpt",
+    ):
         answers = audited_figures("E26", "star", run_config, "exact_star")
         counts.append(sum(answer >= 0.9 for answer in answers))
-    assert counts == [20, 13, 11, 1, 0]
+    assert counts == [20, 13, 11, 1, 0, 0]
     for words in (
         "finds the path in all 20, with adaLN beside rotation in 13, with adaLN alone",
-        "in 11, an encoder in one within 5,000 steps (none with the unweighted loss)",
+        "in 11, an encoder in one within 5,000 steps (none with the unweighted loss),",
+        "a GPT in none",
     ):
         assert words in text
 
