@@ -17,14 +17,10 @@ from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError, adapters, load, pretrained, store
 from aogpt.checkpoints.adapters import FILE
-from aogpt.checkpoints.hub import (
-    file_that_writes_starts,
-    write_hub_files,
-    write_tokenizer_settings,
-)
+from aogpt.checkpoints.hub import write_hub_files, write_tokenizer_settings
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
-from aogpt.data.tokenizers import FILES, HUB, RECORDED, get_tokenizer
+from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import staging, write_json
@@ -220,9 +216,6 @@ def write_export(
         settings["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
     if Path(loaded.tokenizer).name in FILES:  # a path, if it is of a GGUF file
         settings["tokenizer"] = Path(loaded.tokenizer).name
-    if hub and settings["tokenizer"] == HUB:
-        file = file_that_writes_starts(loaded.get_tokenizer())
-        settings["tokenizer_sha256"] = hashlib.sha256(file).hexdigest()
     settings["sha256"] = digest(settings)
     if hub:
         from aogpt.training.metrics import read_metrics  # imports all of training
@@ -254,7 +247,6 @@ def write_transformers_files(
         dtype=dtype,
     )
     tokenizer.keep(folder)
-    (folder / HUB).write_bytes(file_that_writes_starts(tokenizer))
     write_tokenizer_settings(folder, tokenizer)
     write_json(folder / "config.json", settings)
 

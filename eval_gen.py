@@ -32,7 +32,13 @@ from aogpt.evaluation.scoring import (
     score_samples,
 )
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
+from aogpt.runtime.command_line import (
+    ModelOptions,
+    counted,
+    run_script,
+    show,
+    with_help,
+)
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
@@ -196,9 +202,10 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             name += f", top-p {sampler['top_p']:g}"
         show(f"{row['run']} {name}: perplexity {row['perplexity']:.2f}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
-        head = ["# Generation quality", "", f"    {result['command']}", ""]
-        outputs.write_report(a.json, result, [*head, *lines_of(result)])
+        outputs.write_report(a.json, result, report_of(result), part=True)
     with outputs:
+        if procs.main:
+            outputs.write_report(a.json, result, report_of(result))
         procs.print0("", *lines_of(result), sep="\n")
 
 
@@ -334,6 +341,12 @@ def columns_of(settings: dict) -> list[Column]:
     return columns
 
 
+def report_of(result: dict) -> list[str]:
+    """Return the report with its title and its command."""
+    head = ["# Generation quality", "", f"    {result['command']}", ""]
+    return [*head, *lines_of(result)]
+
+
 def legend() -> str:
     """Return the meanings of the columns of the table."""
     meanings = []
@@ -397,7 +410,7 @@ def limit_note(size: int, of_samples: int, unit: str) -> str:
     samples: then it is no limit for them."""
     if size >= of_samples:
         return ""
-    return f" (there is no more, and {of_samples:,} {unit} are compared with it)"
+    return f" (no more is read, and {of_samples:,} {unit} are compared with it)"
 
 
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
@@ -425,7 +438,7 @@ def notes(rows: list[dict], shown: set[str]) -> list[str]:
         if "mauve" in row:
             size = row["mauve_text_passages"]
             lines.append(
-                f"MAUVE of {size:,} passages of other held-out text: "
+                f"MAUVE of {counted(size, 'passages')} of other held-out text: "
                 f"{number(row['mauve_text'], '.3f')}; features of the judge"
                 f"{limit_note(size, row['samples'], 'samples')}."
             )

@@ -150,8 +150,9 @@ def main() -> None:
             checkpoints=checkpoints,
         )
         # After every run, so that a job that is killed loses none.
-        outputs.write_report(a.json, origin, lines)
+        outputs.write_report(a.json, origin, lines, part=True)
     with outputs:  # raises an error if a file could not be written
+        outputs.write_report(a.json, origin, lines)
         show(*lines, sep="\n")
 
 

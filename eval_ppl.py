@@ -448,10 +448,14 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             # After every task, so that a job that is killed loses none.
             if procs.main and a.json:
                 outputs.write_report(
-                    a.json, report.document(dtype, procs), report.lines()
+                    a.json, report.document(dtype, procs), report.lines(), part=True
                 )
     if procs.main:
         with outputs:  # raises an error if a file could not be written
+            if a.json:
+                outputs.write_report(
+                    a.json, report.document(dtype, procs), report.lines()
+                )
             show(*report.lines(), sep="\n")
 
 

@@ -202,12 +202,14 @@ def answer_prompts(
             shown = {key: value for key, value in result.items() if value is not None}
             page = page_of(loaded, questions, answers, shown)
         if procs.main:  # after every task, so that a job that is killed loses none
-            outputs.write_jsonl(a.samples, rows)
-            outputs.write(a.html, page)
             origin = origin_of(a, loaded, dtype, procs)
-            outputs.write_json(a.json, {"results": results, **origin})
+            outputs.write_jsonl(a.samples, rows, part=True)
+            outputs.write_json(a.json, {"results": results, **origin}, part=True)
     if procs.main:
         with outputs:  # raises an error if a file could not be written
+            outputs.write_jsonl(a.samples, rows)
+            outputs.write(a.html, page)
+            outputs.write_json(a.json, {"results": results, **origin})
             show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
 
 

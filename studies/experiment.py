@@ -297,6 +297,12 @@ def experiment_of(name: str, values: dict, source: str) -> Experiment:
         for run_config, one in run_configs.items():
             if run_config in chosen:
                 recipes[recipe][run_config] = one
+    unknown = values.get("seeds_of", {}).keys() - recipes.keys() - tables.keys()
+    if unknown:
+        raise UserError(
+            f"{source}: seeds_of names {sorted(unknown)[0]!r}, which is no recipe or "
+            "run config"
+        )
     claims = values.pop("claims", [])
     measures = values.pop("measures", [])
     return Experiment(

@@ -402,7 +402,8 @@ def on_the_plateau(side: Side, entries: Entries) -> bool:
 def figures_of(
     sides: Sequence[Side], entries: Entries
 ) -> dict[Side, list[Figure | None]] | None:
-    """Return the figures of each side, one a seed; None if a run config is missing."""
+    """Return the figures of each side, one a seed, of which run configs may have
+    different numbers; None if a run config is missing."""
     names = {side.name for side in sides if not side.is_number}
     if not entries.keys() >= names:
         return None
@@ -412,7 +413,7 @@ def figures_of(
         if side.is_number:
             figures[side] = [Figure(float(side.name))] * seeds
         else:
-            rows = entries[side.name]["runs"][:seeds]
+            rows = entries[side.name]["runs"]
             figures[side] = [figure_of(row, side.kind, side.share) for row in rows]
     return figures
 

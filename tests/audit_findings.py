@@ -189,7 +189,7 @@ def seeds_in(toml: dict, recipe: str, config: str) -> range:
     number = toml.get("seeds", 3)
     fewer = toml.get("seeds_of", {})
     return range(
-        first, first + min(number, fewer.get(recipe, 99), fewer.get(config, 99))
+        first, first + min(number, fewer.get(recipe, number), fewer.get(config, number))
     )
 
 

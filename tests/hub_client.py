@@ -170,6 +170,11 @@ def continued(folder: Path, case: dict) -> dict:
         ),
         "after begin": (after_begin, without_begin),
         "refused masks": refusal(model, "forward", {"input_ids": case["gap"]}),
+        "refused positions": refusal(
+            model,
+            "forward",
+            {"input_ids": tokens, "position_ids": torch.zeros_like(tokens)},
+        ),
         "continued": generated[:, 3:],
         "sampled": sampled.shape,
         "ended": ended,

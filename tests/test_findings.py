@@ -177,6 +177,11 @@ def test_a_difference_is_tested_by_welch_and_one_of_the_same_runs_in_pairs():
         assert result["mean"] + result["half_width"] == pytest.approx(interval.high)
         assert result["seeds"] == 4
         assert result["verdict"] == ""
+    more = judged(Claim("", "a", "b"), "training", entries | {"b": by_seed(*high, 2.4)})
+    assert more["p"] == pytest.approx(
+        stats.ttest_ind([*high, 2.4], low, equal_var=False).pvalue
+    )
+    assert more["seeds"] == 4
     within = judged(Claim("", "b", "a", margin=0.6), "training", entries)
     shifted = stats.ttest_ind([x + 0.6 for x in low], high, equal_var=False)
     assert within["p"] == pytest.approx(shifted.pvalue)
@@ -618,6 +623,8 @@ def test_seeds_begin_above_those_of_a_pilot_and_a_recipe_may_have_fewer():
     assert list(experiment.seeds_in("long", "random", 1)) == [200]
     assert list(experiment.seeds_in("long", "l2r", 3)) == [200]
     assert list(experiment.seeds_in("short", "l2r", 3)) == [200]
+    with pytest.raises(UserError, match="seeds_of names 'l2x'"):
+        experiments.experiment_of("X", {"seeds_of": {"l2x": 2}}, "X")
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -436,6 +436,7 @@ def test_the_library_continues_texts_with_a_decoder_in_padded_batches(
     after_begin, without_begin = result["after begin"]
     torch.testing.assert_close(after_begin[:, 1:], without_begin, rtol=0, atol=1e-5)
     assert "no [MASK] is continued" in result["refused masks"]
+    assert "one text in each row" in result["refused positions"]
     for loss in result["losses"]:
         torch.testing.assert_close(loss, result["losses"][0], rtol=0, atol=1e-5)
     assert "pad on the left" in result["refused padding"]

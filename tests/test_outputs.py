@@ -158,7 +158,9 @@ def test_a_device_and_a_fifo_are_written_to_and_stay(tmp_path):
         target=lambda: received.append((tmp_path / "fifo").read_text())
     )
     reader.start()
-    write(tmp_path / "fifo")
+    with Outputs({"--json": tmp_path / "fifo"}) as outputs:
+        outputs.write(tmp_path / "fifo", "half an answer", part=True)
+        outputs.write(tmp_path / "fifo", ANSWER)
     reader.join()
     assert received == [ANSWER]
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
@@ -188,6 +190,12 @@ def test_a_result_that_cannot_be_written_is_printed_and_others_are_written(
                     outputs.write(path, content)
     assert ANSWER in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    path = tmp_path / "parts.json"
+    with Outputs({"--json": path}) as outputs:  # no error: the whole is there
+        with limited_file_size(4):
+            outputs.write(path, "half an answer", part=True)
+        outputs.write(path, ANSWER)
+    assert path.read_text() == ANSWER
 
 
 @pytest.mark.parametrize("linked", [False, True])

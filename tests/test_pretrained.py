@@ -35,6 +35,7 @@ import train
 from aogpt.checkpoints import CheckpointError, gguf_file, hub, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
+from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.evaluation.harness import HarnessModel
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
@@ -442,6 +443,11 @@ def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
     words += ["--train.lora-rank", 2, "--model.block-size", 16]
     run_main(train, monkeypatch, capsys, *words)
     assert load(tmp_path / "tuned", block_size=16).model.config.block_size == 16
+    settings["sliding_window"] = 8  # as if the run were of a version that took any
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert load(tmp_path / "tuned").model.config.block_size == 16
+    settings["sliding_window"] = 16
+    (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
         load(tmp_path / "tuned", block_size=17)
     for rank in (0, 2):
@@ -579,8 +585,44 @@ def test_an_export_reads_the_begin_of_text_that_its_source_asks_for(options, tmp
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export/tokenizer.json"))
     ids = source.encode(TEXT[0])
     assert theirs.encode(TEXT[0]).ids == [source.starts[0], *ids]
-    exported = load(tmp_path / "export").get_tokenizer()
+    loaded = load(tmp_path / "export")
+    exported = loaded.get_tokenizer()
     assert (exported.starts, exported.encode(TEXT[0])) == (source.starts, ids)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[0] * 40)
+    data = prepared(
+        "text",
+        tmp_path / "data",
+        text,
+        tokenizer=str(folder / "tokenizer.json"),
+        split="test",
+    )
+    dataset = open_split(str(data), "test", verify=False)
+    open_eval_set(dataset, loaded, 2)  # the data of the source are its own
+    convert(str(tmp_path / "export"), tmp_path / "again", **options)
+    open_eval_set(dataset, load(tmp_path / "again"), 2)
+    other = json.loads((tmp_path / "again/tokenizer.json").read_text())
+    other["added_tokens"][1]["lstrip"] = True
+    (tmp_path / "again/tokenizer.json").write_text(json.dumps(other))
+    replaced = load(tmp_path / "again")
+    with pytest.raises(UserError, match="vocabulary"):
+        replaced.get_tokenizer()  # that an export records
+        open_eval_set(dataset, replaced, 2)
+
+
+def test_an_export_of_a_tokenizer_that_writes_the_end_alone_begins_texts(tmp_path):
+    folder = tmp_path / "source"
+    write_model(folder, "Llama")
+    tokenizer = of_bytes(None)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|end_of_text|>", special_tokens=[("<|end_of_text|>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin_of_text|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert(str(folder), tmp_path / "export", layout="transformers")
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export/tokenizer.json"))
+    assert theirs.encode("a").ids == [0, *tokenizer.encode("a").ids]
 
 
 def test_a_model_that_transformers_does_not_have_is_not_written(llama, tmp_path):
@@ -983,7 +1025,7 @@ def test_merges_of_tokens_that_a_gguf_file_lacks_are_refused():
         "tokenizer.ggml.tokens": ["a", "b"],
         "tokenizer.ggml.merges": ["a b"],
     }
-    with pytest.raises(UserError, match="joins a and b, but lacks"):
+    with pytest.raises(UserError, match="joins a and b, which"):
         gguf_file.tokenizer_files(fields)
 
 

@@ -162,6 +162,6 @@ def test_a_wrong_task_costs_no_answers_and_what_is_finished_is_saved(
 
 def test_puzzles_of_several_answers_are_noted_without_their_judge(trained, printed):
     words = [trained[0].run_folder, "--limit", 2, "--tasks", trained[2]["shuffle"]]
-    note = "only the answer in the data is right here"
+    note = "other answers than the one in the data are right"
     assert note in printed(eval_tasks, *words)
     assert note not in printed(puzzle_answers, *words)

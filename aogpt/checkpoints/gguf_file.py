@@ -170,8 +170,8 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, str]:
     for merge in merges:  # the library ends in a panic
         if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}:
             raise UserError(
-                f"its tokenizer joins {' and '.join(merge)}, but lacks one of the "
-                "tokens; get it again"
+                f"its tokenizer joins {' and '.join(merge)}, which are not two of its "
+                "tokens or make none; get it again"
             )
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -18,8 +18,10 @@ from ..data.tokenizers import (
     END_OF_TEXT,
     GPT2_WORDS,
     HUB,
+    SOURCE,
     HubTokenizer,
     Tokenizer,
+    source_record,
 )
 from ..runtime.errors import UserError
 from ..runtime.files import write_json, write_text
@@ -119,7 +121,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     tokenizer.keep(folder)
     start = None
     if tokenizer.name == HUB:
-        # Its file stays as it is; transformers adds [MASK], as the next lines here.
+        # Its file has no [MASK]; transformers adds it, as the next lines here.
         library = tokenizers.Tokenizer.from_str(tokenizer.file.decode())
         library.add_special_tokens([MASK])
         if library.token_to_id(MASK) != tokenizer.vocab_size:
@@ -132,8 +134,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
         library = library_tokenizer(tokenizer)
         write_text(folder / HUB, library.to_str(pretty=True))
     write_tokenizer_settings(folder, tokenizer, MASK)
-    if tokenizer.name == HUB:
-        (folder / HUB).write_bytes(file_that_writes_starts(tokenizer))
     mask = library.token_to_id(MASK)
     ids = library.encode(f"a{MASK} a", add_special_tokens=False).ids
     after = ids[ids.index(mask) + 1 :]
@@ -148,12 +148,16 @@ def file_that_writes_starts(tokenizer: HubTokenizer) -> bytes:
     from tokenizers import processors
 
     library = Library.from_str(tokenizer.file.decode())
-    if not tokenizer.starts or library.encode("").ids:
+    count = len(tokenizer.starts)
+    written = library.encode("").ids
+    if written[:count] == tokenizer.starts:
         return tokenizer.file
     starts = tokenizer.start_tokens
+    # An end that is written already comes as a second text.
+    before_second = [] if written else starts
     template = processors.TemplateProcessing(
         single=[*starts, "$A"],
-        pair=[*starts, "$A", *starts, "$B:1"],
+        pair=[*starts, "$A", *before_second, "$B:1"],
         special_tokens=list(zip(starts, tokenizer.starts, strict=True)),
     )
     steps = [template]
@@ -167,11 +171,13 @@ def write_tokenizer_settings(
     folder: Path, tokenizer: Tokenizer, mask: str | None = None
 ) -> None:
     """Write tokenizer_config.json and generation_config.json beside the tokenizer.json
-    of a folder. A text is padded with its end, which the attention mask hides, on the
-    left, as the library's `generate` needs it; `generate` stops at the end."""
+    of a folder, which from then on writes begin-of-text itself. A text is padded with
+    its end, which the attention mask hides, on the left, as the library's `generate`
+    needs it; `generate` stops at the end."""
     import tokenizers
 
-    library = tokenizers.Tokenizer.from_file(str(folder / HUB))
+    file = (folder / HUB).read_bytes()
+    library = tokenizers.Tokenizer.from_str(file.decode())
     end = library.id_to_token(tokenizer.eot)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -183,9 +189,13 @@ def write_tokenizer_settings(
     }
     if mask is not None:
         settings["mask_token"] = mask
-    if getattr(tokenizer, "starts", None):
+    if isinstance(tokenizer, HubTokenizer) and tokenizer.starts:
         settings["bos_token"] = library.id_to_token(tokenizer.starts[0])
         settings["add_bos_token"] = True
+        written = file_that_writes_starts(tokenizer)
+        if written != file or tokenizer.source:
+            (folder / HUB).write_bytes(written)
+            settings[SOURCE] = source_record(written, tokenizer.sha256)
     write_json(folder / "tokenizer_config.json", settings)
     ends = {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot}
     write_json(folder / "generation_config.json", ends)

@@ -140,7 +140,7 @@ def load(
             model, origin = from_file(file, weights)
         else:
             file, (model, origin) = newest
-        if block_size is not None:
+        if block_size is not None and block_size > model.config.block_size:
             pretrained.check_length(origin.get("window"), block_size)
     except CheckpointError:
         raise
@@ -329,7 +329,6 @@ def merged_model(
     may be shorter. Returns it and the base's `Loaded.window`."""
     source = load(base or adapter["base"])
     window = source.window
-    pretrained.check_length(window, config.block_size)
     adapters.check_base(source.model, adapter, source.path)
     tensors = {name: p.detach() for name, p in source.model.named_parameters()}
     with torch.device("meta"):

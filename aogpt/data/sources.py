@@ -52,6 +52,11 @@ LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-
 CONVERTED = "files in UTF-16 or UTF-32 are converted"
 WINDOWS = "Windows line ends are converted"
 EMPTY = "empty files are skipped"
+# Many .tsv files quote nothing, and two quotes of a text join all cells between them.
+JOINED = (
+    "cells of .tsv files reach over several lines, as quotes around them say (if these "
+    "are of the text: save it as .jsonl)"
+)
 COPIES = "files have the same bytes as another one"
 
 
@@ -132,7 +137,8 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
         if not readable:
             raise UserError(
-                f"{path}: there is no file of a known kind ({', '.join(readers)})"
+                f"{path}: there is no file of a known kind ({', '.join(readers)}), "
+                "hidden ones aside"
             )
         files += sorted(readable)
     times = Counter(path.resolve() for path in files)
@@ -380,12 +386,9 @@ def read_csv(
         try:
             check_read_once(table.fieldnames or [], reading, name)
             for number, row in enumerate(table, 1):
-                if delimiter == "\t" and any(map(is_of_rows, row.values())):
-                    raise UserError(
-                        f"{name} line {table.line_num}: a quote at the beginning of a "
-                        "cell above joins all lines down to here; double the quotes of "
-                        "such cells and put them in quotes, or save the table as .jsonl"
-                    )
+                if delimiter == "\t":
+                    cells = [cell for cell in row.values() if isinstance(cell, str)]
+                    reading.counts[JOINED] += sum("\n" in cell for cell in cells)
                 yield number, row
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(
@@ -393,12 +396,6 @@ def read_csv(
             ) from None
 
     yield from texts_of(rows(), reading, name)
-
-
-def is_of_rows(cell: object) -> bool:
-    """Return whether a cell of a .tsv file was put together from several rows: many
-    such files quote nothing, and two quotes of a text join all cells between them."""
-    return isinstance(cell, str) and "\n" in cell and "\t" in cell
 
 
 def check_read_once(

@@ -39,6 +39,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the token that ends a text, where no file beside a tokenizer.json says it:
 # of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
+SOURCE = "aogpt_source"  # a key of the settings beside it: see `source_record`
 MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
 MAX_SETTINGS = 64 << 20  # bytes of a file beside it
 MAX_IDS = 1 << 22  # of a tokenizer.json; each needs memory, also in a hole
@@ -311,6 +312,7 @@ class HubTokenizer(Tokenizer):
         self.bytes = _bytes_of_tokens(self.inner, ids, self.file)
         self.bytes[self.eot] = END_OF_TEXT.encode()
         self.begins_with_space = np.array([b.startswith(b" ") for b in self.bytes])
+        self.source = _source_of(path, self.file)
         # A letter that every vocabulary has, or else a token's own text.
         probe = "a"
         has_letter = "a" in ids or "▁a" in ids
@@ -330,10 +332,18 @@ class HubTokenizer(Tokenizer):
         """Return the tokens that the pretrained model reads before a text."""
         return [self.inner.id_to_token(i) for i in self.starts]
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Return the sha256 of its file, its identity; in an export that of its
+        source's file, of which only the begin-of-text is written in another way."""
+        return self.source or super().sha256
+
     def keep(self, folder: Path) -> None:
         """Write tokenizer.json, and beside it which tokens begin and end a text."""
         super().keep(folder)
         settings: dict[str, Any] = {"eos_token": self.end_token}
+        if self.source:
+            settings[SOURCE] = source_record(self.file, self.source)
         if self.starts:
             settings["bos_token"] = self.start_tokens[0]
             settings["add_bos_token"] = True
@@ -429,6 +439,24 @@ def _begin_and_end(
         f"{path} has no token that ends a text, such as </s>, and no {HUB_SETTINGS} "
         "beside it names one: name it with --end-token"
     )
+
+
+def source_record(file: bytes, source: str) -> dict[str, str]:
+    """Return the record, in the settings beside a tokenizer.json, that it stands for
+    another file with the same ids. source: the sha256 of that."""
+    return {"file": hashlib.sha256(file).hexdigest(), "source": source}
+
+
+def _source_of(path: Path, file: bytes) -> str | None:
+    """Return the sha256 of the file for which a tokenizer.json stands; None for itself,
+    also where it was replaced."""
+    record = _json_beside(path, HUB_SETTINGS).get(SOURCE)
+    if not isinstance(record, dict):
+        return None
+    source = record.get("source")
+    if isinstance(source, str) and record == source_record(file, source):
+        return source
+    return None
 
 
 def _json_beside(path: Path, name: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Loaded
-from ..data.catalogue import OF_STUDIES
 from ..orders import Roles
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -26,6 +25,8 @@ from .eval_sets import note_on_end, open_eval_set, open_split
 from .text_measures import mean_and_error
 
 ON_PAGE = 16  # rows
+# Puzzles of which another answer than the one in the data can be right.
+SEVERAL_ANSWERS = ("colouring", "replace", "shuffle")
 
 
 class Judge(Protocol):
@@ -102,10 +103,10 @@ def open_questions(
     notes = []
     if note := note_on_end(dataset, loaded):
         notes.append(note)
-    if judge is None and dataset_name in OF_STUDIES:
+    if judge is None and dataset_name in SEVERAL_ANSWERS:
         notes.append(
-            f"{eval_set.name}: only the answer in the data is right here; of puzzles "
-            "with several: python -m studies.puzzle_answers"
+            f"{eval_set.name}: other answers than the one in the data are right, too, "
+            "and count as wrong here: take python -m studies.puzzle_answers"
         )
     return Questions(eval_set.name, eval_set.tokens(rows), roles, judge, tuple(notes))
 

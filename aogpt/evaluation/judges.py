@@ -251,11 +251,11 @@ class TransformersJudge(Judge):
     def _check_causal(self) -> None:
         """Raise UserError if the score of a token depends on those after it: the
         library loads an encoder (BERT) as a causal language model, too."""
-        ids = self.encode("The cat sat on the mat.")
-        changed = ids.copy()
-        changed[-1] = 0 if ids[-1] else 1
-        tokens = torch.tensor([ids, changed], device=self.device)
-        first, second = self.nll(tokens)[:, :-1]
+        length = min(8, self.context or 8)
+        ids = torch.arange(length, device=self.device) % self.vocab_size
+        changed = ids.clone()
+        changed[-1] = (ids[-1] + 1) % self.vocab_size
+        first, second = self.nll(torch.stack([ids, changed]))[:, :-1]
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3):
             raise UserError(
                 f"--judge {self.name} reads the tokens after the one that it scores: "

@@ -141,7 +141,7 @@ class Reference:
     def divergences(self, samples: SampleSet) -> dict[str, float]:
         """Return js_N: the Jensen-Shannon divergence of the samples' N-grams from those
         of the text, nats; js_N_text: that of about as much other text, below which no
-        samples need to come, or of all that there is; js_tokens and js_text_tokens: the
+        samples need to come, or of all that is read; js_tokens and js_text_tokens: the
         tokens of both."""
         sequences = self._tokens_of(samples)
         total = sum(len(tokens) for tokens in sequences)
@@ -191,9 +191,9 @@ def mauve_scores(
     procs: Processes,
 ) -> dict[str, float]:
     """Return two numbers by the judge's features. mauve: of the samples and passages of
-    the reference; mauve_text: of other passages and these, an upper limit for samples,
-    and mauve_text_passages, the number of either. judged: this process's share of the
-    samples, in the judge's ids."""
+    the reference; mauve_text: of other passages and these, an upper limit for as
+    many samples, and mauve_text_passages, the number of either. judged: this process's
+    share of the samples, in the judge's ids."""
     passages = reference.passages(samples)
     share = procs.share(len(passages))
     own = passages[share.start : share.stop]

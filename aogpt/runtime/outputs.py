@@ -91,13 +91,16 @@ class Outputs:
         }
         return cls(files, inputs, overwrite)
 
-    def write(self, path: Path | None, content: str | bytes) -> None:
+    def write(
+        self, path: Path | None, content: str | bytes, part: bool = False
+    ) -> None:
         """Write a result atomically (None: do nothing). Prints text that cannot be
-        written.
+        written. part: the whole follows and replaces it; a device or a pipe, which
+        keeps all that it gets, gets the whole alone.
 
         Without --overwrite the first write fails where another process has written the
         file since this one looked; later writes replace what this process wrote."""
-        if path is None:
+        if path is None or (part and _is_device(path)):
             return
         # A prompt in JSON can hold a lone surrogate.
         data = content
@@ -110,6 +113,7 @@ class Outputs:
                 replace = self.overwrite or path in self.written
                 write_atomically(path, lambda file: file.write(data), replace)
             self.written.add(path)
+            self.failed.pop(path, None)  # of an earlier part of the result
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
@@ -118,20 +122,23 @@ class Outputs:
                     flush=True,
                 )
 
-    def write_json(self, path: Path | None, value: Any) -> None:
-        """Write plain values as indented JSON (None: do nothing)."""
-        self.write(path, to_json(value, indent=2) + "\n")
+    def write_json(self, path: Path | None, value: Any, part: bool = False) -> None:
+        """Write plain values as indented JSON, as `write` does."""
+        self.write(path, to_json(value, indent=2) + "\n", part)
 
-    def write_report(self, json: Path | None, value: Any, lines: Iterable[str]) -> None:
-        """Write the files of `of_report`. lines: the table."""
-        self.write_json(json, value)
-        self.write(
-            json and json.with_suffix(".md"), "\n".join(map(escaped, lines)) + "\n"
-        )
+    def write_report(
+        self, json: Path | None, value: Any, lines: Iterable[str], part: bool = False
+    ) -> None:
+        """Write the files of `of_report`, as `write` does. lines: the table."""
+        self.write_json(json, value, part)
+        table = "\n".join(map(escaped, lines)) + "\n"
+        self.write(json and json.with_suffix(".md"), table, part)
 
-    def write_jsonl(self, path: Path | None, rows: Iterable[dict]) -> None:
-        """Write a line of JSON for each row (None: do nothing)."""
-        self.write(path, "".join(to_json(row) + "\n" for row in rows))
+    def write_jsonl(
+        self, path: Path | None, rows: Iterable[dict], part: bool = False
+    ) -> None:
+        """Write a line of JSON for each row, as `write` does."""
+        self.write(path, "".join(to_json(row) + "\n" for row in rows), part)
 
     def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
         """Add rows to a result that `write_jsonl` began. Prints rows that cannot be

@@ -88,11 +88,15 @@ def check_positions(position_ids: Tensor | None, is_real: Tensor) -> None:
     in each row."""
     if position_ids is None:
         return
-    shift = (position_ids - is_real.cumsum(dim=1)).expand_as(is_real)
-    first = shift.gather(1, padding_last(is_real)[:, :1])
-    if ((shift != first) & is_real).any():
+    is_counted = position_ids.shape[-1] == is_real.shape[-1]
+    if is_counted:
+        shift = (position_ids - is_real.cumsum(dim=1)).expand_as(is_real)
+        first = shift.gather(1, padding_last(is_real)[:, :1])
+        is_counted = not ((shift != first) & is_real).any()
+    if not is_counted:
         raise UserError(
-            "position_ids do not count up: this model reads one text in each row"
+            "position_ids do not count the tokens one by one: this model reads one "
+            "text in each row"
         )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..checkpoints import CheckpointError, load, store
 from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
-from ..checkpoints.pretrained import check_length
 from ..data.loader import changed_files
 from ..data.tokenizers import HUB, other_tokenizer
 from ..model import Transformer
@@ -131,8 +130,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     adapter = None
     if config.train.init_from and (newest is None or config.train.lora_rank):
         source = load(config.train.init_from)
-        check_length(source.window, config.model.block_size)
         if newest is None:
+            check_window(config, source)
             check_same_tokenizer(config, source, data_meta)
         weights = initial_weights(config, source.model)
         if newest is None:
@@ -170,6 +169,19 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         store.settle(folder, values, config.checkpoint.keep)
     procs.print0(f"resumed from {path}")
     return state
+
+
+def check_window(config: Config, source: Loaded) -> None:
+    """Raise UserError for blocks that are longer than the window of the attention of
+    the model to start from."""
+    window = source.window
+    block_size = config.model.block_size
+    if window is not None and block_size > window:
+        raise UserError(
+            f"{config.train.init_from} has a sliding window of {window} tokens, which "
+            f"our model does not have: give at most --model.block-size {window} (it is "
+            f"{block_size})"
+        )
 
 
 def check_same_tokenizer(
