@@ -77,6 +77,12 @@ def config_of(system: str, size: str, length: int) -> ModelConfig:
             return dataclasses.replace(config, target="none")
         case "rotary":
             return dataclasses.replace(config, position="rotary", target="rotary")
+        case "adaln-rotary":
+            return dataclasses.replace(config, position="rotary")
+        case "two-stream":
+            return dataclasses.replace(config, position="rotary", target="two_stream")
+        case "mask-query":
+            return dataclasses.replace(config, position="rotary", target="mask_query")
         case "encoder":
             return dataclasses.replace(
                 config,

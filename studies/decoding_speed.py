@@ -71,6 +71,16 @@ SYSTEMS = {
     "rotary": System(
         "AO-GPT with relative attention, without adaLN", model="rotary", has_floor=True
     ),
+    "adaln-rotary": System(
+        "AO-GPT with adaLN beside relative attention", model="adaln-rotary"
+    ),
+    "two-stream": System(
+        "two streams with relative attention, without adaLN", model="two-stream"
+    ),
+    "mask-query": System(
+        "a [MASK] at the target as the query, with relative attention",
+        model="mask-query",
+    ),
 }
 DESCRIPTIONS = {name: system.description for name, system in SYSTEMS.items()}
 SLOW_CALLS = 8  # of a slow system that are timed
