@@ -212,6 +212,10 @@ def test_the_numbers_below_the_front_table_are_those_of_the_runs():
     assert listed in text
     for value, shown in zip(seeds, numbers_in(listed), strict=True):
         assert value == shown or f"{float(value):.0f}" == shown
+    of_full = shares("adaln_full")
+    lowest, highest = min(of_full), max(of_full)
+    words = f"with twice the parameters, {100 * lowest:.0f} to {100 * highest:.1f}%"
+    assert words in text
     of_rotation = shares("rotary")
     lowest, highest = min(of_rotation), max(of_rotation)
     assert f"rotation alone solves {100 * lowest:.0f} to {100 * highest:.0f}%" in text
