@@ -204,6 +204,7 @@ def answer_prompts(
         if procs.main:  # after every task, so that a job that is killed loses none
             origin = origin_of(a, loaded, dtype, procs)
             outputs.write_jsonl(a.samples, rows, part=True)
+            outputs.write(a.html, page, part=True)
             outputs.write_json(a.json, {"results": results, **origin}, part=True)
     if procs.main:
         with outputs:  # raises an error if a file could not be written

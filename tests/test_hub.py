@@ -125,6 +125,8 @@ def inputs_of(system):
     refused["another mask"] = "generate", another
     packed = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5])[None]
     refused["packed"] = "forward", {"input_ids": tokens, "position_ids": packed}
+    few = {"input_ids": tokens, "position_ids": packed[:, :5]}
+    refused["few positions"] = "forward", few
     refused["no nucleus"] = "generate", {"input_ids": gap, "top_p": 0.0}
     refused["no such order"] = "generate", {"input_ids": gap, "order": "r2l"}
     refused["no permutation"] = "generate", {"input_ids": gap, "order": order * 0}
@@ -471,6 +473,7 @@ REFUSALS = {
     "hidden row": "attention_mask hides a whole sequence",
     "another mask": "attention_mask is",
     "packed": "this model reads one text in each row",
+    "few positions": "this model reads one text in each row",
     "no nucleus": "give a probability above 0",
     "no such order": "give 'random', 'l2r' or permutations",
     "no permutation": "must be a permutation",

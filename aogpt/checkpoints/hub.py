@@ -18,6 +18,7 @@ from ..data.tokenizers import (
     END_OF_TEXT,
     GPT2_WORDS,
     HUB,
+    HUB_SETTINGS,
     SOURCE,
     HubTokenizer,
     Tokenizer,
@@ -143,7 +144,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 def file_that_writes_starts(tokenizer: HubTokenizer) -> bytes:
     """Return the tokenizer.json of a tokenizer, which itself writes the tokens before a
-    text: the library does not heed `add_bos_token` beside it."""
+    text: the library does not heed `add_bos_token` beside it. Raises UserError for one
+    that writes other tokens already, beside which the library has no place for them."""
     from tokenizers import Tokenizer as Library
     from tokenizers import processors
 
@@ -153,11 +155,14 @@ def file_that_writes_starts(tokenizer: HubTokenizer) -> bytes:
     if written[:count] == tokenizer.starts:
         return tokenizer.file
     starts = tokenizer.start_tokens
-    # An end that is written already comes as a second text.
-    before_second = [] if written else starts
+    if written or library.num_special_tokens_to_add(is_pair=True):
+        raise UserError(
+            f"its {HUB} writes special tokens, but not {' '.join(starts)}, with which "
+            f"{HUB_SETTINGS} begins a text: add it to the post_processor"
+        )
     template = processors.TemplateProcessing(
         single=[*starts, "$A"],
-        pair=[*starts, "$A", *before_second, "$B:1"],
+        pair=[*starts, "$A", *starts, "$B:1"],
         special_tokens=list(zip(starts, tokenizer.starts, strict=True)),
     )
     steps = [template]

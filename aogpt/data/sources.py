@@ -54,8 +54,8 @@ WINDOWS = "Windows line ends are converted"
 EMPTY = "empty files are skipped"
 # Many .tsv files quote nothing, and two quotes of a text join all cells between them.
 JOINED = (
-    "cells of .tsv files reach over several lines, as quotes around them say (if these "
-    "are of the text: save it as .jsonl)"
+    "cells of .tsv files have several lines, as quotes around them say (if they are of "
+    "the text: save it as .jsonl)"
 )
 COPIES = "files have the same bytes as another one"
 
