@@ -181,8 +181,7 @@ def write_tokenizer_settings(
     needs it; `generate` stops at the end."""
     import tokenizers
 
-    file = (folder / HUB).read_bytes()
-    library = tokenizers.Tokenizer.from_str(file.decode())
+    library = tokenizers.Tokenizer.from_file(str(folder / HUB))
     end = library.id_to_token(tokenizer.eot)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -198,10 +197,10 @@ def write_tokenizer_settings(
         settings["bos_token"] = library.id_to_token(tokenizer.starts[0])
         settings["add_bos_token"] = True
         written = file_that_writes_starts(tokenizer)
-        if written != file or tokenizer.source:
+        if written != tokenizer.file or tokenizer.source:
             (folder / HUB).write_bytes(written)
             settings[SOURCE] = source_record(written, tokenizer.sha256)
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / HUB_SETTINGS, settings)
     ends = {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot}
     write_json(folder / "generation_config.json", ends)
 

@@ -344,9 +344,12 @@ def merged_model(
 def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
     """Read the model of a file of weights and the other fields of `Loaded`."""
     if file.suffix == ".gguf":
-        settings, contents, tokenizer = gguf_file.read_gguf(file)
-        place = tokenizer_place(file, tokenizer)
-        model, origin = from_pretrained(settings, contents, place)
+        settings, contents, stored = gguf_file.read_gguf(file)
+        place = tokenizer_place(file, stored.files)
+        tokenizer = get_tokenizer(HUB, folder=place.parent)
+        if place.parent == file.parent:
+            check_same_tokens(stored.tokens, tokenizer, place)
+        model, origin = from_pretrained(settings, contents, tokenizer)
         origin["tokenizer"] = str(place)
         return model, origin
     place = file.with_name("config.json")
@@ -359,7 +362,8 @@ def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
     if settings is None:
         return from_release(contents, None, weights, file.parent)
     if pretrained.is_pretrained(settings):
-        return from_pretrained(settings, contents, file)
+        tokenizer = get_tokenizer(HUB, folder=file.parent)
+        return from_pretrained(settings, contents, tokenizer)
     if settings.get("model_type") == "aogpt":  # of convert.py --hub
         export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
         same = {name: name for name in contents}
@@ -412,10 +416,9 @@ def from_release(
 
 
 def from_pretrained(
-    settings: dict, contents: LazyTensors | dict, file: Path
+    settings: dict, contents: LazyTensors | dict, tokenizer: HubTokenizer
 ) -> tuple[Transformer, dict]:
     """Make the model of a decoder of `transformers`."""
-    tokenizer = get_tokenizer(HUB, folder=file.parent)
     config, tensors = pretrained.read(settings, contents, tokenizer)
     origin = {
         "step": 0,
@@ -431,22 +434,26 @@ def from_pretrained(
     return make_model(config, tensors), origin
 
 
-def tokenizer_place(file: Path, tokenizer: gguf_file.GGUFTokenizer) -> Path:
-    """Return the tokenizer.json beside a GGUF file, else that of its own tokenizer in
-    the user's cache. Raises UserError without either, and if the one beside it has
-    other tokens: a folder may hold files of several models."""
+def check_same_tokens(
+    tokens: dict[int, str], tokenizer: HubTokenizer, place: Path
+) -> None:
+    """Raise UserError if the tokenizer.json at `place`, beside a GGUF file, has other
+    tokens than these of the file, by id: a folder may hold files of several models."""
+    for number, token in tokens.items():
+        other = tokenizer.inner.id_to_token(number)
+        if other != token:
+            raise UserError(
+                f"{place} is of another model: its token {number} is {other!r}, that "
+                f"of the file {token!r}; move it away, or replace it"
+            )
+
+
+def tokenizer_place(file: Path, files: dict[str, str]) -> Path:
+    """Return the tokenizer.json beside a GGUF file, else that of these files, text by
+    name, in the user's cache. Raises UserError without either."""
     beside = file.with_name(HUB)
     if beside.is_file():
-        library = HubTokenizer(beside).inner
-        for number, token in tokenizer.tokens.items():
-            other = library.id_to_token(number)
-            if other != token:
-                raise UserError(
-                    f"{beside} is of another model: its token {number} is {other!r}, "
-                    f"that of the file {token!r}; move it away, or replace it"
-                )
         return beside
-    files = tokenizer.files
     if not files:
         raise UserError(
             "its tokenizer is of a kind that is not read from a GGUF file, or does not "

@@ -316,23 +316,6 @@ def changes_of(
     return changes
 
 
-def check_epochs(
-    epochs: float, num_blocks: int, config: Config, progress: Progress
-) -> None:
-    """Raise UserError for a number of passes over `num_blocks` blocks in a run that has
-    read some of them in batches of another size: the steps were counted with this
-    one."""
-    batch_size = config.train.batch_size
-    if epochs and progress.sequences != progress.step * batch_size:
-        left = max(0.0, epochs * num_blocks - progress.sequences)
-        steps = progress.step + math.ceil(left / batch_size)
-        raise UserError(
-            f"--train.epochs counts steps of {batch_size} sequences, but the run's "
-            f"first {progress.step} had others: for {epochs:g} epochs in all give "
-            f"--train.steps {steps}"
-        )
-
-
 def checksums_of(meta: Mapping[str, Any], split: str) -> str | None:
     """Return the SHA-256 of the tokens of a split, and of their roles: which of them
     are of a prompt. None for a split that does not exist."""
@@ -379,6 +362,23 @@ def check_same_data(
         raise UserError(error)
     for note in notes:
         procs.print0(note)
+
+
+def check_epochs(
+    epochs: float, num_blocks: int, config: Config, progress: Progress
+) -> None:
+    """Raise UserError for a number of passes over `num_blocks` blocks in a run that has
+    read some of them in batches of another size: the steps were counted with this
+    one."""
+    batch_size = config.train.batch_size
+    if epochs and progress.sequences != progress.step * batch_size:
+        left = max(0.0, epochs * num_blocks - progress.sequences)
+        steps = progress.step + math.ceil(left / batch_size)
+        raise UserError(
+            f"--train.epochs counts steps of {batch_size} sequences, but the run's "
+            f"first {progress.step} had others: for {epochs:g} epochs in all give "
+            f"--train.steps {steps}"
+        )
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
