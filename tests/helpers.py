@@ -27,6 +27,7 @@ from aogpt.model import ModelConfig
 from aogpt.objectives import ObjectiveConfig
 from aogpt.orders import OrderConfig
 from aogpt.runtime.devices import has_compiler
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
 from studies.prepare import DATASETS as STUDIES
@@ -91,6 +92,20 @@ def prepared(name, out, *source, tokenizer="bytes", **options):
     if name in STUDIES:
         return prepare(chosen, STUDIES)
     return prepare(chosen)
+
+
+def stopping_at_the_second(function):
+    """Return a function that calls this one the first time and then fails, and the list
+    of the calls so far."""
+    calls = []
+
+    def call(*arguments):
+        if calls:
+            raise UserError("stopped")
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call, calls
 
 
 def documents(folder, split="test"):

@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl
+from helpers import (
+    ALONE,
+    LENGTH,
+    prepared,
+    stopping_at_the_second,
+    tiny_config,
+    write_jsonl,
+)
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 
 import eval_infill
@@ -21,7 +28,6 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
-from aogpt.runtime.errors import UserError
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
@@ -319,16 +325,8 @@ def test_a_run_that_cannot_fill_in_costs_no_results_and_what_is_finished_is_save
 ):
     report = tmp_path / "infill.json"
     options = ["--data", said, "--shortest", 2, "--longest", 12, "--json", report]
-    evaluated = []
-
-    def stop_at_the_second(*arguments):
-        if evaluated:
-            raise UserError("stopped")
-        evaluated.append(arguments)
-        return evaluate(*arguments)
-
-    evaluate = eval_infill.evaluate
-    monkeypatch.setattr(eval_infill, "evaluate", stop_at_the_second)
+    evaluate_once, evaluated = stopping_at_the_second(eval_infill.evaluate)
+    monkeypatch.setattr(eval_infill, "evaluate", evaluate_once)
     words = [run, plain, *options, "--mode", "random"]
     assert "conditioned on the target position" in mistake(eval_infill, *words)
     assert not evaluated and not report.exists()

@@ -160,6 +160,19 @@ def write_model(
     return in_transformers(folder)
 
 
+def data_for(folder: Path, tmp_path: Path, **options) -> Path:
+    """Prepare some text with the tokenizer of a folder, and return the data's."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(TEXT * 40))
+    return prepared(
+        "text",
+        tmp_path / "data",
+        text,
+        tokenizer=str(folder / "tokenizer.json"),
+        **options,
+    )
+
+
 def in_transformers(folder):
     """Return the model of a folder, loaded by transformers in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -427,15 +440,7 @@ def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
     settings = json.loads((folder / "config.json").read_text())
     settings["sliding_window"] = 16
     (folder / "config.json").write_text(json.dumps(settings))
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(TEXT * 40))
-    data = prepared(
-        "text",
-        tmp_path / "data",
-        text,
-        tokenizer=str(folder / "tokenizer.json"),
-        val_fraction=0.2,
-    )
+    data = data_for(folder, tmp_path, val_fraction=0.2)
     words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
     words += ["--train.init-from", folder, "--train.steps", 1, "--name", "tuned"]
     words += "--train.batch-size 4 --eval.sequences 4 --train.device cpu".split()
@@ -589,15 +594,7 @@ def test_an_export_reads_the_begin_of_text_that_its_source_asks_for(options, tmp
     loaded = load(tmp_path / "export")
     exported = loaded.get_tokenizer()
     assert (exported.starts, exported.encode(TEXT[0])) == (source.starts, ids)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT[0] * 40)
-    data = prepared(
-        "text",
-        tmp_path / "data",
-        text,
-        tokenizer=str(folder / "tokenizer.json"),
-        split="test",
-    )
+    data = data_for(folder, tmp_path, split="test")
     dataset = open_split(str(data), "test", verify=False)
     open_eval_set(dataset, loaded, 2)  # the data of the source are its own
     convert(str(tmp_path / "export"), tmp_path / "again", **options)
@@ -833,15 +830,7 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     folder = tmp_path / "model"
     write_model(folder, kind)
     has_start = kind == "Llama"
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(TEXT * 40))
-    data = prepared(
-        "text",
-        tmp_path / "data",
-        text,
-        tokenizer=str(folder / "tokenizer.json"),
-        val_fraction=0.2,
-    )
+    data = data_for(folder, tmp_path, val_fraction=0.2)
     words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
     words += ["--train.init-from", folder, "--train.steps", 1]
     words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()

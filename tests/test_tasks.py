@@ -5,14 +5,20 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, change, prepared, read_lines, tiny_config
+from helpers import (
+    ALONE,
+    change,
+    prepared,
+    read_lines,
+    stopping_at_the_second,
+    tiny_config,
+)
 
 import eval_tasks
 import train
 from aogpt.checkpoints.load import load
 from aogpt.evaluation.answers import answer, open_questions
 from aogpt.orders import OrderConfig
-from aogpt.runtime.errors import UserError
 from studies import puzzle_answers, tasks
 from studies.puzzles import TASKS
 
@@ -142,15 +148,8 @@ def test_a_wrong_task_costs_no_answers_and_what_is_finished_is_saved(
     run = trained[0].run_folder
     shuffle = trained[2]["shuffle"]
     report = tmp_path / "out.json"
-    answered = []
-
-    def stop_at_the_second(*arguments):
-        if answered:
-            raise UserError("stopped")
-        answered.append(arguments)
-        return answer(*arguments)
-
-    monkeypatch.setattr(eval_tasks, "answer", stop_at_the_second)
+    answer_once, answered = stopping_at_the_second(answer)
+    monkeypatch.setattr(eval_tasks, "answer", answer_once)
     words = ["--limit", 4, "--json", report, "--tasks", shuffle]
     assert "holds text without" in mistake(eval_tasks, run, *words, data)
     assert not answered and not report.exists()
