@@ -7,6 +7,11 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
     {fast: l2r10 each}             one a seed, in order of size
     {fast: l2r10:parameters}       parameters of one; mflops: of a trained token
     {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
+    {fast: a:random@0.5 - b}       a term of a difference after a share of the tokens
+    {fast: a - b, p}               its p value by Welch's test, not corrected
+    {fast: a - b, p by ranks}      by ranks, not corrected
+    {fast: a - b, Holm's p}        of the marked claim of these two sides, corrected
+    {fast: a - b, seeds 8 to 15}   of these seeds alone
     {E20 fast: random - fixed}     of another experiment
 """
 
@@ -16,6 +21,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aogpt.runtime.errors import UserError
@@ -257,6 +263,36 @@ def cost_cell(entry: dict, kind: str) -> str:
     return f"{entry['flops'] / 1e6:.2f}"
 
 
+NUMBER = re.compile(r"\{(E\d+ )?([^{}:]+): ([^{},]+)((?:, [^{},]+)*)\}")
+P_VALUES = ("p", "p by ranks", "Holm's p")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a text wants to show of a number that it names."""
+
+    digits: int = 3  # after the point
+    p_value: str = ""  # one of P_VALUES, in place of the number
+    seeds: range | None = None  # of these runs alone
+
+
+def shown_by(words: str) -> Shown:
+    """Return what options such as ", 4 digits, seeds 8 to 15" ask for. Raises UserError
+    for an unknown one."""
+    shown = Shown()
+    for option in words.split(", ")[1:]:
+        if digits := re.fullmatch(r"(\d) digits", option):
+            shown = replace(shown, digits=int(digits[1]))
+        elif seeds := re.fullmatch(r"seeds (\d+) to (\d+)", option):
+            first, last = map(int, seeds.groups())
+            shown = replace(shown, seeds=range(first, last + 1))
+        elif option in P_VALUES:
+            shown = replace(shown, p_value=option)
+        else:
+            raise UserError(f"a number of a text has no option {option!r}")
+    return shown
+
+
 def filled(
     text: str, experiment: Experiment | None = None, recipes: Recipes | None = None
 ) -> str:
@@ -264,42 +300,88 @@ def filled(
     there."""
 
     def number(match: re.Match) -> str:
-        name, recipe, sides, digits = match.groups()
+        name, recipe, sides, options = match.groups()
+        source = experiment
+        results = recipes
         if name:
             source, results = load_results(name.strip())
-        else:
-            source = experiment
-            results = recipes
-        entries = results.get(recipe)
-        form = f".{digits or 3}f"
+        shown = shown_by(options)
+        if shown.seeds:
+            results = of_seeds(results, shown.seeds)
+        entries = results.get(recipe, {})
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
-        run_config, _, kind = higher.partition(":")
-        if kind in ("parameters", "mflops") and run_config in (entries or {}):
-            return cost_cell(entries[run_config], kind)
         for side in (higher, lower):
-            runs = (entries or {}).get(side.partition(":")[0], {}).get("runs", ())
+            runs = entries.get(side.partition(":")[0], {}).get("runs", ())
             if not all(run["tokens"] for run in runs):
                 raise UserError(
                     f"{source.name}: a run behind {match[0]} diverged; say so in words"
                 )
-        claim = Claim("", lower or "0", higher)
-        judgement = entries and judged(claim, source.kind, entries)
-        if not judgement or judgement["mean"] is None:
+        cell = None
+        if entries:
+            cell = cell_of(sides, shown, source, recipe, results)
+        if cell is None:
             raise UserError(
                 f"{source.name} has no {match[0]}; see its run configs and measures"
             )
-        if lower:
-            return difference_cell(judgement, form)
-        rows = entries[run_config]["runs"]
-        values = [value_of(row, kind or source.kind) for row in rows]
-        if sides.endswith(" each"):
-            return ", ".join(f"{value:{form}}" for value in sorted(values))
-        if source.success is not None and not kind:
-            return figure_cell(source, source.kind, rows)
-        return mean_cell(values, form)
+        return cell
 
-    pattern = r"\{(E\d+ )?([^{}:]+): ([^{}]+?)(?:, (\d) digits)?\}"
-    return re.sub(pattern, number, text)
+    return NUMBER.sub(number, text)
+
+
+def cell_of(
+    sides: str, shown: Shown, experiment: Experiment, recipe: str, recipes: Recipes
+) -> str | None:
+    """Return a number of a text; None if there is no such number."""
+    entries = recipes[recipe]
+    higher, _, lower = sides.removesuffix(" each").partition(" - ")
+    run_config, _, kind = higher.partition(":")
+    if kind in ("parameters", "mflops") and run_config in entries:
+        return cost_cell(entries[run_config], kind)
+    if shown.p_value == "Holm's p":
+        return holm_cell(higher, lower, experiment, recipe, recipes)
+    judgement = judged(Claim("", lower or "0", higher), experiment.kind, entries)
+    if not judgement or judgement["mean"] is None:
+        return None
+    if shown.p_value:
+        p = judgement["p_rank" if shown.p_value == "p by ranks" else "p"]
+        return p_cell(p) or None
+    form = f".{shown.digits}f"
+    if lower:
+        return difference_cell(judgement, form)
+    rows = entries[run_config]["runs"]
+    values = [value_of(row, kind or experiment.kind) for row in rows]
+    if sides.endswith(" each"):
+        return ", ".join(f"{value:{form}}" for value in sorted(values))
+    if experiment.success is not None and not kind:
+        return figure_cell(experiment, experiment.kind, rows)
+    return mean_cell(values, form)
+
+
+def of_seeds(recipes: Recipes, seeds: range) -> Recipes:
+    """Return results of these seeds alone, without the run configs that have none."""
+    result: Recipes = {}
+    for recipe, entries in recipes.items():
+        result[recipe] = {}
+        for name, entry in entries.items():
+            runs = [run for run in entry["runs"] if run["seed"] in seeds]
+            if runs:
+                result[recipe][name] = {**entry, "runs": runs}
+    return result
+
+
+def holm_cell(
+    higher: str, lower: str, experiment: Experiment, recipe: str, recipes: Recipes
+) -> str | None:
+    """Return Holm's p of the marked claim of two sides, whichever it says is the lower
+    one; None if there is none."""
+    says = []
+    for claim in experiment.claims:
+        if {claim.higher, claim.lower} == {higher, lower}:
+            says.append(claim.says)
+    for claim in judgements(experiment, recipes)[recipe]:
+        if claim["primary"] and claim["says"] in says:
+            return p_cell(claim["p_holm"])
+    return None
 
 
 # ---- the page of an experiment -------------------------------------------------------

@@ -1022,11 +1022,59 @@ def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs()
         assert pages.filled(text, experiment, {"fast": entries}) == expected
     with pytest.raises(ValueError, match="E22 has no {fast: c:mflops}"):
         pages.filled("{fast: c:mflops}", experiment, {"fast": entries})
+    with pytest.raises(ValueError, match="no option '4 places'"):
+        pages.filled("{fast: a - b, 4 places}", experiment, {"fast": entries})
     # a question of success
     experiment = dataclasses.replace(load_experiment("E26"), kind="training")
     shares = {"a": by_seed(1.0, 0.9, 0.89, 0.4)}
     text = pages.filled("{star: a}, {star: a each}", experiment, {"star": shares})
     assert text == "2 of 4 runs, 0.400, 0.890, 0.900, 1.000"
+
+
+def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
+    """Against scipy."""
+    low = [1.0, 1.3, 1.15, 1.12, 2.4, 2.5]
+    high = [2.0, 2.2, 2.15, 2.1, 1.1, 1.0]
+    entries = {"a": by_seed(*high), "b": by_seed(*low), "c": by_seed(5.0, 5.1)}
+    for entry in entries.values():
+        for run in entry["runs"]:
+            last = run["losses"]["training"][-1]
+            run["losses"]["training"] = [last + 1 + run["seed"] % 2, last]
+            run["tokens"] = [5, 10]
+    claims = [
+        Claim("b is lower", "b", "a", primary=["fast"]),
+        Claim("the same, not marked", "b", "a"),
+        Claim("a is lower", "a", "c", primary=["fast"]),
+    ]
+    experiment = dataclasses.replace(
+        load_experiment("E22"), kind="training", claims=claims
+    )
+
+    def shown(text):
+        return pages.filled(text, experiment, {"fast": entries})
+
+    test = stats.ttest_ind(high[:4], low[:4], equal_var=False)
+    p = test.pvalue
+    interval = test.confidence_interval()
+    half_width = (interval.high - interval.low) / 2
+    other = stats.ttest_ind([5.0, 5.1], high[:4], equal_var=False).pvalue
+    p_rank = stats.mannwhitneyu(high[:4], low[:4], method="exact").pvalue
+    assert shown("{fast: a - b, p, seeds 0 to 3}") == f"{p:.2g}"
+    assert shown("{fast: a - b, p by ranks, seeds 0 to 3}") == f"{p_rank:.2g}"
+    assert p < other
+    # of two marked claims the smaller p counts twice, whatever the order of the sides
+    assert shown("{fast: a - b, Holm's p, seeds 0 to 3}") == f"{2 * p:.2g}"
+    assert shown("{fast: b - a, seeds 0 to 3, Holm's p}") == f"{2 * p:.2g}"
+    assert shown("{fast: a, seeds 4 to 5, 1 digits}") == "1.1, 1.0"
+    assert shown("{fast: a - b, seeds 0 to 3}") == f"0.970 ± {half_width:.3f}"
+    assert shown("{fast: c:training@0.5 - c}") == "1.500 (2 seeds)"
+    for text in (
+        "{fast: b - c, Holm's p}",  # no marked claim
+        "{fast: a - b, seeds 9 to 12}",
+        "{slow: a - b, p}",
+    ):
+        with pytest.raises(ValueError, match="E22 has no"):
+            shown(text)
 
 
 def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(
