@@ -2,6 +2,7 @@
 places of the real ones, in GPT-2's own vocabulary."""
 
 import json
+import re
 
 import pytest
 import test_released
@@ -124,7 +125,7 @@ def test_results_of_other_options_are_not_taken(tmp_path, monkeypatch):
         return {"results": [{"call": len(commands)}]}
 
     monkeypatch.setattr(reproduce, "report_of", report_of)
-    models = {model.name: model for model in reproduce.read_config()[0]}
+    models = {model.name: model for model in reproduce.read_config().models}
 
     def evaluated(sets, **options):
         arguments = reproduce.Arguments(out=tmp_path, quick=True, **options)
@@ -143,7 +144,7 @@ def test_results_of_other_options_are_not_taken(tmp_path, monkeypatch):
 
 
 def test_one_sequence_has_no_interval():
-    line = reproduce.read_config()[1][0]
+    line = reproduce.read_config().lines[0]
     row = {
         "dataset": "ptb",
         "orders": line.orders,
@@ -151,12 +152,12 @@ def test_one_sequence_has_no_interval():
         "perplexity": 20.0,
         "perplexity_95": [None, None],
     }
-    assert reproduce.cell([row], "ptb", line, 30.0) == "20.00 / 30.00"
+    assert reproduce.cell([row], "ptb", line, 30.0, ["a"]) == "20.00 / 30.00"
 
 
 @needs_gpt2
 def test_radd_is_downloaded_as_a_folder_that_loads(stand_ins):
-    models = {model.name: model for model in reproduce.read_config()[0]}
+    models = {model.name: model for model in reproduce.read_config().models}
     assert load(reproduce.fetched(models["RADD"], "small")).model.config.is_encoder
     assert stand_ins == ["JingyangOu/radd-lambda-dce"]
 
@@ -166,7 +167,7 @@ def test_what_cannot_be_downloaded_and_what_is_unknown_is_named(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    model = reproduce.read_config()[0][0]
+    model = reproduce.read_config().models[0]
     with pytest.raises(UserError, match=r"AO-GPT-MDM cannot be downloaded .*no route"):
         reproduce.fetched(model, "small")
     message = "--models GPT-3: choose among AO-GPT, sigma-GPT"
@@ -175,10 +176,51 @@ def test_what_cannot_be_downloaded_and_what_is_unknown_is_named(monkeypatch):
 
 
 def test_every_line_has_a_published_number_for_every_set():
-    models, lines, datasets = reproduce.read_config()
-    names = {model.name for model in models}
-    for line in lines:
+    config = reproduce.read_config()
+    names = {model.name for model in config.models}
+    for line in config.lines:
         assert line.model in names
         assert line.published.keys() == {"small", "medium"}
         for row in line.published.values():
-            assert len(row) == len(datasets)
+            assert len(row) == len(config.datasets)
+    for cause in config.causes:
+        assert set(cause.models) <= names
+        assert any(cause.applies_to(line) for line in config.lines)
+
+
+def test_a_cell_that_differs_names_its_causes_alone():
+    config = reproduce.read_config()
+    results = {}
+    for line in config.lines:
+        row = {"dataset": "ptb", "orders": line.orders, "ensemble": line.ensemble}
+        row |= {"perplexity": 10.0, "perplexity_95": [9.0, 11.0]}
+        results.setdefault(("small", line.model), []).append(row)
+    results["small", "GPT-2"][0]["perplexity_95"] = [9.0, 200.0]
+    arguments = reproduce.Arguments(quick=True)
+    page = reproduce.table(arguments, config, ["ptb"], results)
+    says = dict(re.findall(r"^- \*(\w)\*: (.*)\.$", page, flags=re.MULTILINE))
+
+    def causes_of(title):
+        (line,) = [line for line in page.splitlines() if f"| {title} (small)" in line]
+        letters = re.search(r"\*\* \*([a-z, ]*)\*", line)
+        return [says[letter] for letter in letters[1].split(", ")] if letters else None
+
+    part = "16 batches on most sets; here 256 are scored"
+    passes = "a pass for each token left to right: 64 sequences"
+    orders = "8 random orders"
+    expected = {
+        "SEDD, left to right": [part, passes, "SEDD left to right is its cross"],
+        "SEDD, any order": [part, orders],
+        "RADD, any order": [part, orders, "RADD in any order is its ELBO"],
+        "AO-GPT, left to right": [part, "AO-GPT's weights"],
+        "AO-GPT, any order, 64 orders": [part, orders, "AO-GPT's weights"],
+        "GPT-2, left to right": None,  # the published number is inside
+    }
+    for title, parts in expected.items():
+        causes = causes_of(title)
+        if parts is None:
+            assert causes is None
+            continue
+        assert len(causes) == len(parts)
+        for cause, part_of_cause in zip(causes, parts, strict=True):
+            assert part_of_cause in cause
