@@ -129,7 +129,10 @@ def figure(results: dict[str, Entries]) -> bytes:
     for axes, (task, entries) in zip(places, hard.items(), strict=False):
         draw_task(axes, entries)
         axes.set_title(task, fontsize=10)
-    draw_legend(places[len(hard)], entries)
+    names: dict[str, None] = {}  # a task may have systems of its own
+    for entries in hard.values():
+        names.update(dict.fromkeys(entries))
+    draw_legend(places[len(hard)], list(names))
     for axes in places[len(hard) + 1 :]:
         axes.remove()
     caption = (
@@ -166,12 +169,12 @@ def draw_task(axes, entries: Entries) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_legend(axes, entries: Entries) -> None:
+def draw_legend(axes, names: list[str]) -> None:
     """Fill a panel with the colors of systems and the markers of decoders."""
     labels = {}
     for title, (name, _) in COMPARED.items():
         labels[name] = title.split(",")[0]
-    for name, style in styles_of(entries).items():
+    for name, style in styles_of(names).items():
         label = labels.get(name, name)
         axes.plot([], [], "s", color=style.color, label=label)
     for decoder, marker in MARKERS.items():
@@ -198,8 +201,11 @@ def page(results: dict[str, Entries]) -> str:
 
 def details(tasks: dict[str, Experiment], results: dict[str, Entries]) -> str:
     """Return every system and decoder, losses, rates and commits as Markdown."""
-    first = next(iter(results.values()), {})
-    sizes = ", ".join(f"{name} {e['parameters']:,}" for name, e in first.items())
+    parameters: dict[str, int] = {}
+    for entries in results.values():
+        for name, entry in entries.items():
+            parameters.setdefault(name, entry["parameters"])
+    sizes = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
     setting = next(iter(tasks.values())).setting
     lines = ["# Tasks: details", "", f"{setting} Parameters: {sizes}.", ""]
     for task, entries in results.items():

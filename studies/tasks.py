@@ -31,6 +31,7 @@ from aogpt.runtime.validation import check_values, read_toml
 from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
 from aogpt.training.config import Config
 from studies.answer_pages import (
+    COMPARED,
     CONFIGS,
     RECIPE,
     RESULTS,
@@ -87,22 +88,23 @@ def main() -> None:
 
 def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
     """Return an experiment for each task, with what it asks as its title, and decoding
-    options by name."""
+    options by name. A task has the systems of all, and its own."""
     values = read_toml(CONFIGS / "systems.toml")
     tasks = {}
     for task, changes in values["tasks"].items():
         title = changes.pop("says")
         seeds = changes.pop("seeds", values["seeds"])
+        systems = {**values["run_configs"], **changes.pop("run_configs", {})}
         changes.setdefault("tune", values["tune"])
         changes["data.folder"] = f"data/{task}"
         changes["model.block_size"] = TASKS[task].length
-        systems = read_run_configs(values["run_configs"], task, changes)
+        run_configs = read_run_configs(systems, task, changes)
         tasks[task] = Experiment(
             name=f"tasks/{task}",
             title=title,
             setting=values["setting"],
             base=values["base"],
-            recipes={RECIPE: systems},
+            recipes={RECIPE: run_configs},
             seeds=seeds,
             tuning_seeds=values["tuning_seeds"],
         )
@@ -127,14 +129,17 @@ def run(
 def load_results(
     tasks: dict[str, Experiment], decoders: dict[str, dict]
 ) -> dict[str, Entries]:
-    """Return the systems of each task, made of the rows of its runs, without tasks that
-    lack one."""
+    """Return the systems of each task, made of the rows of its runs, without systems
+    that lack one and tasks that lack a system that is compared on all."""
+    compared = {system for system, _ in COMPARED.values()}
     results = {}
     for task, experiment in tasks.items():
         rows = Results(RESULTS / f"{task}.runs.jsonl", complete=True)
         with contextlib.suppress(MissingRow):
-            runner = Runner(experiment, rows)
-            results[task] = answered(task, runner, decoders, experiment.seeds)
+            runner = Runner(experiment, rows, partial=True)
+            entries = answered(task, runner, decoders, experiment.seeds)
+            if compared <= entries.keys():
+                results[task] = entries
     return results
 
 
