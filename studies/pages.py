@@ -8,7 +8,8 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
     {fast: l2r10:parameters}       parameters of one; mflops: of a trained token
     {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
     {fast: a:random@0.5 - b}       a term of a difference after a share of the tokens
-    {fast: a - b, p}               its p value by Welch's test, not corrected
+    {fast: a - b, p}               its p value by Welch's test, of successes by
+                                   Fisher's, not corrected
     {fast: a - b, p by ranks}      by ranks, not corrected
     {fast: a - b, Holm's p}        of the marked claim of these two sides, corrected
     {fast: a - b, seeds 8 to 15}   of these seeds alone
@@ -339,7 +340,10 @@ def cell_of(
         return cost_cell(entries[run_config], kind)
     if shown.p_value == "Holm's p":
         return holm_cell(higher, lower, experiment, recipe, recipes)
-    judgement = judged(Claim("", lower or "0", higher), experiment.kind, entries)
+    # counts of runs that succeed are compared by Fisher's test
+    success = experiment.success if lower and ":" not in sides else None
+    claim = Claim("", lower or "0", higher, success=success)
+    judgement = judged(claim, experiment.kind, entries)
     if not judgement or judgement["mean"] is None:
         return None
     if shown.p_value:

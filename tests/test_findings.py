@@ -1026,9 +1026,12 @@ def test_a_number_of_a_text_may_have_more_digits_or_be_what_a_run_config_costs()
         pages.filled("{fast: a - b, 4 places}", experiment, {"fast": entries})
     # a question of success
     experiment = dataclasses.replace(load_experiment("E26"), kind="training")
-    shares = {"a": by_seed(1.0, 0.9, 0.89, 0.4)}
+    shares = {"a": by_seed(1.0, 0.9, 0.89, 0.4), "b": by_seed(0.1, 0.2, 0.1, 0.1)}
     text = pages.filled("{star: a}, {star: a each}", experiment, {"star": shares})
     assert text == "2 of 4 runs, 0.400, 0.890, 0.900, 1.000"
+    text = pages.filled("{star: a - b}, {star: a - b, p}", experiment, {"star": shares})
+    p = stats.fisher_exact([[2, 2], [0, 4]]).pvalue
+    assert text == f"2 against 0 of 4 runs, {p:.2g}"
 
 
 def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
