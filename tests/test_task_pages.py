@@ -246,6 +246,7 @@ def test_the_front_table_has_the_numbers_of_runs_that_find_the_path():
     assert encoder == str(runs_that_find_the_path("encoder"))
     names = {
         "rotation": "rotary",
+        "[MASK] query": "mask_query",
         "adaLN + rotation": "adaln_rotary",
         "adaLN": "adaln",
     }
