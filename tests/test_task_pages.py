@@ -233,6 +233,16 @@ def test_the_numbers_below_the_front_table_are_those_of_the_runs():
     assert "with the unweighted loss none of 20 runs finds it" in text
 
 
+def test_the_pages_say_how_adaln_does_on_colouring():
+    entries = tasks.load_results({"colouring": KNOWN["colouring"]}, DECODERS)
+    entry = entries["colouring"]["adaln_rotary"]
+    shares = values_of(entry, "confidence", "exact_match")
+    words = ", ".join(f"{100 * share:.0f}" for share in shares)
+    for page_file in (ROOT / "README.md", RESULTS / "README.md"):
+        text = " ".join(page_file.read_text().split())
+        assert f"adaLN beside rotation {words}%" in text
+
+
 def runs_that_find_the_path(run_config: str) -> int:
     answers = audited_figures("E26", "star", run_config, "exact_star")
     assert len(answers) == 20
