@@ -233,7 +233,14 @@ def table(
     """Return as Markdown, for each line and set, our perplexity, its 95% interval and
     the published one; where that is outside of the interval also the letters of the
     causes that can be behind it."""
-    causes = causes_of(a, config.models) + config.causes
+    shown = []  # lines of a model that was measured
+    for line in config.lines:
+        if any((size, line.model) in results for size in a.all_sizes):
+            shown.append(line)
+    causes = []
+    for cause in causes_of(a, config.models) + config.causes:
+        if any(cause.applies_to(line) for line in shown):
+            causes.append(cause)
     rows = []
     for size in a.all_sizes:
         for line in config.lines:
@@ -258,9 +265,9 @@ def table(
             "# Zero-shot perplexities: ours, and published",
             "",
             "Ours (95% interval over sequences, or documents where that is wider; "
-            f"{scope}) / published by Xue et al. (arXiv 2506.19935). **Bold**: the "
-            "published number is outside of our interval; the letters name what can "
-            "be the cause.",
+            f"{scope}, unless a letter says otherwise) / published by Xue et al. "
+            "(arXiv 2506.19935). **Bold**: the published number is outside of our "
+            "interval; the letters name what can be the cause.",
             "",
             *markdown_table(head, rows, left=len(head)),
             "",
@@ -276,11 +283,11 @@ def table(
 
 def causes_of(a: Arguments, models: list[Model]) -> list[Cause]:
     """Return the causes that come with the options of this call."""
-    part = "here all are scored"
-    if a.limit:
-        part = f"here {a.limit} are scored, spread over a set"
     causes = [
-        Cause(f"the released script stops after 16 batches on most sets; {part}"),
+        Cause(
+            "the released script stops after 16 batches on most sets, here sequences "
+            "are spread over a set"
+        ),
         Cause(
             f"a sequence is scored under {a.num_orders} random orders, or masks of an "
             "encoder, drawn anew",

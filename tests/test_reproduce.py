@@ -197,6 +197,10 @@ def test_a_cell_that_differs_names_its_causes_alone():
         results.setdefault(("small", line.model), []).append(row)
     results["small", "GPT-2"][0]["perplexity_95"] = [9.0, 200.0]
     arguments = reproduce.Arguments(quick=True)
+    alone = {("small", "GPT-2"): results["small", "GPT-2"]}
+    page = reproduce.table(arguments, config, ["ptb"], alone)
+    assert "GPT-2 has no start token" in page
+    assert "SEDD" not in page
     page = reproduce.table(arguments, config, ["ptb"], results)
     says = dict(re.findall(r"^- \*(\w)\*: (.*)\.$", page, flags=re.MULTILINE))
 
@@ -205,12 +209,12 @@ def test_a_cell_that_differs_names_its_causes_alone():
         letters = re.search(r"\*\* \*([a-z, ]*)\*", line)
         return [says[letter] for letter in letters[1].split(", ")] if letters else None
 
-    part = "16 batches on most sets; here 256 are scored"
+    part = "16 batches on most sets, here sequences are spread"
     passes = "a pass for each token left to right: 64 sequences"
     orders = "8 random orders"
     expected = {
         "SEDD, left to right": [part, passes, "SEDD left to right is its cross"],
-        "SEDD, any order": [part, orders],
+        "SEDD, any order": [part, orders, "SEDD's own bound"],
         "RADD, any order": [part, orders, "RADD in any order is its ELBO"],
         "AO-GPT, left to right": [part, "AO-GPT's weights"],
         "AO-GPT, any order, 64 orders": [part, orders, "AO-GPT's weights"],
