@@ -285,7 +285,10 @@ def shown_by(words: str) -> Shown:
         if digits := re.fullmatch(r"(\d) digits", option):
             shown = replace(shown, digits=int(digits[1]))
         elif seeds := re.fullmatch(r"seeds (\d+) to (\d+)", option):
-            first, last = map(int, seeds.groups())
+            first = int(seeds[1])
+            last = int(seeds[2])
+            if first > last or shown.seeds is not None:
+                raise UserError(f"a number of a text cannot be of {option}")
             shown = replace(shown, seeds=range(first, last + 1))
         elif option in P_VALUES:
             shown = replace(shown, p_value=option)
@@ -307,7 +310,7 @@ def filled(
         if name:
             source, results = load_results(name.strip())
         shown = shown_by(options)
-        if shown.seeds:
+        if shown.seeds is not None:
             results = of_seeds(results, shown.seeds)
         entries = results.get(recipe, {})
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
@@ -336,6 +339,8 @@ def cell_of(
     entries = recipes[recipe]
     higher, _, lower = sides.removesuffix(" each").partition(" - ")
     run_config, _, kind = higher.partition(":")
+    if shown.p_value and not lower:
+        return None
     if kind in ("parameters", "mflops") and run_config in entries:
         return cost_cell(entries[run_config], kind)
     if shown.p_value == "Holm's p":
@@ -362,13 +367,13 @@ def cell_of(
 
 
 def of_seeds(recipes: Recipes, seeds: range) -> Recipes:
-    """Return results of these seeds alone, without the run configs that have none."""
+    """Return results of these seeds alone, without the run configs that lack one."""
     result: Recipes = {}
     for recipe, entries in recipes.items():
         result[recipe] = {}
         for name, entry in entries.items():
             runs = [run for run in entry["runs"] if run["seed"] in seeds]
-            if runs:
+            if len(runs) == len(seeds):
                 result[recipe][name] = {**entry, "runs": runs}
     return result
 
@@ -383,7 +388,8 @@ def holm_cell(
         if {claim.higher, claim.lower} == {higher, lower}:
             says.append(claim.says)
     for claim in judgements(experiment, recipes)[recipe]:
-        if claim["primary"] and claim["says"] in says:
+        p = claim["p_rank" if claim["ranks"] else "p"]
+        if claim["primary"] and claim["says"] in says and p is not None:
             return p_cell(claim["p_holm"])
     return None
 
@@ -691,7 +697,10 @@ def claims_table(claims: list[dict]) -> list[str]:
 
 
 def p_cell(p: float | None) -> str:
-    return "" if p is None else f"{p:.2g}"
+    """Return a p value: where limits are near with three digits after the point."""
+    if p is None:
+        return ""
+    return f"{p:.3f}" if 0.01 <= p < 0.2 else f"{p:.2g}"
 
 
 # ---- the page of all -----------------------------------------------------------------

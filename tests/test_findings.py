@@ -1074,9 +1074,15 @@ def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
     for text in (
         "{fast: b - c, Holm's p}",  # no marked claim
         "{fast: a - b, seeds 9 to 12}",
+        "{fast: a - b, seeds 0 to 6}",  # one more than there are
+        "{fast: a - b, Holm's p, seeds 0 to 0}",
+        "{fast: a, p}",
         "{slow: a - b, p}",
     ):
         with pytest.raises(ValueError, match="E22 has no"):
+            shown(text)
+    for text in ("{fast: a, seeds 3 to 0}", "{fast: a, seeds 0 to 1, seeds 2 to 3}"):
+        with pytest.raises(ValueError, match="a number of a text cannot be of seeds"):
             shown(text)
 
 
