@@ -171,7 +171,7 @@ def draw_task(axes, entries: Entries) -> None:
 
 def draw_legend(axes, names: list[str]) -> None:
     """Fill a panel with the colors of systems and the markers of decoders."""
-    labels = {}
+    labels = {"adaln_rotary": "adaLN beside rotation"}
     for title, (name, _) in COMPARED.items():
         labels[name] = title.split(",")[0]
     for name, style in styles_of(names).items():

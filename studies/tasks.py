@@ -129,8 +129,9 @@ def run(
 def load_results(
     tasks: dict[str, Experiment], decoders: dict[str, dict]
 ) -> dict[str, Entries]:
-    """Return the systems of each task, made of the rows of its runs, without systems
-    that lack one and tasks that lack a system that is compared on all."""
+    """Return the systems of each task, made of the rows of its runs: without systems
+    that lack a run, and without tasks that lack a system which is compared on all, or
+    a decoder of some run."""
     compared = {system for system, _ in COMPARED.values()}
     results = {}
     for task, experiment in tasks.items():
