@@ -72,15 +72,14 @@ def test_a_system_of_one_task_may_be_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "RESULTS", tmp_path)
     chosen = {"colouring": KNOWN["colouring"]}
     lines = (RESULTS / "colouring.runs.jsonl").read_text().splitlines(keepends=True)
-    others = [line for line in lines if "adaln_rotary" not in line]
+    remaining = [line for line in lines if "adaln_rotary" not in line]
     file = tmp_path / "colouring.runs.jsonl"
-    file.write_text("".join(others))
+    file.write_text("".join(remaining))
     systems = tasks.load_results(chosen, DECODERS)["colouring"]
     assert "adaln_rotary" not in systems
     file.write_text("".join(lines))
-    assert tasks.load_results(chosen, DECODERS)[
-        "colouring"
-    ].keys() - systems.keys() == {"adaln_rotary"}
+    complete = tasks.load_results(chosen, DECODERS)["colouring"]
+    assert complete.keys() - systems.keys() == {"adaln_rotary"}
     decoded = [n for n, line in enumerate(lines) if "exact_match" in line]
     file.write_text("".join(lines[: decoded[-1]] + lines[decoded[-1] + 1 :]))
     assert not tasks.load_results(chosen, DECODERS)
