@@ -34,6 +34,7 @@ from studies.runner import MissingRow, Recipes, Results, Runner, commits_of
 from studies.runs import ROOT
 from studies.verdicts import (
     Claim,
+    deciding_p,
     figure_of,
     judged,
     tokens_to,
@@ -388,8 +389,9 @@ def holm_cell(
         if {claim.higher, claim.lower} == {higher, lower}:
             says.append(claim.says)
     for claim in judgements(experiment, recipes)[recipe]:
-        p = claim["p_rank" if claim["ranks"] else "p"]
-        if claim["primary"] and claim["says"] in says and p is not None:
+        if not claim["primary"] or claim["says"] not in says:
+            continue
+        if deciding_p(claim) is not None:
             return p_cell(claim["p_holm"])
     return None
 

@@ -233,14 +233,12 @@ def table(
     """Return as Markdown, for each line and set, our perplexity, its 95% interval and
     the published one; where that is outside of the interval also the letters of the
     causes that can be behind it."""
-    shown = []  # lines of a model that was measured
-    for line in config.lines:
-        if any((size, line.model) in results for size in a.all_sizes):
-            shown.append(line)
-    causes = []
+    names = {model for _, model in results}
+    measured_lines = [line for line in config.lines if line.model in names]
+    causes: dict[str, Cause] = {}  # by letter
     for cause in causes_of(a, config.models) + config.causes:
-        if any(cause.applies_to(line) for line in shown):
-            causes.append(cause)
+        if any(cause.applies_to(line) for line in measured_lines):
+            causes[ascii_lowercase[len(causes)]] = cause
     rows = []
     for size in a.all_sizes:
         for line in config.lines:
@@ -248,7 +246,7 @@ def table(
             if measured is None:
                 continue
             letters = []
-            for letter, cause in zip(ascii_lowercase, causes, strict=False):
+            for letter, cause in causes.items():
                 if cause.applies_to(line):
                     letters.append(letter)
             rows.append([f"{line.title} ({size})"])
@@ -256,9 +254,7 @@ def table(
                 published = line.published[size][config.datasets.index(name)]
                 rows[-1].append(cell(measured, name, line, published, letters))
     head = ["model", *datasets]
-    listed = []
-    for letter, cause in zip(ascii_lowercase, causes, strict=False):
-        listed.append(f"- *{letter}*: {cause.says}.")
+    listed = [f"- *{letter}*: {cause.says}." for letter, cause in causes.items()]
     scope = f"{a.limit} sequences of each set" if a.limit else "whole sets"
     return "\n".join(
         [

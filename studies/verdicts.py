@@ -356,7 +356,7 @@ def with_verdicts(claims: list[dict], tests: int) -> None:
     as tests that failed, too."""
     p_of = {}
     for number, claim in enumerate(claims):
-        p = claim["p_rank"] if claim["ranks"] else claim["p"]
+        p = deciding_p(claim)
         p_of[number] = 1.0 if claim["verdict"] or p is None else p
     adjusted = 0.0
     for rank, number in enumerate(sorted(p_of, key=p_of.get)):
@@ -366,6 +366,12 @@ def with_verdicts(claims: list[dict], tests: int) -> None:
         claim["p_holm"] = adjusted
         if not claim["verdict"]:
             claim["verdict"] = verdict_of(claim)
+
+
+def deciding_p(claim: dict) -> float | None:
+    """Return the p value that the verdict on a claim is from, before Holm's correction;
+    None if its runs have none."""
+    return claim["p_rank"] if claim["ranks"] else claim["p"]
 
 
 def verdict_of(claim: dict) -> str:
