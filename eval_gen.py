@@ -300,8 +300,6 @@ def name_of(settings: dict) -> str:
             name += f", {key.replace('_', ' ')} {settings[key]:g}"
     if settings.get("order"):
         name += f", {settings['order']}"
-    if settings.get("refine"):
-        name += f", refined {settings['refine']}"
     return name
 
 
@@ -388,7 +386,7 @@ def lines_of(result: dict) -> list[str]:
         "",
         legend(),
     ]
-    shown = {*SIZES, *LIMITS, "order", "refine"}
+    shown = {*SIZES, *LIMITS, "order"}
     shown.update(column.key for column in columns)
     for note in notes(result["rows"], shown):
         lines.append(f"- {note}")

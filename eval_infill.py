@@ -87,8 +87,8 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
         temperature=0
     )
     """Without --mode: l2r; given both sides also random and adaptive. Given the left
-    side, an encoder reads [MASK] up to the end of the block; with adaptive or --refine
-    it fills all of them in, and the sentence is what is in its place."""
+    side, an encoder reads [MASK] up to the end of the block; with adaptive it fills
+    all of them in, and the sentence is what is in its place."""
 
 
 def main() -> None:
@@ -296,11 +296,11 @@ def fill_in(
 
     Given the left side alone, an encoder reads [MASK] up to the end of the block, as
     where `middle_nll` scores it: it must not see where the middle ends. Nothing of what
-    comes after the middle is filled in before it, unless the model chooses the order or
-    redraws tokens (--refine): then all of it is."""
+    comes after the middle is filled in before it, unless the model chooses the order:
+    then all of it is."""
     N, T = passages.tokens.shape
     reads_on = loaded.model.config.is_encoder and not both
-    fills_all = reads_on and (options.mode == "adaptive" or options.refine > 0)
+    fills_all = reads_on and options.mode == "adaptive"
     length = passages.end
     if both or fills_all:
         length = torch.full((N,), T)

@@ -97,9 +97,8 @@ class Arguments(RunOptions, OutputOptions):
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the
     step and log-probability of each, the order in which they were generated, settings.
     Log-probabilities (nats) are those before temperature, top-k and top-p, also on the
-    --html page; after --refine those of the final text, each token given all before it
-    in that order. Model calls, token-forwards and seconds are totals over all samples
-    up to then."""
+    --html page. Model calls, token-forwards and seconds are totals over all samples up
+    to then."""
     html: Path | None = None
     """Write a page that shows the samples filling in, step by step."""
 

@@ -431,7 +431,7 @@ def test_the_best_fillings_are_shown(tmp_path, monkeypatch, capsys):
         texts_of_prompt[row["prompt_index"]].append(row["text"])
     assert len(set(texts_of_prompt[2])) > 2
     assert texts_of_prompt[1] == [row["text"] for row in shown_rows[3:]]
-    words += ["--refine", 2, "--no-repeat-ngram", 2, "--repetition-penalty", 1.1]
+    words += ["--no-repeat-ngram", 2, "--repetition-penalty", 1.1]
     infill = ["--infill", "She[MASK:2-4] home."]
     printed = run_main(sample, monkeypatch, capsys, *words, *infill)
     assert printed.count("=== sample") == 1
@@ -1006,7 +1006,6 @@ def test_a_model_of_any_order_fills_gaps_by_resampling_if_it_is_told(books):
         assert filling.text.endswith(" was tired.")
     assert books.fill(text, seed=1)[0].weight is None
     for call, words in (
-        (lambda: books.fill(text, mode="resampling", refine=2), "leave out refine"),
         (lambda: books.fill(text, mode="resampling", require=("a",)), "require"),
         (lambda: books.fill(text, mode="resampling", noise="float32"), "noise float32"),
         (lambda: books.generate("The", mode="resampling"), "text with masks"),

@@ -19,7 +19,6 @@ from reference import make_plan, make_system, random_tokens, seeded, some_given
 from aogpt.model import attention
 from aogpt.sampling import Engine, compiled, engine, generate, kernel_check
 from aogpt.sampling.cached import Step, ragged
-from aogpt.sampling.refine import refine
 from aogpt.sampling.token_choice import TokenChoice, choose_tokens
 
 triton = pytest.importorskip("triton")
@@ -373,22 +372,6 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
-
-
-@pytest.mark.slow(reason=INTERPRETED)
-@pytest.mark.parametrize("by", ["drawn", "others"])
-def test_refinement_with_kernels_is_refinement_without(by, kernels_run):
-    model = small_system("AO-GPT")
-    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
-    uniforms = torch.rand(3, 12, generator=seeded(1), dtype=torch.float64)
-    choice = TokenChoice(0.9, 0.9)
-    samples = generate(model, plan, uniforms=uniforms, choice=choice, vocab_size=11)
-    plain = engine.Decoder(model, choice=choice, vocab_size=11)
-    expected = refine(plain, samples, uniforms, 2, 0.3, by)
-    fast = engine.Decoder(model, choice=choice, vocab_size=11, kernels=True)
-    got = refine(fast, samples, uniforms, 2, 0.3, by)
-    assert kernels_run.attention
-    assert torch.equal(got.tokens, expected.tokens)
 
 
 @pytest.mark.slow(reason=INTERPRETED)

@@ -2,37 +2,25 @@
 defined."""
 
 import functools
-import itertools
 import math
 
 import pytest
 import torch
-from helpers import some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import (
-    ENCODERS,
-    ONE_BY_ONE,
-    accept,
-    chi_square_p,
-    distribution_of,
     enumerable_system,
     logits_given,
     make_plan,
     make_system,
     random_tokens,
     seeded,
-    sequence_counts,
     some_given,
 )
 
-import eval_gen
-import sample
 from aogpt.runtime.processes import Processes
-from aogpt.sampling import TokenChoice, generate, l2r_plan, modes, random_plan
-from aogpt.sampling.engine import Decoder
+from aogpt.sampling import TokenChoice, generate, random_plan
 from aogpt.sampling.race import fresh_uniforms
-from aogpt.sampling.refine import ROWS, given_others, redraw, redrawn, refine
 from aogpt.sampling.token_choice import choose_tokens, without_repeats
 
 N = 3
@@ -44,250 +32,6 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 
 def uniforms_for(*shape, seed=0):
     return torch.rand(shape, generator=seeded(seed), dtype=torch.float64)
-
-
-# ---- refinement ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "system", ["AO-GPT", "target rotary", "sigma-GPT", ONE_BY_ONE, "RADD"]
-)
-@pytest.mark.parametrize("mode", ["l2r", "random"])
-def test_redrawing_the_last_of_an_order_keeps_the_joint_along_it(system, mode):
-    model, conditional = enumerated(system, 3)
-    uniforms = uniforms_for(SAMPLES, 4, seed=1)
-    before = generate(model, make_plan(mode, SAMPLES, 4, seed=2), uniforms=uniforms)
-    last = torch.zeros(SAMPLES, 4, dtype=torch.bool)
-    last.scatter_(1, before.order[:, -1:], True)
-    decoder = Decoder(model)
-    fresh = uniforms_for(SAMPLES, 4, seed=3)
-    after = redraw(decoder, before, last, uniforms, fresh)
-    assert torch.equal(after.order, before.order)
-    assert (after.tokens != before.tokens).any()
-    assert torch.equal(after.tokens[~last], before.tokens[~last])
-    expected = distribution_of(mode, conditional, V, 4)
-    assert accept(sequence_counts(after.tokens, V), expected)
-    # One that is not the last changes it: this test can tell.
-    if (system, mode) == ("AO-GPT", "l2r"):
-        first = torch.arange(4).expand(SAMPLES, 4) == 0
-        moved = redraw(decoder, before, first, uniforms, fresh)
-        counts = sequence_counts(moved.tokens, V)
-        assert chi_square_p(counts, SAMPLES * expected) < 1e-6
-
-
-def gibbs_chain(conditional):
-    """Return the index of each state (order, sequence), and the matrix of a round that
-    moves one random position to the end of the order and draws it anew given the
-    others."""
-    orders = list(itertools.permutations(range(N)))
-    sequences = list(itertools.product(range(V), repeat=N))
-    states = itertools.product(orders, sequences)
-    index = {state: i for i, state in enumerate(states)}
-    matrix = torch.zeros(len(index), len(index), dtype=torch.float64)
-    for (order, tokens), i in index.items():
-        for position in range(N):
-            context = tuple(p for p in order if p != position)
-            new_order = (*context, position)
-            for token in range(V):
-                new_tokens = (*tokens[:position], token, *tokens[position + 1 :])
-                place = sequences.index(new_tokens)
-                probability = conditional[context, position][place]
-                j = index[new_order, new_tokens]
-                matrix[i, j] += probability / N
-    return index, matrix
-
-
-@pytest.mark.parametrize(
-    "system",
-    some_slow(
-        [("AO-GPT",), ("target rotary",), ("RADD",)],
-        lambda system: system == "AO-GPT",
-        "the chain is the same code for every system",
-    ),
-)
-def test_refinement_at_random_is_the_gibbs_chain_of_the_conditionals(system):
-    model, conditional = enumerated(system, 1, length=N)
-    index, matrix = gibbs_chain(conditional)
-    ones = torch.ones(len(index), dtype=torch.float64)
-    assert torch.allclose(matrix.sum(dim=1), ones)
-    uniforms = uniforms_for(SAMPLES, N, seed=5)
-    samples = generate(model, l2r_plan(SAMPLES, N), uniforms=uniforms)
-    start = torch.zeros(len(index), dtype=torch.float64)
-    joint = distribution_of("l2r", conditional, V, N)
-    start[: V**N] = joint  # the first order is from left to right
-    stationary = torch.linalg.matrix_power(matrix, 4096)[0]
-    for rounds in (1, 2, 30):
-        expected = start @ torch.linalg.matrix_power(matrix, rounds)
-        after = refine(Decoder(model), samples, uniforms, rounds, 0.1, "random")
-        if system in ENCODERS:  # the order means nothing to them
-            of_tokens = expected.view(-1, V**N).sum(dim=0)
-            assert accept(sequence_counts(after.tokens, V), of_tokens)
-        states = []
-        pairs = zip(after.order.tolist(), after.tokens.tolist(), strict=True)
-        for order, text in pairs:
-            states.append(index[tuple(order), tuple(text)])
-        counts = torch.tensor(states).bincount(minlength=len(index))
-        assert accept(counts, expected), rounds
-        # The text is scored at the end: a decoder in one pass for each batch of rows,
-        # an encoder in one for each position.
-        passes = 1
-        calls = -(-SAMPLES // ROWS)
-        if system in ENCODERS:
-            passes = N
-            calls = N
-        assert (after.nfe == N + rounds + passes).all()
-        assert after.model_calls == N + rounds + calls
-    assert accept(counts, stationary)
-    assert (expected - stationary).abs().sum() < 1e-3
-    # It is another distribution than that of the samples: the conditionals have no
-    # joint.
-    of_sequences = SAMPLES * stationary.view(-1, V**N).sum(dim=0)
-    counts = sequence_counts(samples.tokens, V)
-    assert chi_square_p(counts, of_sequences) < 1e-6
-
-
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD"])
-@torch.no_grad()
-def test_the_least_likely_given_all_others_or_when_drawn_are_redrawn(system):
-    """Rows of several lengths, with given tokens; one has nothing to generate."""
-    model = make_system(system, 2)
-    B = 6
-    T = 8
-    length = torch.tensor([8, 8, 5, 8, 3, 7])
-    is_prompt = some_given(B, T, 1)
-    tokens = random_tokens(vocab_size=11, batch_size=B, length=T, seed=3)
-    uniforms = uniforms_for(B, T, seed=4)
-    plan = random_plan(B, length, uniforms_for(B, T, seed=6), is_prompt)
-    samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
-    generated = samples.step >= 0
-    decoder = Decoder(model, vocab_size=11, batch_size=3)
-    again, scores = given_others(decoder, samples)
-    assert torch.equal(again.nfe, samples.nfe + generated.sum(dim=1))
-    for b, p in generated.nonzero().tolist():
-        order = samples.order[b, : length[b]].tolist()
-        other_positions = [q for q in order if q != p]
-        row = samples.tokens[b, : length[b]]
-        logits = logits_given(model, row, other_positions, p)[:11]
-        expected = logits.log_softmax(dim=-1)[row[p]]
-        assert abs(float(scores[b, p]) - float(expected)) < 1e-5
-    count = redrawn(generated, 0.4)
-    expected_count = []
-    for size in generated.sum(dim=1).tolist():
-        # 40%, and at least one where there is any
-        expected_count.append(round(0.4 * size) or min(size, 1))
-    assert count.tolist() == expected_count
-    assert count[1] == 0
-    for by, score in (("others", scores), ("drawn", samples.log_probs)):
-        after = refine(decoder, samples, uniforms, 1, 0.4, by)
-        moved = after.step > samples.step.amax(dim=1, keepdim=True)
-        assert torch.equal(moved.sum(dim=1), count)
-        lowest_kept = score.where(generated & ~moved, torch.inf).amin(dim=1)
-        highest_moved = score.where(moved, -torch.inf).amax(dim=1)
-        assert (highest_moved <= lowest_kept).all()
-        assert torch.equal(after.tokens[~moved], samples.tokens[~moved])
-        assert torch.equal(after.step[~moved], samples.step[~moved])
-        choosing = 0
-        if by == "others":
-            choosing = generated.sum(dim=1)
-        scoring = generated.any(dim=1)
-        if model.config.is_encoder:
-            scoring = generated.sum(dim=1)
-        assert torch.equal(after.nfe, samples.nfe + choosing + count + scoring)
-        for b in range(B):
-            last = after.order[b, length[b] - count[b] : length[b]]
-            moved_positions = moved[b].nonzero().flatten()
-            assert torch.equal(last.sort().values, moved_positions)
-
-
-@pytest.mark.parametrize("by", ["drawn", "others", "random"])
-@pytest.mark.parametrize("system", ["AO-GPT", "target rotary", "two_stream", "RADD"])
-@torch.no_grad()
-def test_log_probs_after_refinement_are_those_of_the_text_that_is_there(system, by):
-    """Rows of several lengths, with given tokens, from steps of several tokens."""
-    model = make_system(system, 2)
-    B = 5
-    T = 8
-    length = torch.tensor([8, 8, 5, 3, 7])
-    given_tokens = some_given(B, T, 1)
-    tokens = random_tokens(vocab_size=11, batch_size=B, length=T, seed=3)
-    uniforms = uniforms_for(B, T, seed=4)
-    plan = random_plan(B, length, uniforms_for(B, T, seed=6), given_tokens, group=3)
-    samples = generate(model, plan, tokens, uniforms=uniforms, vocab_size=11)
-    decoder = Decoder(model, vocab_size=11, batch_size=2)
-    after = refine(decoder, samples, uniforms, rounds=3, share=0.4, by=by)
-    for b in range(B):
-        n = int(length[b])
-        row = after.tokens[b, :n]
-        order = after.order[b, :n].tolist()
-        for place, position in enumerate(order):
-            expected = 0.0
-            if after.step[b, position] >= 0:
-                logits = logits_given(model, row, order[:place], position)[:11]
-                expected = float(logits.log_softmax(dim=-1)[row[position]])
-            assert abs(float(after.log_probs[b, position]) - expected) < 1e-4
-    assert not torch.allclose(after.log_probs, samples.log_probs)
-    unchanged = refine(Decoder(model), samples, uniforms, rounds=0, share=0.4, by=by)
-    assert unchanged is samples
-
-
-@pytest.mark.parametrize("by", ["drawn", "others", "random"])
-def test_options_of_refinement_reach_every_sample_and_no_rounds_change_nothing(by):
-    model = make_system("AO-GPT", 4)
-    contexts = [[1, None, 2, None, None, None], [None] * 9]
-
-    def generated(batch_size=None, **more):
-        options = modes.DecodingOptions(mode="mdm", batch_size=batch_size, **more)
-        options = modes.with_mode_defaults(options)
-        planned = modes.plan_samples(options, contexts, seed=5, num_samples=4)
-        return modes.generate_distributed(
-            model, planned, options, 11, ALONE, end_token=3
-        )
-
-    plain = generated()
-    refined = generated(refine=3, refine_share=0.3, refine_by=by)
-    full = generated(refine=0)
-    assert torch.equal(plain.tokens, full.tokens)
-    assert torch.equal(plain.log_probs, full.log_probs)
-    assert (refined.tokens[:4, [0, 2]] == torch.tensor([1, 2])).all()
-    assert (refined.step[:4, [0, 2]] == -1).all()
-    assert refined.model_calls > plain.model_calls
-    for size in (1, 3):
-        alone = generated(size, refine=3, refine_share=0.3, refine_by=by)
-        for same in ("tokens", "nfe", "order", "step"):
-            assert torch.equal(getattr(alone, same), getattr(refined, same))
-    assert torch.equal(generated(3).order, plain.order)
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--refine-by", "random"], "--refine-by has no meaning without --refine"),
-        (["--refine", 1, "--refine-share", 0], "--refine-share"),
-        (
-            ["--mode", "speculative", "--repetition-penalty", 2],
-            "leave out --repetition-penalty",
-        ),
-        (
-            ["--mode", "speculative", "--no-repeat-ngram", 2],
-            "leave out --repetition-penalty",
-        ),
-        (["--repetition-penalty", 0.5], "--repetition-penalty is 0.5"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_in_one_line(script, run, words, message):
-    status, _, err = script(sample, run, *words)
-    assert status == 2
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_refinement_as_a_user_sees_it(printed, mistake, run, plain):
-    said = mistake(sample, plain, "--refine", 2)
-    assert "--refine needs a model that is conditioned on the target" in said
-    words = ["--num-samples", 2, "--length", 9, "--mode", "l2r", "--refine", 2]
-    out = printed(eval_gen, run, "--judge", run, *words)
-    assert "l2r 1, refined 2" in out
-    assert " 12.0 |" in out
 
 
 # ---- against repetition --------------------------------------------------------------

@@ -143,10 +143,8 @@ EVERY_MODE = {
     "any": ["--mode", "adaptive", "--unmask-by", "random"],
     "threshold": ["--mode", "margin", "--threshold", 0.05],
     "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
-    "refined": ["--mode", "l2r", "--refine", 2, "--refine-share", 0.3],
-    "refined at random, in groups": (
-        "--mode random --group-size 3 --refine 2 --refine-by random "
-        "--no-repeat-ngram 2 --repetition-penalty 1.5"
+    "without repeats, in groups": (
+        "--mode random --group-size 3 --no-repeat-ngram 2 --repetition-penalty 1.5"
     ).split(),
 }
 
@@ -189,7 +187,7 @@ OF_EACH_KIND = (
     "order",
     "bound",
     "speculative",
-    "refined at random, in groups",
+    "without repeats, in groups",
 )
 
 

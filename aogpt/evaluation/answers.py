@@ -194,7 +194,7 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
     its distribution."""
     if judge is None or judge.limit is None or plan.pace is not None:
         return None
-    if not options.is_exact or options.refine:
+    if not options.is_exact:
         return None
     limits = []
     if plan.draft:  # as one position a step

@@ -23,13 +23,12 @@ from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, WORDS, philox_bits, to_uniform
-from ..runtime.validation import LARGEST, Count, NonNegative, check_values, flag
+from ..runtime.validation import LARGEST, Count, check_values, flag
 from ..scoring import check_boolean
 from ..systems.kinds import system_of
 from . import plans
 from .engine import Decoder, Generation
 from .plans import Plan, Schedule
-from .refine import RefineBy, redrawn, refine
 from .scores import SCORES, Score
 from .token_choice import TokenChoice
 
@@ -69,8 +68,6 @@ MODE_OPTIONS = {
     "draft": ModeOption(8, ("speculative",)),
 }
 Bound = Annotated[float, Interval(ge=0)]
-# Defaults of what goes with `refine`.
-REFINING = {"refine_share": 0.1, "refine_by": "drawn"}
 RECORDS_NOTE = (
     "note: this run was trained on records: where these have prompts, a sample without "
     "one means nothing (sample.py --prompts DATA)"
@@ -137,18 +134,6 @@ class DecodingOptions(TokenChoice):
     or a plain GPT."""
     required: Annotated[tuple[tuple[int, ...], ...], tyro.conf.Suppress] = ()
     """The ids of these words."""
-    refine: NonNegative = 0
-    """Rounds in which generated tokens of a complete sample are redrawn, given all
-    others."""
-    refine_share: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """The share of the generated tokens that a round redraws, at least one; by default
-    0.1."""
-    refine_by: RefineBy | None = None
-    """Which tokens. drawn (default): those that were least likely when they were drawn;
-    no cost.
-    others: those that are least likely given all others; a model call a token and
-    round.
-    random: at random (Gibbs sampling)."""
     batch_size: Count | None = None
     """Samples in flight at once, fewer where memory runs out; by default 16.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on
@@ -200,14 +185,6 @@ def with_mode_defaults(
             raise UserError(
                 f"{flag(name)} has no meaning with --mode {mode}: leave it out, or "
                 f"take --mode {' or '.join(offered)}"
-            )
-    for name, default in REFINING.items():
-        value = getattr(options, name)
-        if options.refine:
-            values[name] = default if value is None else value
-        elif value is not None:
-            raise UserError(
-                f"{flag(name)} has no meaning without --refine: give it, such as 4"
             )
     if options.threshold is not None or options.entropy_bound is not None:
         values["group_size"] = options.group_size  # the model chooses how many
@@ -364,11 +341,6 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             f"--mode {options.mode} needs a model that is conditioned on the target "
             "position; this one is a plain GPT: leave out --mode, or take --mode l2r"
         )
-    if config.l2r_only and options.refine:
-        raise UserError(
-            "--refine needs a model that is conditioned on the target position; leave "
-            "it out for this one"
-        )
     if config.l2r_only and (options.require or options.required):
         raise UserError(
             "--require needs a model of any order, which sees a word on its right; "
@@ -395,8 +367,6 @@ def check_can_resample(config: ModelConfig) -> None:
 def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot fill masks by resampling."""
     check_can_resample(config)
-    if options.refine:
-        raise UserError("--mode resampling weights what it draws: leave out --refine")
     if options.require or options.required:
         raise UserError(
             "--require has no meaning with --mode resampling: write the words into the "
@@ -429,7 +399,7 @@ def check_start(has_text: bool, scored_from: int) -> None:
 def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str]:
     """Return the options of decoding that are not at their default, as "min_p 0.1", for
     the notes beside a table. shown: names of those that are said elsewhere."""
-    defaults: dict[str, object] = dict(REFINING)
+    defaults: dict[str, object] = {}
     for name, (default, _) in MODE_OPTIONS.items():
         defaults[name] = default
     left_out = {"mode", "batch_size", "banned", "required", *shown}
@@ -720,11 +690,6 @@ def generate_distributed(
         kernels=options.kernels,
     )
     total = int(plan.generated.sum())
-    if options.refine:
-        end_token = None  # what follows it may change
-        assert options.refine_share is not None
-        of_round = redrawn(plan.generated, options.refine_share)
-        total += options.refine * int(of_round.sum())
     progress = tqdm(
         total=total,
         unit="token",
@@ -742,18 +707,6 @@ def generate_distributed(
                 end_token=end_token,
                 progress=bar.update,
             )
-            if options.refine:
-                assert options.refine_share is not None
-                assert options.refine_by is not None
-                samples = refine(
-                    decoder,
-                    samples,
-                    uniforms,
-                    rounds=options.refine,
-                    share=options.refine_share,
-                    by=options.refine_by,
-                    progress=bar.update,
-                )
     parts = procs.gather(samples)
     return Generation.joined([part for part in parts if part is not None])
 

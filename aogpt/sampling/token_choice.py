@@ -30,7 +30,6 @@ GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could ove
 ACCEPTED = 1
 CORRECTED = 2
 REDRAWN = 3
-REFINED = -1  # and two for each round below it: of `refine`
 
 # What torch.rand draws in these types.
 GUMBEL_BITS = {torch.float32: 24, torch.bfloat16: 8}
