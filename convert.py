@@ -15,9 +15,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from aogpt.checkpoints import CheckpointError, adapters, load, pretrained, store
+from aogpt.checkpoints import CheckpointError, adapters, load, store
 from aogpt.checkpoints.adapters import FILE
-from aogpt.checkpoints.hub import write_hub_files, write_tokenizer_settings
+from aogpt.checkpoints.hub import write_hub_files
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
 from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
@@ -35,7 +35,6 @@ def convert(
     checkpoint: str = "last",
     hub: bool = False,
     adapter: bool = False,
-    layout: Literal["aogpt", "transformers"] = "aogpt",
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
@@ -55,11 +54,9 @@ def convert(
             code, tokenizer and a model card.
         adapter: Write the adapters of a run with --train.lora-rank alone, not merged
             into their base, and the sha256 of the base.
-        layout: transformers: write a Llama, Qwen2 or Qwen3 that needs no code and reads
-            from left to right, of a run that began from a pretrained decoder.
     """
-    if hub + adapter + (layout != "aogpt") > 1:
-        raise UserError("give one of --hub, --adapter and --layout transformers")
+    if hub and adapter:
+        raise UserError("give one of --hub and --adapter")
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
@@ -77,32 +74,26 @@ def convert(
         show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
         return
     loaded = load(source, weights, checkpoint=checkpoint)
-    if layout == "transformers":
-        tensors = pretrained.tensors_of(loaded.model, loaded.get_tokenizer())
-    else:
-        prefix = "model." if hub else ""
-        tensors = {}
-        for name, p in loaded.model.named_parameters():
-            tensors[prefix + name] = p.detach()
+    prefix = "model." if hub else ""
+    tensors = {}
+    for name, p in loaded.model.named_parameters():
+        tensors[prefix + name] = p.detach()
 
     def write_settings(folder: Path, data: bytes) -> None:
-        if layout == "transformers":
-            write_transformers_files(folder, loaded, tensors, dtype)
-        else:
-            write_export(
-                folder=folder,
-                loaded=loaded,
-                source=source,
-                data=data,
-                dtype=dtype,
-                hub=hub,
-            )
+        write_export(
+            folder=folder,
+            loaded=loaded,
+            source=source,
+            data=data,
+            dtype=dtype,
+            hub=hub,
+        )
 
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)
     show(f"read {loaded.description}")
     rest = "config.json"
-    if hub or layout == "transformers":
+    if hub:
         rest = "what transformers needs"
     written = f"model.safetensors ({description_of(tensors, loaded)})"
     show(f"wrote {destination}: {written} and {rest}")
@@ -232,22 +223,6 @@ def write_export(
         return
     if Path(loaded.tokenizer).name in FILES:
         loaded.get_tokenizer().keep(folder)
-    write_json(folder / "config.json", settings)
-
-
-def write_transformers_files(
-    folder: Path, loaded: Loaded, tensors: dict[str, Tensor], dtype: str
-) -> None:
-    """Write everything but the weights of a decoder of transformers."""
-    tokenizer = loaded.get_tokenizer()
-    settings = pretrained.settings_of(
-        loaded.model.config,
-        tokenizer,
-        tied_head=pretrained.HEAD not in tensors,
-        dtype=dtype,
-    )
-    tokenizer.keep(folder)
-    write_tokenizer_settings(folder, tokenizer)
     write_json(folder / "config.json", settings)
 
 

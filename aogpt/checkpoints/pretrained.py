@@ -1,5 +1,5 @@
-"""Pretrained decoders as `transformers` stores them, read and written under our names:
-Llama, Mistral, Qwen2, Qwen3 and what shares their layout (SmolLM2, ...).
+"""Pretrained decoders as `transformers` stores them, read under our names: Llama,
+Mistral, Qwen2, Qwen3 and what shares their layout (SmolLM2, ...).
 
 From left to right our model computes what theirs does; with target "rotary" and
 query_at "before_target" the same weights predict in any order. A begin-of-text token is
@@ -8,7 +8,7 @@ first token is not scored."""
 
 import math
 from collections.abc import MutableMapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NotRequired
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.tokenizers import HubTokenizer
-from ..model import ModelConfig, Transformer
+from ..model import ModelConfig
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, from_values, schema
-from ..systems import build_model, check_config
-from ..systems.parameters import conditioning_parameters
+from ..systems import check_config
 from .tensors import LazyTensors
 
 MISTRAL_WINDOW = 4096  # tokens, where its config.json names none
@@ -32,20 +31,17 @@ MISTRAL_WINDOW = 4096  # tokens, where its config.json names none
 class Architecture:
     """The properties of a decoder of `transformers` that its config.json lacks."""
 
-    model_type: str
     qkv_bias: bool = False  # biases of queries, keys and values alone
     qk_norm: bool = False
-    mlp_bias: bool = False  # whether its MLP can have biases
     window: int | None = None  # of attention, in tokens, unless config.json has another
 
 
-# By the name in a config.json. To read one more: a line here. The first that has all
-# parts of a model is written by `settings_of`.
+# By the name in a config.json. To read one more: a line here.
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", mlp_bias=True),
-    "MistralForCausalLM": Architecture("mistral", window=MISTRAL_WINDOW),
-    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(window=MISTRAL_WINDOW),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
 }
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LONGEST = 4096  # block size of a model that takes longer sequences, unless one is given
@@ -62,17 +58,6 @@ BLOCK = {  # modules of blocks.N: the modules of model.layers.N, whose rows are 
 }
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Keys of our configuration that change nothing from left to right, or need no weights.
-UNREAD = (
-    "block_size",
-    "cond_dim",
-    "dropout",
-    "gelu",
-    "group_attention",
-    "position_init",
-    "query_at",
-    "target",
-)
 
 Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 Base = Annotated[float, Interval(gt=1, lt=math.inf)]
@@ -326,142 +311,3 @@ def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
         float(rope["high_freq_factor"]),
         rope["original_max_position_embeddings"],
     )
-
-
-# ---- the way back --------------------------------------------------------------------
-
-
-def settings_of(
-    config: ModelConfig, tokenizer: HubTokenizer, tied_head: bool, dtype: str
-) -> dict[str, Any]:
-    """Return the config.json of a model that `transformers` computes from left to
-    right. tied_head: whether the file has no head. Raises UserError for parts that its
-    Llama, Qwen2 and Qwen3 do not have."""
-    with torch.device("meta"):  # without memory
-        model = build_model(config)
-    if config.is_encoder or conditioning_parameters(model):
-        raise UserError(
-            "--layout transformers is for plain decoders and those with "
-            "model.target = 'rotary'; use --hub"
-        )
-    if not config.l2r_only and config.query_at != "before_target":
-        raise UserError(
-            "--layout transformers needs model.query_at = 'before_target', with which "
-            "the model is a plain GPT from left to right; use --hub"
-        )
-    has_start = config.start == "attended"
-    if not isinstance(tokenizer, HubTokenizer) or bool(tokenizer.starts) != has_start:
-        raise UserError(
-            "--layout transformers needs the tokenizer.json of a pretrained model; "
-            "use --hub"
-        )
-    has_qkv_bias = config.attn_bias and not config.proj_bias
-    name = architecture_for(config, has_qkv_bias)
-    architecture = ARCHITECTURES[name]
-    rope = {"rope_type": "default", "rope_theta": config.rope_base}
-    if config.rope_scaling is not None:
-        factor, low, high, length = config.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": config.rope_base,
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": length,
-        }
-    if config.mlp_bias and not architecture.mlp_bias:
-        raise UserError(
-            f"--layout transformers: {name} has no biases in its MLP; use --hub"
-        )
-    settings = {
-        "architectures": [name],
-        "model_type": architecture.model_type,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.kv_heads,
-        "hidden_size": config.n_embd,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_dim,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "rope_parameters": rope,
-        "attention_bias": config.proj_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": tied_head,
-        "bos_token_id": tokenizer.starts[0] if has_start else None,
-        "eos_token_id": tokenizer.eot,
-        "dtype": dtype,
-    }
-    written = asdict(config_of(settings, has_start))
-    ours = asdict(
-        replace(
-            config,
-            n_kv_head=config.kv_heads,
-            head_width=config.head_dim,
-            mlp_width=config.mlp_dim,
-            attn_proj_bias=config.proj_bias,
-            tied_head=tied_head,
-        )
-    )
-    for key, value in ours.items():
-        if key not in UNREAD and written[key] != value:
-            raise UserError(
-                f"--layout transformers: {name} has no model.{key} = {value!r}; "
-                "use --hub"
-            )
-    return settings
-
-
-def architecture_for(config: ModelConfig, has_qkv_bias: bool) -> str:
-    """Return the first architecture with the norms and biases of a model's attention,
-    else the first with its norms. has_qkv_bias: whether queries, keys and values alone
-    have biases."""
-    with_norms = []
-    for name, architecture in ARCHITECTURES.items():
-        if architecture.qk_norm == config.qk_norm:
-            with_norms.append(name)
-            if architecture.qkv_bias == has_qkv_bias:
-                return name
-    return with_norms[0]
-
-
-def tensors_of(model: Transformer, tokenizer: HubTokenizer) -> dict[str, Tensor]:
-    """Return the weights of a model under the names of `transformers`.
-
-    Its begin-of-text has our [None] as its row of the token table. Where training has
-    moved that away from the head, with which it was one, the head is written, too."""
-    config = model.config
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    tensors = {}
-    for ours, theirs in module_names(config).items():
-        for kind in ("weight", "bias"):
-            value = parameters.get(f"{ours}.{kind}")
-            if value is None:
-                continue
-            parts = [value]
-            if len(theirs) > 1:
-                heads = (config.n_head, config.kv_heads, config.kv_heads)
-                parts = value.split([count * config.head_dim for count in heads])
-            for module, part in zip(theirs, parts, strict=True):
-                tensors[f"{module}.{kind}"] = part.contiguous()
-    if config.start == "attended":
-        if not tokenizer.starts:
-            raise UserError(
-                "--layout transformers: this model learned a [None] of its own, and "
-                "its tokenizer has no begin-of-text that could stand for it; use --hub"
-            )
-        table = tensors[TABLE]
-        first = tokenizer.starts[0]
-        if not torch.equal(table[first], parameters["start"]):
-            if first == tokenizer.eot:
-                raise UserError(
-                    "--layout transformers: a text begins with the token that ends "
-                    "one, and training has moved [None] away from it; use --hub"
-                )
-            if config.tied_head:
-                tensors[HEAD] = table
-            tensors[TABLE] = table.clone()
-            tensors[TABLE][first] = parameters["start"]
-    return tensors
