@@ -10,34 +10,29 @@
 # make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
-# All install pinned requirements and this package into .venv, which they create unless it exists, with pip or (in an
-# environment that `uv venv` made) with uv; run again, they install nothing twice. TORCH=cpu installs PyTorch's CPU
-# build, which on Linux is a tenth of the download: make quickstart TORCH=cpu.
+# All install pinned requirements and this package into .venv (requirements/install.py), which they create unless it
+# exists; run again, they install nothing twice. CPU_INDEX=URL is a mirror of PyTorch's index of CPU builds.
 
 PYTHON ?= python3
 VENV := .venv
 DOCS_VENV := .venv-docs
 PY := $(VENV)/bin/python
 BASE := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-CPU := $(filter cpu,$(TORCH))
-PIP = $(1) -m pip install $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
-UV = uv pip install --python $(1) $(if $(CPU),--torch-backend cpu)
-# $(call install,PYTHON,WHAT): with uv where the environment has no pip.
-install = if $(1) -m pip --version >/dev/null 2>&1; then $(PIP) $(2); else $(UV) $(2); fi
-# So that `import aogpt` and the command `aogpt` work in every folder. PyTorch brings setuptools, which builds it.
-THIS_PACKAGE := --no-deps --no-build-isolation --editable .
+INSTALL := $(BASE) requirements/install.py $(if $(CPU_INDEX),--cpu-index $(CPU_INDEX))
 RUN := out/quickstart
 SMOKE := out/eval_smoke
 SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.7 --top-p 0.9
-# Tensors as small as the quickstart's gain nothing from more threads.
-quickstart: export OMP_NUM_THREADS ?= 2
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all lint types docs eval-smoke playground gpu reproduce soak fuzz clean
+.PHONY: quickstart quickstart-steps test test-all lint types docs eval-smoke playground gpu reproduce soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
+	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$($(PY) requirements/threads.py)}; \
+		$(MAKE) --no-print-directory quickstart-steps
+
+quickstart-steps:
 	@echo "== 1/5 data: nine children's books, in tokens of a small vocabulary"
 	$(PY) data/prepare.py stories
 	@echo "== 2/5 training: a small AO-GPT, 80% random and 20% left-to-right orders; two to five minutes"
@@ -128,27 +123,20 @@ eval-smoke: $(VENV)/.requirements-dev
 	@echo "== done: tables are in $(SMOKE)"
 
 $(VENV)/.requirements: requirements.txt pyproject.toml
-	@$(BASE) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS)$(if $(CPU), TORCH=cpu), or first: uv venv --python 3.12")'
-	@echo "== requirements, into $(VENV): about 0.4 GB to download, on Linux with PyTorch for GPUs about 3 GB"
-	@test -n "$(CPU)" || test "$$(uname)" != Linux || echo "   (without a GPU: make $(MAKECMDGOALS) TORCH=cpu)"
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(call install,$(PY),-r requirements.txt)
-	@$(call install,$(PY),$(THIS_PACKAGE))
+	@$(BASE) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11 $(MAKECMDGOALS), or first: uv venv --python 3.12")'
+	@$(INSTALL) requirements.txt --editable .
 	@touch $@
 
 $(VENV)/.requirements-dev: requirements-dev.txt requirements/harness.txt $(VENV)/.requirements
-	@echo "== requirements of the tests: about 0.5 GB"
-	@$(call install,$(PY),-r requirements-dev.txt)
+	@$(INSTALL) requirements-dev.txt
 	@touch $@
 
 $(VENV)/.requirements-playground: requirements/playground.txt $(VENV)/.requirements
-	@echo "== requirements of the playground: about 0.1 GB"
-	@$(call install,$(PY),-r requirements/playground.txt)
+	@$(INSTALL) requirements/playground.txt
 	@touch $@
 
 $(DOCS_VENV)/.requirements: requirements/docs.txt
-	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	@$(call install,$(DOCS_VENV)/bin/python,-r requirements/docs.txt)
+	@$(INSTALL) requirements/docs.txt --environment $(DOCS_VENV)
 	@touch $@
 
 clean:
