@@ -225,8 +225,6 @@ def fitted(
         raise UserError(
             f"{run}: --length is {a.length}; give at most its block size, {limit}"
         )
-    if options.ban or options.require:
-        options = modes.with_words(options, loaded.get_tokenizer())
     length = a.length or limit
     context = [None] * length
     return modes.with_default_steps(options, [context])

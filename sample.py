@@ -87,8 +87,6 @@ class Arguments(RunOptions, OutputOptions):
     """What to do with prompts that are too long. no: skip them. left: drop their first
     tokens, so that there is room for --new-tokens, or else for half of the length (not
     with masks)."""
-    stop: tuple[str, ...] = ()
-    """Cut each sample before the first of these texts."""
     until_end: bool = False
     """Cut each sample before its end-of-text; for models that were trained on prompts.
     The default --mode is then l2r, as other modes fill in what follows the end as
@@ -118,7 +116,7 @@ class Request:
 class Session:
     """The model and the options, which stay the same from request to request."""
 
-    options: DecodingOptions  # with the defaults of the mode, and the ids of words
+    options: DecodingOptions  # with the defaults of the mode
     loaded: Loaded
     tokenizer: Tokenizer
     outputs: Outputs
@@ -169,8 +167,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     if options.mode is None:
         options = modes.with_mode_defaults(options, config.l2r_only, a.until_end)
     modes.check_mode(options, config)
-    if options.ban or options.require:
-        options = modes.with_words(options, tokenizer)
     has_prompts = of_data or any(request.text for request in requests)
     if loaded.of_records and not has_prompts:
         procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
@@ -196,13 +192,6 @@ def check_arguments(a: Arguments, procs: Processes) -> None:
         raise UserError(
             "give one of --prompt, --infill and --prompts (whose .jsonl holds both)"
         )
-    if a.decoding.require and (a.stop or a.until_end):
-        raise UserError(
-            "--require: a sample that is cut may lose the word; leave out --stop and "
-            "--until-end"
-        )
-    if "" in a.stop:
-        raise UserError("--stop is empty; give the text before which samples are cut")
 
 
 MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
@@ -275,9 +264,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         if not session.procs.main:
             continue
         prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
-        records = sample_records(
-            samples, session.tokenizer, prompts, a.until_end, a.stop
-        )
+        records = sample_records(samples, session.tokenizer, prompts, a.until_end)
         if ranks:
             records = best_fillings(
                 loaded.model,
@@ -332,7 +319,7 @@ def resample(
         chosen = weighted.resampled(a.num_samples, seed)
     samples = resampling.as_generation(loaded.model, weighted, chosen)
     prompts = [("infill", request.text)]
-    records = sample_records(samples, session.tokenizer, prompts, a.until_end, a.stop)
+    records = sample_records(samples, session.tokenizer, prompts, a.until_end)
     for record, i in zip(records, chosen, strict=True):
         record["prompt_index"] = number
         record["weight"] = weighted.weights[i]
@@ -350,7 +337,6 @@ class Report:
     session: Session
     several: bool  # whether there are several prompts
     count: int = 0  # of samples
-    with_banned: int = 0  # samples that hold a banned word all the same
     lengths: set[int] = field(default_factory=set)
     page_records: list[dict] = field(default_factory=list)  # for --html, at the end
     model_calls: int = 0
@@ -377,8 +363,6 @@ class Report:
             first = 1 + self.count
             print_samples(records, self.session.tokenizer, self.several, first)
         self.count += len(records)
-        if self.a.decoding.ban:
-            self.with_banned += modes.banned_count(records, self.a.decoding.ban)
         for record in records:
             self.lengths.add(record["length"])
 
@@ -426,13 +410,6 @@ class Report:
             with self.session.outputs as outputs:
                 if self.a.html:
                     outputs.write(self.a.html, self.page())
-        if self.with_banned:
-            show(
-                f"note: {counted(self.with_banned, 'samples')} with a word of --ban, "
-                "given, as part of another word, in other tokens, or drawn in one "
-                "step; one token a step helps",
-                file=sys.stderr,
-            )
         shortest = min(self.lengths)
         longest = max(self.lengths)
         tokens = str(longest)

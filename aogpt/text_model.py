@@ -853,7 +853,7 @@ class TextModel:
             decoding = DecodingOptions(**values)
             decoding = modes.with_mode_defaults(decoding, config.l2r_only)
             modes.check_mode(decoding, config)
-            return modes.with_words(decoding, self.tokenizer)
+            return decoding
 
     # ---- blanks and alternatives -----------------------------------------------------
 

@@ -666,11 +666,9 @@ def paced_choice(scores, certain, options):
 
 def truncated(probs, choice):
     """Return a list of probabilities with zeros for the tokens that are cut off: sort
-    (lower id first among equals), keep top_k, and of it what min_p keeps, renormalise,
-    keep the shortest head whose mass reaches top_p, without its last where that is to
-    be dropped for passing top_p, and at least one token; renormalise."""
+    (lower id first among equals), keep top_k, renormalise, keep the shortest head whose
+    mass reaches top_p, and at least one token; renormalise."""
     ranked = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: choice.top_k]
-    ranked = [i for i in ranked if probs[i] >= choice.min_p * max(probs)]
     mass = sum(probs[i] for i in ranked)
     kept_ids = []
     reached = 0.0
@@ -679,8 +677,6 @@ def truncated(probs, choice):
         reached += probs[i] / mass
         if reached >= choice.top_p:
             break
-    if choice.crossing == "drop" and reached > choice.top_p and len(kept_ids) > 1:
-        kept_ids.pop()
     mass = sum(probs[i] for i in kept_ids)
     return [probs[i] / mass if i in kept_ids else 0.0 for i in range(len(probs))]
 

@@ -50,7 +50,7 @@ def test_an_option_is_not_given_twice(mistake, run, tmp_path):
     """The last one alone would count."""
     quickstart = ROOT / "configs/quickstart.toml"
     for module, options, twice in (
-        (sample, [run, "--ban", "a", "--num-samples", 1, "--ban=b"], "--ban"),
+        (sample, [run, "--rows", 1, "--num-samples", 1, "--rows=2"], "--rows"),
         (sample, [run, "--num-samples", 1, "--num_samples", 2], "--num-samples"),
         (eval_ppl, [run, "--orders", "l2r", "--orders", "random"], "--orders"),
         (prepare, ["text", "--source", "a.txt", "--source", "a.txt"], "--source"),

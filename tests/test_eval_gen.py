@@ -545,7 +545,7 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
 ):
     options = ["--json", tmp_path / "gen.json"]
     options += "--num-samples 4 --steps 2 8 --settings 1,1 0.9,0.95 0.3,0.5".split()
-    options += "--noise float32 --top-k 50".split()
+    options += "--top-k 50".split()
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
     rows = json.loads((tmp_path / "gen.json").read_text())["rows"]
@@ -559,7 +559,7 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
                 expected.append([str(folder), temperature, top_p, steps])
     assert [[sampler[name] for name in names] for sampler in samplers] == expected
     for sampler in samplers:
-        assert sampler["noise"] == sampler["dtype"] == "float32"
+        assert sampler["dtype"] == "float32"
         assert sampler["top_k"] == 50
         assert sampler["seed"] == 0
         assert sampler["length"] == LENGTH
@@ -574,8 +574,8 @@ def test_a_sweep_over_runs_settings_and_steps_is_one_table(
     assert f"{rows[3]['perplexity']:.2f}" in table[2 + 3]
     assert all(line in text for line in table)
     assert "python eval_gen.py" in text
-    assert "noise float32" in out
-    assert "noise float32" in text
+    assert "top_k 50" in out
+    assert "top_k 50" in text
 
 
 @pytest.mark.parametrize(
@@ -725,15 +725,11 @@ def test_notes_name_every_setting_that_is_not_at_its_default(script, run):
     words = ["--judge", run, "--num-samples", 2, "--length", 9, "--mode", "l2r"]
     status, out, err = script(eval_gen, run, *words)
     assert status == 0, err
-    assert "min_p" not in out
-    assert "noise" not in out
+    assert "top_k" not in out
     assert "schedule" not in out
-    changed = ["--min-p", 0.25, "--repetition-penalty", 1.5, "--ban", "e"]
-    status, out, err = script(eval_gen, run, *words, *changed)
+    status, out, err = script(eval_gen, run, *words, "--top-k", 25)
     assert status == 0, err
-    assert "min_p 0.25" in out
-    assert "repetition_penalty 1.5" in out
-    assert "ban ('e',)" in out
+    assert "top_k 25" in out
 
 
 @pytest.mark.parametrize(

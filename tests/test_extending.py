@@ -160,18 +160,18 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     file = "aogpt/sampling/token_choice.py"
     project.edit(
         file,
-        "    banned: Annotated[",
+        "    def __post_init__(self):\n        check_values(self, name=str)",
         "    above_mean: float = 0.0\n"
         '    """Draw from tokens with this many times the mean probability."""\n'
-        "    banned: Annotated[",
+        "    def __post_init__(self):\n        check_values(self, name=str)",
     )
     project.edit(
         file,
-        "    if choice.min_p > 0:\n",
+        "    if probs is all_probs:\n",
         "    if choice.above_mean > 0:\n"
         "        mean = probs.mean(dim=-1, keepdim=True)\n"
         "        probs = probs.where(probs >= choice.above_mean * mean, 0)\n"
-        "    if choice.min_p > 0:\n",
+        "    if probs is all_probs:\n",
     )
     project.train("aogpt_small")
 

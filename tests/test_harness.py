@@ -355,8 +355,6 @@ def test_what_a_model_cannot_do_is_refused_by_name(adapter):
         ("GPT-2", {"order": "random"}, "is a plain GPT; take order l2r and mode l2r"),
         ("AO-GPT", {"order": "backwards"}, "order is 'backwards'; it must be one of"),
         ("AO-GPT", {"temperature": 0.5}, "is for the tasks to say; give --gen-kwargs"),
-        ("AO-GPT", {"ban": ("a",)}, "--ban is not for tasks of the harness"),
-        ("AO-GPT", {"require": ("a",)}, "--require is not for tasks of the harness"),
         ("AO-GPT", {"num_orders": 0}, "num_orders is 0; give a number at least 1"),
     ):
         with pytest.raises(ValueError, match=words):

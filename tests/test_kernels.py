@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,16 +49,6 @@ CHOICES = {
     "three": TokenChoice(top_k=3),
     "nucleus of forty": TokenChoice(top_k=40, top_p=0.8),
     "nucleus of two": TokenChoice(top_k=2, top_p=0.5),
-    "near the likeliest": TokenChoice(min_p=0.1),
-    "only the likeliest": TokenChoice(min_p=1.0, temperature=1.3),
-    "nucleus near the likeliest": TokenChoice(min_p=0.03, top_p=0.8, temperature=1.2),
-    "near the likeliest of three": TokenChoice(min_p=0.02, top_k=3),
-    "dropped near the likeliest": TokenChoice(min_p=0.05, top_p=0.9, crossing="drop"),
-    "dropped": TokenChoice(top_p=0.6, crossing="drop"),
-    "dropped of fifty": TokenChoice(
-        top_k=50, top_p=0.9, crossing="drop", temperature=1.3
-    ),
-    "dropped, one left": TokenChoice(top_p=0.01, crossing="drop"),
 }
 
 
@@ -118,10 +107,8 @@ def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
         TokenChoice(temperature=4.0, top_p=1 - 2.0**-exponent),
         TokenChoice(temperature=4.0, top_k=exponent),
     ):
-        for crossing in ("keep", "drop"):
-            choice = dataclasses.replace(truncated, crossing=crossing)
-            got, _ = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
-            assert torch.equal(got.cpu(), choose_tokens(logits, uniforms, choice))
+        got, _ = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), truncated)
+        assert torch.equal(got.cpu(), choose_tokens(logits, uniforms, truncated))
 
 
 def test_a_model_that_overflowed_shows_in_the_log_probability():
@@ -145,15 +132,9 @@ def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
     )
     monkeypatch.setattr(kernels, "TokenChoice", more)  # as if the field were its own
     drawn = [more(**vars(choice)) for choice in CHOICES.values()]
-    drawn += [
-        more(),
-        more(banned=((1, 2),)),
-        more(repetition_penalty=1.1),
-        more(no_repeat_ngram=3),
-    ]
+    drawn.append(more())
     assert all(kernels.can_choose(logits, choice) for choice in drawn)
-    for choice in (more(noise="float32"), more(typical=0.1)):
-        assert not kernels.can_choose(logits, choice)
+    assert not kernels.can_choose(logits, more(typical=0.1))
     assert not kernels.can_choose(logits.double(), more())
     assert not kernels.can_choose(torch.empty(0, 2**18 + 1), more())
 
@@ -372,26 +353,6 @@ def test_the_engine_generates_with_kernels_what_it_does_without(
     assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
-
-
-@pytest.mark.slow(reason=INTERPRETED)
-@pytest.mark.parametrize(
-    "choice",
-    [
-        TokenChoice(0.9, repetition_penalty=1.5),
-        TokenChoice(0.9, no_repeat_ngram=1, top_k=5),
-    ],
-)
-def test_repeats_are_avoided_before_the_kernel_draws(choice, kernels_run):
-    """Log-probabilities are still those of the model."""
-    model = small_system("AO-GPT")
-    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
-    generated = partial(generate, model, plan, choice=choice, vocab_size=11)
-    expected = generated(generator=seeded(1))
-    got = generated(generator=seeded(1), kernels=True)
-    assert kernels_run.choice
-    assert torch.equal(got.tokens, expected.tokens)
-    assert (expected.log_probs - got.log_probs).abs().max() < 1e-5
 
 
 # ---- what a GPU may use --------------------------------------------------------------

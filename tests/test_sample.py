@@ -7,7 +7,6 @@ import itertools
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +32,9 @@ import sample
 from aogpt import checkpoints as checkpoint
 from aogpt import scoring
 from aogpt.checkpoints import store
-from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
+from aogpt.data.tokenizers import get_tokenizer
 from aogpt.orders import ORDER_KINDS, orders_at, parse_order
 from aogpt.runtime.command_line import visible
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.runtime.randomness import PLANS
 from aogpt.sampling import engine, modes
@@ -115,7 +113,6 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
         "mode": "mdm",
         "top_p": 1.0,
         "schedule": "linear",
-        "noise": "float64",
     }
     for line in lines:
         assert visible(line["text"]) in out
@@ -143,9 +140,6 @@ EVERY_MODE = {
     "any": ["--mode", "adaptive", "--unmask-by", "random"],
     "threshold": ["--mode", "margin", "--threshold", 0.05],
     "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
-    "without repeats, in groups": (
-        "--mode random --group-size 3 --no-repeat-ngram 2 --repetition-penalty 1.5"
-    ).split(),
 }
 
 
@@ -187,7 +181,6 @@ OF_EACH_KIND = (
     "order",
     "bound",
     "speculative",
-    "without repeats, in groups",
 )
 
 
@@ -316,16 +309,12 @@ def test_temperature_0_takes_the_most_probable_token_whatever_the_seed(draw, run
     np.testing.assert_allclose(line["log_probs"], expected, atol=1e-5)
 
 
-def test_noise_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
+def test_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     exact = column(draw("--mode", "l2r"), "tokens")
     compiled = []
     # averaged else
     assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
-    for noise in ("float32", "bfloat16"):
-        noisy = draw("--mode", "l2r", "--noise", noise)
-        assert noisy[0]["settings"]["noise"] == noise
-        assert column(noisy, "tokens") != exact
 
     def decoder(*arguments, compile, **settings):
         compiled.append(compile)
@@ -500,9 +489,7 @@ def words(text):
             "--group-size is 9999999999 | 2**31",
         ),
         ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
-        ("--mode | speculative | --noise | float32", "--noise float32 | speculative"),
         ("--temperature | -1", "--temperature is -1"),
-        ("--noise | float16", "--noise | float64"),
         ("--jsonl | no/such/x.jsonl", "--jsonl no/such/x.jsonl | there is no folder"),
         ("--html | tests", "--html tests is a folder"),
         (
@@ -531,7 +518,6 @@ def words(text):
             "--infill | a[MASK:1] | --new-tokens | 5",
             "--infill | leave out --new-tokens",
         ),
-        ("--stop | a | ", "--stop is empty | give the text"),
     ],
     ids=lambda text: text[:40],
 )
@@ -599,12 +585,6 @@ def test_gaps_of_a_plain_gpt_that_are_too_long_are_left_out(
     assert f"{path} line 2: with its longest gaps" in err
 
 
-def test_a_text_that_ends_before_a_stop_keeps_all_bytes_of_its_last_character():
-    tokenizer = get_tokenizer("bytes")
-    tokens = list("caf\u00e9. She".encode())
-    assert modes.token_end(tokenizer, tokens, 1, "caf\u00e9") == 5
-
-
 NO_TARGET = "needs a model that is conditioned on the target position"
 
 
@@ -619,8 +599,6 @@ NO_TARGET = "needs a model that is conditioned on the target position"
         ("--mode | mdm", f"--mode mdm {NO_TARGET}"),
         ("--mode | speculative", f"--mode speculative {NO_TARGET}"),
         ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
-        ("--infill | a[MASK:2]b | --ban | x", "without --ban"),
-        ("--infill | a[MASK:2]b | --no-repeat-ngram | 2", "leave them out"),
     ],
 )
 def test_a_model_without_target_positions_goes_left_to_right_only(
@@ -732,124 +710,6 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
     words = "--truncate left --new-tokens 5 --num-samples 1".split()
     cut = draw("--prompts", many, *words)
     check_given(cut[1], "x" * 11, 5)
-    words = ["--mode", "l2r", "--num-samples", 1, "--prompt", "any "]
-    (whole,) = draw(*words)
-    (ended,) = draw(*words, "--stop", whole["text"][9])
-    assert ended["text"] == whole["text"][: whole["text"].index(whole["text"][9], 4)]
-    assert ended["tokens"] == whole["tokens"][: ended["length"]]
-
-
-def test_no_sample_holds_a_banned_word(draw):
-    """The bytes model writes words of its few; one token a step sees all before it."""
-
-    def texts(mode, *ban):
-        words = ["--mode", mode, "--num-samples", 8, "--temperature", 0.5]
-        return column(draw(*words, *ban), "text")
-
-    plain = texts("l2r")
-    assert any("e" in text for text in plain)
-    free = texts("l2r", "--ban", "e")
-    assert not any("e" in text for text in free)
-    assert any("o" in text for text in free)
-    pairs = {text[i : i + 2] for text in plain for i in range(len(text) - 1)}
-    pair = next(p for p in sorted(pairs) if p.isascii() and p.isalpha())
-    for mode in ("l2r", "random"):
-        free = texts(mode, "--ban", pair)
-        assert not any(pair in text for text in free)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    some_slow(
-        [(mode,) for mode in MODES],
-        lambda mode: mode in OF_EACH_KIND,
-        "every mode",
-    ),
-)
-def test_every_sample_holds_the_required_words(draw, mode):
-    """As given tokens, elsewhere in each sample; the same ones for any number of
-    samples."""
-    settings = [*MODES[mode], "--seed", 2, "--require", "zq", "\u00e9"]
-    records = draw(*settings, "--num-samples", 6, "--prompt", "a ")
-    for record in records:
-        text = record["text"]
-        assert text.startswith("a ")
-        assert record["length"] == LENGTH
-        assert " zq" in text
-        assert " \u00e9" in text
-        given = [i for i, step in enumerate(record["step"]) if step < 0]
-        assert len(given) == 2 + len(" zq \u00e9".encode())
-    assert len({record["text"].index(" zq") for record in records}) > 2
-    (first,) = draw(*settings, "--num-samples", 1, "--prompt", "a ")
-    assert first["tokens"] == records[0]["tokens"]
-
-
-def test_all_arrangements_of_required_words_are_equally_likely():
-    """Two words and three other tokens: 5 x 4 arrangements, 500 times each."""
-    options = modes.with_mode_defaults(modes.DecodingOptions(require=("a", "b")))
-    options = dataclasses.replace(options, required=((1,), (2, 3)))
-    context = [7, *[None] * 6]
-    planned = modes.plan_samples(options, [context], 5, 10_000)
-    counts = Counter(map(tuple, planned.tokens.tolist()))
-    assert len(counts) == 20
-    assert all(row[0] == 7 for row in counts)
-    deviation = (10_000 * 1 / 20 * 19 / 20) ** 0.5
-    assert all(abs(count - 500) < 4.5 * deviation for count in counts.values())
-    # nothing else is given, and mdm takes a step for each of the other tokens
-    assert planned.plan.generated.sum(dim=1).tolist() == [3] * 10_000
-    assert modes.with_default_steps(options, [context]).steps == 3
-    part = modes.plan_samples(options, [context], 5, 2, first=9000)
-    assert torch.equal(part.tokens, planned.tokens[9000:9002])
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--require", " "], "--require is empty"),
-        (["--require", "x" * LENGTH], f"take {LENGTH + 1} tokens, but {LENGTH} are to"),
-        (["--require", "a", "--infill", "b[MASK:4] c"], "write the words into"),
-        (["--require", "a", "--until-end"], "leave out --stop and --until-end"),
-        (["--require", "a", "--stop", "b"], "leave out --stop and --until-end"),
-    ],
-)
-def test_required_words_without_a_place_are_refused(mistake, run, words, message):
-    assert message in mistake(sample, run, "--device", "cpu", *words)
-
-
-def test_a_plain_gpt_refuses_required_words(script, plain):
-    status, _, err = script(sample, plain, "--device", "cpu", "--require", "a")
-    assert status == 2
-    assert "--require needs a model of any order" in err
-    assert len(err.splitlines()) == 1
-
-
-def test_a_required_word_that_the_tokenizer_changes_is_refused():
-    class LowerCase(BytesTokenizer):
-        def encode_array(self, text):
-            return super().encode_array(text.lower())
-
-    options = modes.DecodingOptions(require=("Paris",))
-    with pytest.raises(UserError, match="--require Paris: .* reads it as ' paris'"):
-        modes.with_words(options, LowerCase())
-
-
-def test_generate_takes_required_and_banned_words(run):
-    text = aogpt.load(run, device="cpu")
-    for sampled in text.generate("a ", num_samples=3, seed=1, require=["zq"]):
-        assert " zq" in sampled
-    for sampled in text.generate(num_samples=3, seed=1, mode="l2r", ban=["e"]):
-        assert "e" not in sampled.replace("<|endoftext|>", "")
-    with pytest.raises(UserError, match="write the words into the text"):
-        text.fill("a[MASK:4] b", require=["zq"])
-
-
-def test_a_banned_word_that_is_there_all_the_same_is_told(script, run):
-    words = ["--prompt", "the step", "--num-samples", 2, "--device", "cpu"]
-    _, _, err = script(sample, run, *words, "--ban", "zq")
-    assert "of --ban" not in err
-    status, _, err = script(sample, run, *words, "--ban", "")
-    assert status == 2
-    assert "--ban is empty" in err
 
 
 @pytest.mark.parametrize(

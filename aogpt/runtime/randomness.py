@@ -20,7 +20,6 @@ MIXTURE = 11
 RESAMPLED_TOKENS = 12  # of a plain GPT's continuations, which fill a gap
 RESAMPLING = 13  # which of these continuations are taken
 INFILL_SEEDS = 14  # of the requests of one command or list that fill gaps
-WORDS = 15  # places of required words in samples
 
 
 def philox_bits(

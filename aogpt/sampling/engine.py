@@ -8,7 +8,6 @@ place is an index in the prediction order: place i of the buffers (B, T + 1) has
 token of position `order[b, i]`. Nobody reads place T."""
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from ..model import AOGPT, head_chunk
 from ..runtime import devices
-from ..runtime.command_line import show
 from ..runtime.errors import UserError
 from ..systems import log_linear_noise
 from . import cached as caching
@@ -31,7 +29,7 @@ from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
 from .scores import rule_of, scores_of
 from .speculation import speculate
-from .token_choice import TokenChoice, choose_tokens, known_text, without_repeats
+from .token_choice import TokenChoice, choose_tokens
 
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its
 # cache.
@@ -256,12 +254,8 @@ def check_inputs(
             "left to right: give it an l2r_plan of groups of 1, in which given "
             "positions are at the beginning"
         )
-    is_exact = choice.noise == "float64" and not choice.avoids_repeats
-    if plan.draft and (forced is not None or not is_exact):
-        raise UserError(
-            "speculation draws exactly; take another noise, no penalty or ban of "
-            "repeats, and force no tokens"
-        )
+    if plan.draft and forced is not None:
+        raise UserError("speculation draws its tokens; force none")
     if plan.unmask_by != "order" and forced is None:
         if rule_of(plan.unmask_by).needs_targets:
             raise UserError(f"the {plan.unmask_by} order needs forced tokens")
@@ -349,11 +343,6 @@ class Engine:
             self.kernels = kernels
         elif compile or kernels:
             self.kernels = load_kernels(model, vocab_size)
-            if self.kernels is not None and self.choice.noise != "float64":
-                show(
-                    f"noise {self.choice.noise}: tokens are drawn without the kernel",
-                    file=sys.stderr,
-                )
         records = False
         if compile and self.kernels is not None:
             records = self.kernels.graphs
@@ -655,9 +644,6 @@ class Engine:
             total=step.all_size,
             unused=self.T,
         )
-        text = None
-        if self.choice.avoids_repeats and self.forced is None:
-            text = known_text(self.tokens, self.order, step.known)
         row_chunks = row.split(self.head_rows)
         place_chunks = place.split(self.head_rows)
         for rows, places in zip(row_chunks, place_chunks, strict=True):
@@ -670,27 +656,17 @@ class Engine:
                 size = max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
             for start in range(0, len(logits), size):
                 chunk = slice(start, start + size)
-                self.draw(logits[chunk], rows[chunk], places[chunk], text)
+                self.draw(logits[chunk], rows[chunk], places[chunk])
 
-    def draw(
-        self, logits: Tensor, row: Tensor, place: Tensor, text: Tensor | None
-    ) -> None:
-        """Draw tokens (N,) from logits (N, V) and store them. text: by position, (B,
-        T), where repeats are avoided."""
-        allowed = logits
-        if text is not None:
-            position = self.order[row, place]
-            allowed = without_repeats(logits, text[row], position, self.choice)
+    def draw(self, logits: Tensor, row: Tensor, place: Tensor) -> None:
+        """Draw tokens (N,) from logits (N, V) and store them."""
         uniforms = self.uniforms_at(row, place)
         kernel = None if self.kernels is None else self.kernels.choice
-        if kernel is None or not kernel.can_choose(allowed, self.choice):
-            tokens = choose_tokens(allowed, uniforms, self.choice)
+        if kernel is None or not kernel.can_choose(logits, self.choice):
+            tokens = choose_tokens(logits, uniforms, self.choice)
             self.store(row, place, tokens, logits)
             return
-        tokens, log_probs = kernel.choose(allowed, uniforms, self.choice)
-        if text is not None:  # log-probabilities are those of the model
-            self.store(row, place, tokens, logits)
-            return
+        tokens, log_probs = kernel.choose(logits, uniforms, self.choice)
         self.tokens[row, place] = tokens
         self.log_probs[row, place] = log_probs
 

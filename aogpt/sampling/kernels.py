@@ -31,10 +31,9 @@ TILE = 4096  # logits that a program holds at once
 WARPS = 8  # with four, registers would not suffice
 # Tokens that may be copied; among more of them a limit is found without a copy.
 CANDIDATES = 4096
-# Fields of `TokenChoice`: those that the kernel reads, and those that change the logits
-# before it does. It declines a choice with any other field that is not at its default.
-READ_FIELDS = {"temperature", "top_p", "top_k", "min_p", "noise", "crossing"}
-EARLIER_FIELDS = {"repetition_penalty", "no_repeat_ngram", "banned"}
+# Fields of `TokenChoice` that the kernel reads. It declines a choice with any other
+# field that is not at its default.
+READ_FIELDS = {"temperature", "top_p", "top_k"}
 
 # What kernels read must be constants of Triton's.
 _ONE = tl.constexpr(2.0**44)
@@ -55,10 +54,10 @@ _CUT_20 = tl.constexpr(0x35800000)
 
 def can_choose(logits: Tensor, choice: TokenChoice) -> bool:
     """Return whether `choose` draws what the reference would."""
-    if choice.noise != "float64" or logits.dtype == torch.float64:
+    if logits.dtype == torch.float64:
         return False
     for field in dataclasses.fields(TokenChoice):
-        if field.name in READ_FIELDS or field.name in EARLIER_FIELDS:
+        if field.name in READ_FIELDS:
             continue
         if getattr(choice, field.name) != field.default:
             return False
@@ -102,8 +101,8 @@ def choose(
         0.0 if choice.greedy else choice.temperature,
         round(choice.top_p * 2**53),  # exact, where Triton would round it to 24 bits
         top_k,
-        float_bits(choice.min_p),
-        DROP=choice.crossing == "drop",
+        float_bits(0.0),
+        DROP=False,
         TILE=TILE,
         MOST=most,
         num_warps=WARPS,

@@ -3,26 +3,24 @@ seed alone.
 
 Shapes: B samples, T positions of the longest."""
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-import tyro
 from annotated_types import Interval
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ..data.tokenizers import END_OF_TEXT, AlphabetTokenizer, Tokenizer
+from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
-from ..runtime.randomness import PLANS, TOKENS, WORDS, philox_bits, to_uniform
+from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..runtime.validation import LARGEST, Count, check_values, flag
 from ..scoring import check_boolean
 from ..systems.kinds import system_of
@@ -123,17 +121,6 @@ class DecodingOptions(TokenChoice):
     uniformly random order, as in random."""
     draft: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """speculative: tokens drafted at once; by default 8."""
-    ban: tuple[str, ...] = ()
-    """Words that no sample holds, with or without a space before them. Tokens of one
-    step do not see each other: for words of several tokens take one token a step."""
-    require: tuple[str, ...] = ()
-    """Words that every sample holds. Each is put, with a space before it, at a random
-    place of what is to be generated, as given tokens; all arrangements and orders of
-    the words are equally likely, and --seed decides. The rest is generated around them,
-    so a longer word can begin with one. Not with masks (write the word into the text)
-    or a plain GPT."""
-    required: Annotated[tuple[tuple[int, ...], ...], tyro.conf.Suppress] = ()
-    """The ids of these words."""
     batch_size: Count | None = None
     """Samples in flight at once, fewer where memory runs out; by default 16.
     In float32 rounding moved no token of 131,072; in bfloat16 samples depend on
@@ -196,16 +183,6 @@ def with_mode_defaults(
 def check_combination(options: DecodingOptions) -> None:
     """Raise UserError for values that exclude each other. options: with the mode's
     defaults."""
-    if options.mode == "speculative":
-        if options.noise != "float64":
-            raise UserError(
-                f"--mode speculative draws exactly: leave out --noise {options.noise}"
-            )
-        if options.avoids_repeats or options.ban:
-            raise UserError(
-                "--mode speculative draws exactly: leave out --repetition-penalty and "
-                "--no-repeat-ngram and --ban"
-            )
     if options.order in SCORES:
         raise UserError(
             f"--order {options.order} is no distribution over orders: take --mode "
@@ -255,58 +232,6 @@ def block_note(options: DecodingOptions, longest: int) -> str:
     )
 
 
-def with_words(options: DecodingOptions, tokenizer: Tokenizer) -> DecodingOptions:
-    """Return the options with the ids of the words of --ban, as the tokenizer writes
-    them at the beginning of a text, within it, and after a space, and of those of
-    --require, after a space, besides the ids that they have; the letters of an alphabet
-    have no space. "<|endoftext|>" is banned as the end of a text, too. Raises UserError
-    for an empty word, and a required one that the tokenizer changes."""
-    space = "" if isinstance(tokenizer, AlphabetTokenizer) else " "
-    encode = tokenizer.encode_after
-    banned = [tuple(ids) for ids in options.banned]
-    for word in options.ban:
-        if not word.strip():
-            raise UserError("--ban is empty; give words")
-        spellings = []
-        if word == END_OF_TEXT:
-            spellings.append([tokenizer.eot])
-        if space:
-            words = (tokenizer.encode(word), encode(word), encode(f" {word}"))
-            spellings += words
-        elif word != END_OF_TEXT:
-            spellings.append(encode(word))
-        for ids in spellings:
-            if tuple(ids) not in banned:
-                banned.append(tuple(ids))
-    required = [tuple(ids) for ids in options.required]
-    for word in options.require:
-        ids = encode(f"{space}{word}")
-        if not word.strip():
-            raise UserError("--require is empty; give words")
-        if word not in tokenizer.decode(ids):
-            raise UserError(
-                f"--require {word}: the tokenizer reads it as {tokenizer.decode(ids)!r}"
-            )
-        required.append(tuple(ids))
-    for name, sequences in (("banned", banned), ("required", required)):
-        for token in itertools.chain(*sequences):
-            if not 0 <= token < tokenizer.vocab_size:
-                raise UserError(
-                    f"{name} has the id {token}; give ids from 0 to "
-                    f"{tokenizer.vocab_size - 1}"
-                )
-    return replace(options, banned=tuple(banned), required=tuple(required))
-
-
-def banned_count(records: list[dict], words: tuple[str, ...]) -> int:
-    """Return how many samples hold one of the words after their prompt."""
-    count = 0
-    for record in records:
-        text = record["text"].removeprefix(record.get("prompt", ""))
-        count += any(word in text for word in words)
-    return count
-
-
 def with_default_steps(
     options: DecodingOptions, contexts: list[Context]
 ) -> DecodingOptions:
@@ -314,7 +239,7 @@ def with_default_steps(
     token to generate, if that is the same for all contexts."""
     if options.steps is not None or options.mode not in MODE_OPTIONS["steps"].modes:
         return options
-    counts = {max(1, generated_count(options, context)) for context in contexts}
+    counts = {max(1, context.count(None)) for context in contexts}
     if len(counts) > 1:
         return options
     return replace(options, steps=counts.pop())
@@ -341,11 +266,6 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
             f"--mode {options.mode} needs a model that is conditioned on the target "
             "position; this one is a plain GPT: leave out --mode, or take --mode l2r"
         )
-    if config.l2r_only and (options.require or options.required):
-        raise UserError(
-            "--require needs a model of any order, which sees a word on its right; "
-            "leave it out for this one"
-        )
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
 
@@ -367,11 +287,6 @@ def check_can_resample(config: ModelConfig) -> None:
 def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot fill masks by resampling."""
     check_can_resample(config)
-    if options.require or options.required:
-        raise UserError(
-            "--require has no meaning with --mode resampling: write the words into the "
-            "text with masks"
-        )
 
 
 def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
@@ -397,12 +312,12 @@ def check_start(has_text: bool, scored_from: int) -> None:
 
 
 def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str]:
-    """Return the options of decoding that are not at their default, as "min_p 0.1", for
+    """Return the options of decoding that are not at their default, as "top_p 0.9", for
     the notes beside a table. shown: names of those that are said elsewhere."""
     defaults: dict[str, object] = {}
     for name, (default, _) in MODE_OPTIONS.items():
         defaults[name] = default
-    left_out = {"mode", "batch_size", "banned", "required", *shown}
+    left_out = {"mode", "batch_size", *shown}
     changed = []
     for field in fields(DecodingOptions):
         value = settings.get(field.name, field.default)
@@ -481,19 +396,9 @@ def plan_samples(
         orders = parse_order(options.order, "--order")
     for key, context in zip(keys or range(len(contexts)), contexts, strict=True):
         T = len(context)
-        rows = [context] * num_samples
-        if options.required:
-            rows = _with_required(
-                context,
-                options.required,
-                seed,
-                key,
-                numbers,
-            )
-        for row in rows:
-            given.append(torch.tensor([token is not None for token in row]))
-            tokens.append(torch.tensor([token or 0 for token in row]))
-        step_count = options.steps or max(1, generated_count(options, context))
+        given += [torch.tensor([token is not None for token in context])] * num_samples
+        tokens += [torch.tensor([token or 0 for token in context])] * num_samples
+        step_count = options.steps or max(1, context.count(None))
         steps += [step_count] * num_samples
         # The numbers in [0, 1) by which the plan puts positions in order.
         if orders is None:
@@ -553,52 +458,6 @@ def masked_up_to(planned: PlannedSamples, width: int) -> PlannedSamples:
         tokens=F.pad(planned.tokens, (0, missing)),
         uniforms=F.pad(planned.uniforms, (0, missing)),
     )
-
-
-def generated_count(options: DecodingOptions, context: Context) -> int:
-    """Return the tokens of a sample that are not given, and none of a required word."""
-    return context.count(None) - sum(len(word) for word in options.required)
-
-
-def _with_required(
-    context: Context,
-    words: tuple[tuple[int, ...], ...],
-    seed: int,
-    key: int,
-    numbers: range,
-) -> list[Context]:
-    """Return the context of each sample, with the required words among what is to be
-    generated. Raises UserError where that is not all after the prompt, or too short."""
-    prompt = [token for token in context if token is not None]
-    free = len(context) - len(prompt) - sum(map(len, words))
-    if None in context[: len(prompt)]:
-        raise UserError(
-            "--require is for texts that go on after a prompt; write the words into "
-            "the text with masks"
-        )
-    if free < 1:
-        raise UserError(
-            f"the words of --require take {sum(map(len, words))} tokens, but "
-            f"{context.count(None)} are to be generated: give more of those, or fewer "
-            "words"
-        )
-    # A row of places, each for a word or one token to generate.
-    places = free + len(words)
-    bits = philox_bits(
-        seed,
-        key,
-        numbers,
-        places,
-        WORDS,
-    )
-    rows: list[Context] = []
-    for shuffled in bits.argsort(axis=1, kind="stable").tolist():
-        word_at = dict(zip(shuffled, words, strict=False))
-        row: Context = list(prompt)
-        for place in range(places):
-            row += word_at.get(place, [None])
-        rows.append(row)
-    return rows
 
 
 def _mode_plan(
@@ -673,10 +532,6 @@ def generate_distributed(
 
     label: before the progress bar. end_token: as of `generate`, which says what is
     raised, too."""
-    if options.ban and not options.banned:
-        raise UserError("--ban is for sample.py and eval_gen.py: leave it out")
-    if options.require and not options.required:
-        raise UserError("--require is for sample.py and eval_gen.py: leave it out")
     share = procs.share(len(planned.tokens))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
@@ -762,7 +617,6 @@ def sample_records(
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
     until_end: bool = False,
-    stop: Sequence[str] = (),
 ) -> list[dict]:
     """Return a dict of every sample, as sample.py --jsonl writes it. Its lists are as
     long as the sample; step -1: given; log_probs: nats; order: the positions in the
@@ -770,29 +624,18 @@ def sample_records(
 
     prompts: of each, "prompt" or "infill" and its text; samples are in equal number for
     each, those of a prompt one after the other. until_end: leave out what follows the
-    first end-of-text that was generated. stop: and the first of these texts, after what
-    is given at the beginning."""
+    first end-of-text that was generated."""
     records = []
     nfe = samples.nfe.tolist()
     orders = samples.order.tolist()
     for number, (tokens, step, log_probs) in enumerate(samples.rows()):
-        # 1. The tokens up to `end`, and their text.
         end = len(tokens)
         if until_end:
             end = generated_end(tokens, step, tokenizer.eot)
-        text = tokenizer.decode(tokens[:end])
-        if stop:
-            first = next((i for i in range(end) if step[i] >= 0), end)
-            prompt_text = tokenizer.decode(tokens[:first])
-            text_end = first_stop(text, stop, after=len(prompt_text))
-            if text_end < len(text):
-                text = text[:text_end]
-                end = token_end(tokenizer, tokens[:end], first, text)
-        # 2. What is said of them.
         prompt_index = number * len(prompts) // len(nfe)
         kind, prompt = prompts[prompt_index]
         record = {
-            "text": text,
+            "text": tokenizer.decode(tokens[:end]),
             "prompt_index": prompt_index,
             kind: prompt,
             "length": end,
@@ -804,20 +647,6 @@ def sample_records(
         }
         records.append(record)
     return records
-
-
-def token_end(
-    tokenizer: Tokenizer,
-    tokens: list[int],
-    first: int,
-    text: str,
-) -> int:
-    """Return how many tokens, `first` at least, have this beginning of their text."""
-    end = len(tokens)
-    # A length would not do: a half-read character is one character as well.
-    while end > first and tokenizer.decode(tokens[: end - 1]).startswith(text):
-        end -= 1
-    return end
 
 
 def generated_end(tokens: list[int], step: list[int], eot: int) -> int:

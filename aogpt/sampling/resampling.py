@@ -302,22 +302,11 @@ def fill_by_resampling(
             top-p are never drawn, so with these the result is exact for the rest only.
         vocab_size: only ids below it are drawn.
 
-    Raises UserError where no filling has a probability above 0 in float64, for a
-    choice that depends on the tokens before or draws with rounded noise, and for models
-    that do not read from left to right in the cache as plain GPTs do; TooLong where the
-    longest text does not fit into a block."""
+    Raises UserError where no filling has a probability above 0 in float64, and for
+    models that do not read from left to right in the cache as plain GPTs do; TooLong
+    where the longest text does not fit into a block."""
     check_can_resample(model.config)
     choice = choice or TokenChoice(temperature=TEMPERATURE)
-    if choice.avoids_repeats:
-        raise UserError(
-            "a plain GPT fills gaps without --ban, --repetition-penalty and "
-            "--no-repeat-ngram: leave them out"
-        )
-    if choice.noise != "float64":
-        raise UserError(
-            "resampling weights its draws by their exact probabilities: leave out "
-            f"--noise {choice.noise}"
-        )
     lengths = _lengths_that_fit(gapped, model.config.block_size)
     longest = [sizes[-1] for sizes in lengths]
     longest_text = gapped.context(longest)
