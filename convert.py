@@ -17,12 +17,10 @@ from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError, adapters, load, store
 from aogpt.checkpoints.adapters import FILE
-from aogpt.checkpoints.hub import write_hub_files
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
 from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
 from aogpt.runtime.command_line import run_script, show
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import staging, write_json
 from aogpt.runtime.validation import expand_home
 
@@ -33,7 +31,6 @@ def convert(
     weights: Literal["ema", "raw"] = "ema",
     dtype: Literal["float32", "bfloat16"] | None = None,
     checkpoint: str = "last",
-    hub: bool = False,
     adapter: bool = False,
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
@@ -50,13 +47,9 @@ def convert(
             loads both as float32.
         checkpoint: Which one of a run: last, best (lowest validation loss) or the
             number of a step.
-        hub: Write a folder that transformers.AutoModel loads without this project: with
-            code, tokenizer and a model card.
         adapter: Write the adapters of a run with --train.lora-rank alone, not merged
             into their base, and the sha256 of the base.
     """
-    if hub and adapter:
-        raise UserError("give one of --hub and --adapter")
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
@@ -74,10 +67,7 @@ def convert(
         show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
         return
     loaded = load(source, weights, checkpoint=checkpoint)
-    prefix = "model." if hub else ""
-    tensors = {}
-    for name, p in loaded.model.named_parameters():
-        tensors[prefix + name] = p.detach()
+    tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
 
     def write_settings(folder: Path, data: bytes) -> None:
         write_export(
@@ -85,18 +75,13 @@ def convert(
             loaded=loaded,
             source=source,
             data=data,
-            dtype=dtype,
-            hub=hub,
         )
 
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)
     show(f"read {loaded.description}")
-    rest = "config.json"
-    if hub:
-        rest = "what transformers needs"
     written = f"model.safetensors ({description_of(tensors, loaded)})"
-    show(f"wrote {destination}: {written} and {rest}")
+    show(f"wrote {destination}: {written} and config.json")
 
 
 def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
@@ -107,7 +92,7 @@ def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
     description = f"{count:,} parameters"
     is_unread = loaded.model.config.start == "hidden" and loaded.scored_from > 0
     for name, tensor in tensors.items():
-        if is_unread and name in ("start", "model.start"):
+        if is_unread and name == "start":
             description += f", {tensor.numel()} of them [None], which no score reads"
     return description
 
@@ -192,35 +177,17 @@ def write_adapter(
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def write_export(
-    folder: Path, loaded: Loaded, source: str, data: bytes, dtype: str, hub: bool
-) -> None:
-    """Write everything but the weights of a folder of ours, or for the hub."""
+def write_export(folder: Path, loaded: Loaded, source: str, data: bytes) -> None:
+    """Write everything but the weights."""
     settings: dict[str, Any] = {"format": EXPORT_FORMAT}
     settings["model"] = asdict(loaded.model.config)
     for name in EXPORTED:
         settings[name] = getattr(loaded, name)
     settings["source"] = source
-    # For the hub no checksum: transformers may rewrite the weights and would keep it.
-    settings["files"] = {}
-    if not hub:
-        settings["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
+    settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
     if Path(loaded.tokenizer).name in FILES:  # a path, if it is of a GGUF file
         settings["tokenizer"] = Path(loaded.tokenizer).name
     settings["sha256"] = digest(settings)
-    if hub:
-        from aogpt.training.metrics import read_metrics  # imports all of training
-
-        run_folder = Path(loaded.path).parent.parent
-        rows = read_metrics(run_folder / "metrics.jsonl")
-        write_hub_files(
-            folder,
-            loaded,
-            export=settings,
-            dtype=dtype,
-            rows=rows,
-        )
-        return
     if Path(loaded.tokenizer).name in FILES:
         loaded.get_tokenizer().keep(folder)
     write_json(folder / "config.json", settings)

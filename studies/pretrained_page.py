@@ -62,7 +62,7 @@ READERS = {  # by report
 PASSAGES = 5153  # of LAMBADA's test set
 EXPORTS = {
     "hub": "`--hub`, the code is in the folder",
-    "plain": "`--layout transformers` (up to 4349f6ec), a Llama without code",
+    "plain": "`--layout transformers`, a Llama without code",
 }
 Z = 1.96  # half of a normal 95% interval, in standard errors
 
@@ -601,7 +601,8 @@ def fresh(rows: dict) -> str:
         "Exports where this project is not installed",
         table(head, cells, left=2),
         "Log p of each token in nats, beside this project's, float32. The environment "
-        "has torch and transformers alone; the files came from `convert.py`.",
+        "has torch and transformers alone; the files came from `convert.py`, which had "
+        "these two options up to commit 4349f6ec.",
     )
 
 
@@ -660,7 +661,6 @@ python -m studies.pretrained lambada out/infill $LAMBADA --passages 60 \\
     --rows lambada_adapter_resampling.jsonl --reader both_sides --mode resampling
 python -m studies.pretrained lambada out/infill $LAMBADA --passages 1320 \\
     --rows lambada_adapter.jsonl --dtype bfloat16
-python convert.py FOLDER hub --hub
 python -m studies.pretrained fill FOLDER --json fill_plain.json
 python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode resampling \\
     --json fill_adapter_resampling.json

@@ -39,7 +39,6 @@ LONG = (
     "test_sample",
     "test_sharded",
     "test_elastic",
-    "test_hub",
     "test_app",
 )
 

@@ -328,17 +328,6 @@ def test_two_processes_train_the_adapters_of_one(tuned, tmp_path):
         assert (p - expected[name]).abs().max() < 1e-4, name
 
 
-def test_a_folder_for_transformers_holds_the_merged_weights(tuned, tmp_path):
-    pytest.importorskip("transformers")
-    config, _ = tuned
-    convert(str(config.run_folder), tmp_path / "hub", hub=True)
-    assert (tmp_path / "hub" / "modeling_aogpt.py").is_file()
-    expected = parameters(load(config.run_folder).model)
-    merged = parameters(load(tmp_path / "hub").model)
-    assert merged.keys() == expected.keys()
-    assert all(torch.equal(merged[name], p) for name, p in expected.items())
-
-
 def test_what_cannot_be_adapted_is_refused(tuned, tmp_path):
     config, _ = tuned
     with pytest.raises(UserError, match="set train.init_from"):

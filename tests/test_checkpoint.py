@@ -12,14 +12,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, Hostile, assert_same, flip_byte, read_checkpoint, wait_for
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from aogpt.checkpoints import CheckpointError, load, load_model, store
+from aogpt.checkpoints.load import Loaded, config_of
+from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import ModelConfig
 from aogpt.runtime.files import write_atomically
 from aogpt.systems import build_model
@@ -367,6 +370,54 @@ def test_what_is_not_there_is_a_clear_error(tmp_path):
             load(path)
     with pytest.raises(ValueError, match="'last'; give 'ema' or 'raw'"):
         load(tmp_path, "last")
+
+
+def test_a_folder_of_an_earlier_versions_hub_option_loads(tmp_path):
+    shutil.unpack_archive(ROOT / "tests" / "hub_export_0.1.zip", tmp_path)
+    folder = tmp_path / "hub_export"
+    loaded = load(folder)
+    assert (loaded.step, loaded.tokenizer) == (20, "bytes")
+    assert config_of(folder) == loaded.model.config
+    stored = load_file(folder / "model.safetensors")
+    for name, p in loaded.model.named_parameters():
+        assert torch.equal(p, stored[f"model.{name}"].float()), name
+    settings = json.loads((folder / "config.json").read_text())
+    settings["aogpt"]["step"] = 4
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="config.json is damaged"):
+        load(folder)
+
+
+def test_a_vocabulary_of_the_users_travels_through_a_repository(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    vocabulary = tmp_path / "tokenizer.tiktoken"
+    lines = get_tokenizer("english").file.splitlines(True)
+    vocabulary.write_bytes(b"".join(lines[:300]))
+    model = build_model(replace(TINY, vocab_size=301))
+    loaded = Loaded(
+        model,
+        path=str(tmp_path / "model.safetensors"),
+        step=3,
+        weights="raw",
+        tokenizer="tokenizer.tiktoken",
+        vocab_size=301,
+        tokenizer_sha256=get_tokenizer(str(vocabulary)).sha256,
+    )
+    monkeypatch.setattr("convert.load", lambda *arguments, **keywords: loaded)
+    convert("RUN", tmp_path / "export")
+    vocabulary.unlink()
+    patterns = []
+
+    def snapshot_download(repo, allow_patterns):
+        patterns.extend(allow_patterns)
+        return tmp_path / "export"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    again = load("me/mine")
+    assert again.get_tokenizer().sha256 == loaded.tokenizer_sha256
+    assert {"tokenizer.tiktoken", "tokenizer.json", "config.json"} <= set(patterns)
+    assert not any("*.py" in pattern for pattern in patterns)
 
 
 def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):

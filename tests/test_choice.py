@@ -12,6 +12,7 @@ from reference import accept, seeded, tempered, truncated
 
 from aogpt.sampling import token_choice
 from aogpt.sampling.race import RACES, draw, fresh_uniforms
+from aogpt.sampling.simple import nucleus
 from aogpt.sampling.token_choice import (
     TokenChoice,
     _nucleus,
@@ -372,3 +373,14 @@ def test_rounding_of_the_logits_moves_no_token():
 def test_impossible_token_choices_are_refused_by_name(settings, word):
     with pytest.raises(ValueError, match=word):
         TokenChoice(**settings)
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_the_nucleus_of_the_simple_sampler_is_the_samplers(top_p):
+    logits = torch.randn(40, 256, generator=seeded(1), dtype=torch.float64) * 3
+    logits[0] = 0.0  # where all are equal, lower ids come first
+    truncated_probs = nucleus(logits.softmax(dim=-1), top_p)
+    expected = probabilities(logits, TokenChoice(top_p=top_p))
+    torch.testing.assert_close(
+        truncated_probs / truncated_probs.sum(dim=-1, keepdim=True), expected
+    )

@@ -31,10 +31,9 @@ from reference import random_tokens
 import eval_ppl
 import sample
 import train
-from aogpt.checkpoints import CheckpointError, gguf_file, hub, load, pretrained
+from aogpt.checkpoints import CheckpointError, gguf_file, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.evaluation.harness import HarnessModel
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
@@ -533,50 +532,6 @@ def test_the_documented_warm_start_adds_no_weights(kind, target, tmp_path):
     assert all(torch.equal(p, source[name]) for name, p in weights.items())
 
 
-def test_an_export_reads_the_begin_of_text_that_its_source_asks_for(tmp_path):
-    """A source may name it beside its tokenizer.json, in `add_bos_token` alone."""
-    folder = tmp_path / "source"
-    write_model(folder, "Llama")
-    of_bytes(None).save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin_of_text|>", "add_bos_token": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    source = load(folder).get_tokenizer()
-    convert(str(folder), tmp_path / "export", hub=True)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export/tokenizer.json"))
-    ids = source.encode(TEXT[0])
-    assert theirs.encode(TEXT[0]).ids == [source.starts[0], *ids]
-    loaded = load(tmp_path / "export")
-    exported = loaded.get_tokenizer()
-    assert (exported.starts, exported.encode(TEXT[0])) == (source.starts, ids)
-    data = data_for(folder, tmp_path, split="test")
-    dataset = open_split(str(data), "test", verify=False)
-    open_eval_set(dataset, loaded, 2)  # the data of the source are its own
-    convert(str(tmp_path / "export"), tmp_path / "again", hub=True)
-    open_eval_set(dataset, load(tmp_path / "again"), 2)
-    other = json.loads((tmp_path / "again/tokenizer.json").read_text())
-    other["added_tokens"][1]["lstrip"] = True
-    (tmp_path / "again/tokenizer.json").write_text(json.dumps(other))
-    replaced = load(tmp_path / "again")
-    with pytest.raises(UserError, match="vocabulary"):
-        replaced.get_tokenizer()  # whose identity it records
-
-
-def test_no_tokenizer_is_exported_that_writes_the_end_alone(tmp_path):
-    """Two templates in a row end in a panic of the library, at the first text."""
-    folder = tmp_path / "source"
-    write_model(folder, "Llama")
-    tokenizer = of_bytes(None)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A <|end_of_text|>", special_tokens=[("<|end_of_text|>", 1)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin_of_text|>", "add_bos_token": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="but not <|begin_of_text|>"):
-        convert(str(folder), tmp_path / "export", hub=True)
-    assert not (tmp_path / "export").exists()
-
-
 @settings(deadline=None, max_examples=60)
 @example("\n")
 @given(st.text(max_size=60))
@@ -685,17 +640,6 @@ def tokenizer_files(tmp_path_factory):
 
 
 TOKENIZERS: dict = {}
-
-
-@pytest.mark.parametrize("name", ["bytes", "words"])
-def test_the_space_that_transformers_adds_after_a_mask_is_told(name, tmp_path):
-    tokenizer, library = TOKENIZERS[name]
-    written = hub.write_tokenizer(tmp_path, tokenizer)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = theirs("the[MASK] cat", add_special_tokens=False).input_ids
-    after = theirs.convert_ids_to_tokens(ids[ids.index(written.mask) + 1 :])
-    assert "".join(after) == ("▁▁cat" if name == "words" else "Ġcat")
-    assert written.adds_space == (name == "words")
 
 
 def test_hints_carry_the_pretrained_folder(llama, tmp_path):

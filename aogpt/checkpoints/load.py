@@ -364,7 +364,7 @@ def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
     if pretrained.is_pretrained(settings):
         tokenizer = get_tokenizer(HUB, folder=file.parent)
         return from_pretrained(settings, contents, tokenizer)
-    if settings.get("model_type") == "aogpt":  # of convert.py --hub
+    if settings.get("model_type") == "aogpt":  # of an earlier version's --hub
         export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
         same = {name: name for name in contents}
         prefixed = renamed(same, lambda name: name.removeprefix("model."))
@@ -514,7 +514,7 @@ class Export(TypedDict):
 
 @schema
 class HubSettings(TypedDict):
-    """The contents of a config.json of convert.py --hub that are read here."""
+    """The contents of a config.json that an earlier version's --hub wrote."""
 
     aogpt: dict[str, Any]  # an `Export`
 

@@ -110,7 +110,7 @@ class Settings(TypedDict):
 
 def is_pretrained(settings: dict) -> bool:
     """Return whether a config.json is of a causal language model of `transformers`,
-    other than GPT-2, and not one that convert.py --hub wrote."""
+    other than GPT-2, and not one that an earlier version's --hub wrote."""
     names = settings.get("architectures")
     other = names == ["GPT2LMHeadModel"] or settings.get("model_type") in (
         None,
