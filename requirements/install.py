@@ -84,18 +84,12 @@ def installer(python, uv):
     if pip.returncode:
         folder = Path(python).parents[1]
         sys.exit(f"{folder} has no pip, and uv is not found: install uv, or remove it")
-    # Compiling all files of PyTorch takes longer than unpacking them. Python compiles
-    # those that are used when it imports them.
-    return [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--progress-bar=off",
-        "--no-input",
-        "--no-compile",
-        "--disable-pip-version-check",
-    ]
+    command = [python, "-m", "pip", "install", "--progress-bar=off", "--no-input"]
+    if not sys.dont_write_bytecode:
+        # Compiling all files of PyTorch takes longer than unpacking them. Python
+        # compiles those that are used when it imports them, if it may keep them.
+        command.append("--no-compile")
+    return [*command, "--disable-pip-version-check"]
 
 
 def run(command, variables=()):
