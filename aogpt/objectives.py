@@ -289,7 +289,8 @@ class Objective(NamedTuple):
     masks: Callable[[Tensor, Tensor, float, Tensor | None], Masks] | None = None
     in_groups: bool = False  # predicts groups of steps
     of_scores: bool = False  # the outputs are scores, at a noise level
-    stratified: bool = False  # mask rates, over the sequences of a batch
+    # mask rates, or numbers of masked positions, over the sequences of a batch
+    stratified: bool = False
 
     @property
     def for_encoders(self) -> bool:
@@ -303,7 +304,7 @@ OBJECTIVES = {
     "groupwise": Objective(group_loss, in_groups=True),
     "lambda_dce": Objective(mask_loss, masks_of_rate, stratified=True),
     "masked_ce": Objective(mask_loss, unweighted_masks, stratified=True),
-    "k_dce": Objective(mask_loss, masks_of_count),
+    "k_dce": Objective(mask_loss, masks_of_count, stratified=True),
     "t_dce": Objective(mask_loss, masks_of_time),
     "score_entropy": Objective(score_loss, masks_of_scores, of_scores=True),
 }
@@ -317,8 +318,8 @@ class ObjectiveConfig(Table):
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3:
     # every group of steps from the groups before it). Encoders (RADD): lambda_dce
     # (random mask rate, stratified over the batch), masked_ce (the same, unweighted: no
-    # bound, arXiv 2602.15014), k_dce (random number of masked tokens), t_dce (time on
-    # the log-linear noise schedule); score_entropy (SEDD).
+    # bound, arXiv 2602.15014), k_dce (random number of masked tokens, stratified over
+    # the batch), t_dce (time on the log-linear noise schedule); score_entropy (SEDD).
     kind: ObjectiveKind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
     # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).

@@ -43,6 +43,7 @@ from aogpt.objectives import (
     groupwise_loss,
     masked_nll,
     masks_at,
+    masks_of_count,
     score_entropy,
     token_score_entropy,
 )
@@ -420,6 +421,53 @@ def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
         assert sorted(eighths.tolist()) == list(range(8))
         of_sigma = (1 - (-masks.sigma).exp()) / (1 - EPS)
         assert (of_sigma - rates).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("total", [1, 3, 8])
+def test_stratified_counts_have_their_distribution_in_every_row(total):
+    """k_dce: in each row the number of masked positions is uniform on 1 to n, and of a
+    number all sets are as frequent."""
+    batches = [
+        drawn_masks("k_dce", 0, step, range(total), total) for step in range(4000)
+    ]
+    expected = []
+    for size in PATTERNS.sum(dim=1).tolist():
+        chance = 1 / (N * math.comb(N, size)) if size else 0.0
+        expected.append(4000 * chance)
+    for row in range(total):
+        masked = torch.stack([masks.masked[row] for masks in batches])
+        observed = pattern_index(masked).bincount(minlength=len(expected))
+        assert observed[0] == 0
+        p = chi_square_p(observed[1:], torch.tensor(expected[1:]).double())
+        assert p > LEVEL, f"row {row}"
+
+
+def test_stratified_counts_lie_one_in_each_part():
+    """Of a batch of 2 n sequences two have each number of masked positions, also where
+    a process makes only some of the rows."""
+    for step in range(50):
+        masks = drawn_masks("k_dce", seed=1, step=step, rows=range(2 * N), total=2 * N)
+        counts = masks.masked.sum(dim=1)
+        assert sorted(counts.tolist()) == sorted([*range(1, N + 1)] * 2)
+        assert torch.equal(masks.weight, N / counts)
+        part = drawn_masks("k_dce", seed=1, step=step, rows=range(3, 6), total=2 * N)
+        assert torch.equal(part.masked, masks.masked[3:6])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 100, 1025])
+def test_counts_at_the_ends_of_the_random_numbers_are_one_and_all(n):
+    """Where a number is k / n of the way, k + 1 positions are masked: never none, never
+    more than there are."""
+    ends = [0.0, 2.0**-64, 1 - 2.0**-53]
+    row_uniforms = torch.tensor(ends, dtype=torch.float64)
+    position_uniforms = torch.rand(3, n, dtype=torch.float64)
+    masks = masks_of_count(row_uniforms, position_uniforms, EPS, None)
+    counts = masks.masked.sum(dim=1)
+    assert counts.tolist() == [1, 1, n]
+    assert torch.equal(masks.weight, n / counts)
+    inner = torch.arange(n, dtype=torch.float64) / n + 2.0**-20
+    masks = masks_of_count(inner, torch.rand(n, n, dtype=torch.float64), EPS, None)
+    assert masks.masked.sum(dim=1).tolist() == list(range(1, n + 1))
 
 
 def test_the_unweighted_loss_is_a_mean_over_the_masked_tokens_of_lambda_dce():
