@@ -133,6 +133,9 @@ class Experiment:
     # tuned.
     helpers: dict[str, dict[str, RunConfig]] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
+    # Names that stand in claims and texts for one of several run configs: for the one
+    # whose tuning runs ended lowest.
+    best_of: dict[str, list[str]] = field(default_factory=dict)
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
     figure: str = ""  # curves, points, lines, scatter or runs: see figures.py

@@ -16,6 +16,7 @@ from studies.pages import FEW, SHARE, is_share, title_of, token_of, value_of
 
 Entries = dict[str, dict]
 PALETTE = [*COLORS, "#882255", "#999999", "#7A4A1E", "#332288"]
+PALETTE += ["#44AA99", "#BBAA33", "#AA4499", "#661100"]
 # Places in PALETTE, the same for a system in all figures.
 SYSTEMS = {
     "aogpt": 0,

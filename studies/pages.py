@@ -30,7 +30,14 @@ from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.measures import mean_and_half_width
-from studies.runner import MissingRow, Recipes, Results, Runner, commits_of
+from studies.runner import (
+    MissingRow,
+    Recipes,
+    Results,
+    Runner,
+    commits_of,
+    with_best,
+)
 from studies.runs import ROOT
 from studies.verdicts import (
     Claim,
@@ -147,8 +154,9 @@ def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]
     claims: dict[str, list[dict]] = {}
     for recipe, entries in recipes.items():
         claims[recipe] = []
+        all_entries = with_best(experiment.best_of, entries)
         for claim in experiment.claims:
-            judgement = judged(claim, experiment.kind, entries)
+            judgement = judged(claim, experiment.kind, all_entries)
             if judgement:
                 judgement["primary"] = recipe in claim.primary
                 claims[recipe].append(judgement)
@@ -313,7 +321,7 @@ def filled(
         shown = shown_by(options)
         if shown.seeds is not None:
             results = of_seeds(results, shown.seeds)
-        entries = results.get(recipe, {})
+        entries = with_best(source.best_of, results.get(recipe, {}))
         higher, _, lower = sides.removesuffix(" each").partition(" - ")
         for side in (higher, lower):
             runs = entries.get(side.partition(":")[0], {}).get("runs", ())
@@ -337,7 +345,7 @@ def cell_of(
     sides: str, shown: Shown, experiment: Experiment, recipe: str, recipes: Recipes
 ) -> str | None:
     """Return a number of a text; None if there is no such number."""
-    entries = recipes[recipe]
+    entries = with_best(experiment.best_of, recipes[recipe])
     higher, _, lower = sides.removesuffix(" each").partition(" - ")
     run_config, _, kind = higher.partition(":")
     if shown.p_value and not lower:

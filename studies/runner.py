@@ -193,6 +193,24 @@ def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
     return values
 
 
+def with_best(best_of: dict[str, list[str]], entries: dict[str, dict]) -> dict:
+    """Return the entries of a recipe with one more for each name of `best_of`: a copy
+    of that of the run config whose tuning runs ended lowest. None where one of them has
+    no results or is not tuned.
+
+    best_of: names, and the run configs that each may stand for."""
+    result = dict(entries)
+    for name, candidates in best_of.items():
+        losses = {}
+        for candidate in candidates:
+            tuning = entries.get(candidate, {}).get("tuning")
+            if tuning:
+                losses[candidate] = min(row["loss"] for row in tuning)
+        if len(losses) == len(candidates):
+            result[name] = entries[min(losses, key=losses.get)]
+    return result
+
+
 @dataclass
 class Runner:
     """Makes the runs of an experiment; its methods may be called by threads."""

@@ -74,6 +74,12 @@ class Experiment:
     def best_values(self, recipe: str, config: str) -> str:
         """Return the tuned values of a run config with the lowest mean loss over all
         tuning seeds. Raises ValueError if no value has all of its runs."""
+        means = self.tuning_losses(recipe, config)
+        return min(means, key=means.get)
+
+    def tuning_losses(self, recipe: str, config: str) -> dict[str, float]:
+        """Return the mean loss over all tuning seeds of each tuned value that has all
+        of its runs."""
         tuned_as = self.toml["run_configs"][config].get("tuned_as") or config
         tuned_on = self.toml.get("tune_on") or [tuned_as]
         losses: dict[str, list] = {}
@@ -88,11 +94,18 @@ class Experiment:
         for tuned, values in losses.items():
             if len(values) == len(self.tuning_seeds) * len(tuned_on):
                 means[tuned] = statistics.mean(values)
-        return min(means, key=means.get)
+        return means
 
     def runs_of(self, recipe: str, config: str) -> list[dict]:
         """Return the result of each reported seed. Raises KeyError or ValueError if a
-        run is missing."""
+        run is missing. A name of `best_of` means the run config with the lowest tuning
+        loss of those that it lists."""
+        candidates = self.toml.get("best_of", {}).get(config)
+        if candidates:
+            lowest = {}
+            for name in candidates:
+                lowest[name] = min(self.tuning_losses(recipe, name).values())
+            config = min(lowest, key=lowest.get)
         results = self.rows[recipe, config, self.best_values(recipe, config)]
         seeds = seeds_in(self.toml, recipe, config)
         return [results[seed] for seed in seeds if seed not in self.tuning_seeds]

@@ -95,7 +95,10 @@ def check_claims(experiment):
         assert sum(recipe in claim.primary for claim in experiment.claims) <= 3
     for side in sides:
         for term in side.split(" - "):
-            assert term.partition(":")[0] in run_configs or is_number(term)
+            name = term.partition(":")[0]
+            assert name in run_configs | set(experiment.best_of) or is_number(term)
+    for candidates in experiment.best_of.values():
+        assert run_configs >= set(candidates)
     for measure in experiment.measures:
         assert run_configs >= set(measure.run_configs)
 
