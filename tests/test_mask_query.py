@@ -170,3 +170,33 @@ def test_flops_of_its_matrices_are_what_pytorch_counts(settings):
     # Contents attend in all blocks but the last one, queries in all.
     attention = 12 * 5 * config.n_embd
     assert flops_per_token(config, 16) - flops_per_token(config, 0) == 16 * attention
+
+
+@pytest.mark.parametrize(
+    "layers, width, length, ratio",
+    [
+        (2, 64, 64, 1.52),
+        (3, 64, 64, 1.66),
+        (4, 64, 64, 1.74),
+        (12, 768, 1024, 1.68),
+        (24, 1024, 1024, 1.84),
+    ],
+    ids=["2 layers", "3 layers", "4 layers", "Small", "Medium"],
+)
+def test_operations_beside_rotation_grow_with_depth(layers, width, length, ratio):
+    """The numbers of the results pages; the vocabularies are those of the runs."""
+    sizes = {
+        "vocab_size": 320 if width == 64 else 50304,
+        "block_size": length,
+        "n_layer": layers,
+        "n_head": width // 16 if width == 64 else width // 64,
+        "n_embd": width,
+        "position": "rotary",
+        "value_residual": True,
+    }
+    operations = []
+    for target in ("mask_query", "rotary"):
+        config = ModelConfig(target=target, **sizes)
+        operations.append(flops_per_token(config, length))
+    mask_query, rotary = operations
+    assert mask_query / rotary == pytest.approx(ratio, abs=0.005)
