@@ -10,6 +10,7 @@ it was interrupted: a downloaded file, a prepared set and a finished evaluation 
 made again."""
 
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from studies.runs import ROOT, report_of, run_well
 Size = Literal["small", "medium"]
 CONFIG = ROOT / "studies" / "configs" / "reproduce.toml"
 QUICK_SEQUENCES = 256
+# Left to right an encoder takes a pass for each of the 1,024 tokens of a sequence.
+QUICK_L2R_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Model:
     a folder that the loaders read as a whole. orders: values of --orders, each in a run
     of its own. random_orders: whether it takes --num-orders. ensembles: whether random
     orders are also averaged over. l2r_sequences: the most sequences that are scored
-    left to right."""
+    left to right, with --quick QUICK_L2R_SEQUENCES."""
 
     name: str
     files: dict[str, list[str]]
@@ -79,11 +82,12 @@ class Cause:
 @dataclass(frozen=True)
 class Config:
     """What CONFIG holds: the models, the lines of the tables, the names of the sets,
-    and the causes of differences."""
+    the number of sequences behind a published number, and the causes of differences."""
 
     models: list[Model]
     lines: list[Line]
     datasets: list[str]
+    published_sequences: int
     causes: list[Cause]
 
 
@@ -97,7 +101,8 @@ class Arguments:
     datasets: tuple[str, ...] = ()
     """Names such as ptb; by default all five sets."""
     quick: bool = False
-    """256 sequences of each set, spread over it, instead of all."""
+    """256 sequences of each set, spread over it, instead of all; encoders left to right
+    4."""
     max_sequences: Count | None = None
     """Sequences of each set; by default all, with --quick 256."""
     num_orders: Count = 8
@@ -204,9 +209,10 @@ def evaluated(
 def sequences_of(a: Arguments, model: Model, order: str) -> int | None:
     """Return how many sequences of each set a model scores in an order; None for
     all."""
-    if order == "l2r" and model.l2r_sequences:
-        return min(a.limit or model.l2r_sequences, model.l2r_sequences)
-    return a.limit
+    if order != "l2r" or not model.l2r_sequences:
+        return a.limit
+    most = QUICK_L2R_SEQUENCES if a.quick else model.l2r_sequences
+    return min(a.max_sequences or most, most)
 
 
 def scoring_command(
@@ -231,8 +237,8 @@ def table(
     results: dict[tuple[str, str], list[dict]],
 ) -> str:
     """Return as Markdown, for each line and set, our perplexity, its 95% interval and
-    the published one; where that is outside of the interval also the letters of the
-    causes that can be behind it."""
+    the published one; where the two differ by more than the interval of either also the
+    letters of the causes that can be behind it."""
     names = {model for _, model in results}
     measured_lines = [line for line in config.lines if line.model in names]
     causes: dict[str, Cause] = {}  # by letter
@@ -252,7 +258,16 @@ def table(
             rows.append([f"{line.title} ({size})"])
             for name in datasets:
                 published = line.published[size][config.datasets.index(name)]
-                rows[-1].append(cell(measured, name, line, published, letters))
+                rows[-1].append(
+                    cell(
+                        measured,
+                        name,
+                        line,
+                        published,
+                        letters,
+                        config.published_sequences,
+                    )
+                )
     head = ["model", *datasets]
     listed = [f"- *{letter}*: {cause.says}." for letter, cause in causes.items()]
     scope = f"{a.limit} sequences of each set" if a.limit else "whole sets"
@@ -263,7 +278,9 @@ def table(
             "Ours (95% interval over sequences, or documents where that is wider; "
             f"{scope}, unless a letter says otherwise) / published by Xue et al. "
             "(arXiv 2506.19935). **Bold**: the published number is outside of our "
-            "interval; the letters name what can be the cause.",
+            "interval, and ours outside of the published number's, which would be "
+            f"that of {config.published_sequences} sequences of the same set; the "
+            "letters name what can be the cause.",
             "",
             *markdown_table(head, rows, left=len(head)),
             "",
@@ -307,6 +324,7 @@ def cell(
     line: Line,
     published: float,
     letters: list[str],
+    published_sequences: int,
 ) -> str:
     """Return one cell of the table, with the letters of its causes if it differs; a
     dash where nothing was measured."""
@@ -319,6 +337,10 @@ def cell(
             ours = f"{row['perplexity']:.2f} ({low:.2f} to {high:.2f})"
             text = f"{ours} / {published:.2f}"
             if low <= published <= high:
+                return text
+            share = row["sequences"] / published_sequences
+            error = math.log(high / low) / 2 * math.sqrt(share)
+            if abs(math.log(row["perplexity"] / published)) <= error:
                 return text
             return f"**{text}** *{', '.join(letters)}*"
     return f"- / {published:.2f}"

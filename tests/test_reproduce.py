@@ -151,8 +151,54 @@ def test_one_sequence_has_no_interval():
         "ensemble": line.ensemble,
         "perplexity": 20.0,
         "perplexity_95": [None, None],
+        "sequences": 1,
     }
-    assert reproduce.cell([row], "ptb", line, 30.0, ["a"]) == "20.00 / 30.00"
+    assert reproduce.cell([row], "ptb", line, 30.0, ["a"], 256) == "20.00 / 30.00"
+
+
+def test_a_cell_is_bold_outside_of_both_intervals():
+    """With four times the published number's sequences the interval of that number is
+    twice as wide as ours."""
+    line = reproduce.read_config().lines[0]
+    row = {
+        "dataset": "ptb",
+        "orders": line.orders,
+        "ensemble": line.ensemble,
+        "perplexity": 20.0,
+        "perplexity_95": [20.0 / 1.1, 20.0 * 1.1],
+        "sequences": 1024,
+    }
+
+    def is_bold(published, sequences=256):
+        cell = reproduce.cell([row], "ptb", line, published, ["a"], sequences)
+        return "**" in cell
+
+    assert not is_bold(20.0 * 1.09)
+    assert not is_bold(20.0 * 1.2)  # outside of ours alone
+    assert not is_bold(20.0 / 1.2)
+    assert is_bold(20.0 * 1.22)
+    assert is_bold(20.0 / 1.22)
+    assert is_bold(20.0 * 1.2, sequences=1024)
+    assert not is_bold(20.0 * 1.09, sequences=10**6)
+
+
+@pytest.mark.parametrize(
+    "options, whole, l2r",
+    [
+        ({}, None, 64),
+        ({"quick": True}, 256, 4),
+        ({"max_sequences": 2, "quick": True}, 2, 2),
+        ({"max_sequences": 32}, 32, 32),
+    ],
+    ids=["all", "quick", "fewer", "part"],
+)
+def test_encoders_score_few_sequences_left_to_right(options, whole, l2r):
+    models = {model.name: model for model in reproduce.read_config().models}
+    arguments = reproduce.Arguments(**options)
+    for name in ("RADD", "SEDD"):
+        assert reproduce.sequences_of(arguments, models[name], "l2r") == l2r
+    assert reproduce.sequences_of(arguments, models["RADD"], "random") == whole
+    assert reproduce.sequences_of(arguments, models["AO-GPT"], "l2r") == whole
 
 
 @needs_gpt2
@@ -193,7 +239,7 @@ def test_a_cell_that_differs_names_its_causes_alone():
     results = {}
     for line in config.lines:
         row = {"dataset": "ptb", "orders": line.orders, "ensemble": line.ensemble}
-        row |= {"perplexity": 10.0, "perplexity_95": [9.0, 11.0]}
+        row |= {"perplexity": 10.0, "perplexity_95": [9.0, 11.0], "sequences": 256}
         results.setdefault(("small", line.model), []).append(row)
     results["small", "GPT-2"][0]["perplexity_95"] = [9.0, 200.0]
     arguments = reproduce.Arguments(quick=True)
@@ -210,7 +256,7 @@ def test_a_cell_that_differs_names_its_causes_alone():
         return [says[letter] for letter in letters[1].split(", ")] if letters else None
 
     part = "16 batches on most sets, here sequences are spread"
-    passes = "a pass for each token left to right: 64 sequences"
+    passes = "a pass for each token left to right: 4 sequences"
     orders = "8 random orders"
     expected = {
         "SEDD, left to right": [part, passes, "SEDD left to right is its cross"],
