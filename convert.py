@@ -185,10 +185,8 @@ def write_export(folder: Path, loaded: Loaded, source: str, data: bytes) -> None
         settings[name] = getattr(loaded, name)
     settings["source"] = source
     settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
-    if Path(loaded.tokenizer).name in FILES:  # a path, if it is of a GGUF file
-        settings["tokenizer"] = Path(loaded.tokenizer).name
     settings["sha256"] = digest(settings)
-    if Path(loaded.tokenizer).name in FILES:
+    if loaded.tokenizer in FILES:
         loaded.get_tokenizer().keep(folder)
     write_json(folder / "config.json", settings)
 

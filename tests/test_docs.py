@@ -28,6 +28,7 @@ from aogpt.training import plot
 from studies import (
     bench,
     findings,
+    gguf_folder,
     gpu_day,
     music,
     pretrained,
@@ -67,6 +68,7 @@ SCRIPTS = {
     "aogpt.training.plot": plot,
     "studies.bench": bench,
     "studies.findings": findings,
+    "studies.gguf_folder": gguf_folder,
     "studies.gpu_day": gpu_day,
     "studies.music": music,
     "studies.prepare": study_data,

@@ -114,7 +114,6 @@ def test_every_optional_import_has_an_extra():
     extras = project["optional-dependencies"]
     for extra, package in (
         ("adapters", "peft"),
-        ("gguf", "gguf"),
         ("playground", "gradio"),
         ("eval", "transformers"),
     ):

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -31,7 +30,7 @@ from reference import random_tokens
 import eval_ppl
 import sample
 import train
-from aogpt.checkpoints import CheckpointError, gguf_file, load, pretrained
+from aogpt.checkpoints import CheckpointError, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.harness import HarnessModel
@@ -734,184 +733,6 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     assert of_run == pytest.approx(first_loss, rel=1e-5)
     assert (of_run == pytest.approx(of_source, rel=1e-5)) == has_start
     assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
-
-
-def write_gguf(
-    path: Path,
-    folder: Path,
-    quantised: bool = False,
-    split: str = "gpt-2",
-    more: dict[str, float] | None = None,
-) -> None:
-    """Write a folder of `transformers` as llama.cpp's converter does. split: the name
-    of the way in which its tokenizer splits text; more: further keys of the model."""
-    gguf = pytest.importorskip("gguf")
-    settings = json.loads((folder / "config.json").read_text())
-    kind = settings["architectures"][0].removesuffix("ForCausalLM").lower()
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    special = {token["id"] for token in tokenizer["added_tokens"]}
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_context_length(settings["max_position_embeddings"])
-    writer.add_embedding_length(settings["hidden_size"])
-    writer.add_feed_forward_length(settings["intermediate_size"])
-    writer.add_head_count(settings["num_attention_heads"])
-    writer.add_head_count_kv(settings["num_key_value_heads"])
-    writer.add_key_length(settings.get("head_dim") or 6)
-    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
-    writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
-    for name, value in (more or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{kind}.{name}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    if settings.get("eos_token_id") is not None:
-        writer.add_eos_token_id(settings["eos_token_id"])
-    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
-    writer.add_token_types([3 if i in special else 1 for i in range(len(vocabulary))])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    names = {theirs: ours for ours, theirs in gguf_file.BLOCK.items()}
-    gguf_names = {theirs: ours for ours, theirs in gguf_file.OTHERS.items()}
-    heads = {
-        "attn_q": settings["num_attention_heads"],
-        "attn_k": settings["num_key_value_heads"],
-    }
-    for name, tensor in safetensors.torch.load_file(
-        folder / "model.safetensors"
-    ).items():
-        module, _, leaf = name.rpartition(".")
-        ours = gguf_names.get(module)
-        values = tensor.numpy()
-        if ours is None:
-            _, _, layer, part = module.split(".", 3)
-            ours = f"blk.{layer}.{names[part]}"
-            count = heads.get(names[part])
-            if kind == "llama" and count:  # neighbours rotate together
-                shape = (count, 2, -1, *values.shape[1:])
-                values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
-        kind_of = gguf.GGMLQuantizationType.Q8_0
-        if quantised and values.ndim == 2 and values.shape[1] % 32 == 0:
-            packed = gguf.quants.quantize(values, kind_of)
-            writer.add_tensor(f"{ours}.{leaf}", packed, raw_dtype=kind_of)
-        else:
-            writer.add_tensor(f"{ours}.{leaf}", np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_a_gguf_file_gives_the_model_of_its_folder(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "folder"
-    monkeypatch.setitem(KINDS, "Llama", {})
-    write_model(folder, kind)
-    tokenizer = of_bytes(None)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    expected = load(folder)
-    (tmp_path / "file").mkdir()
-    file = tmp_path / "file" / "model.gguf"
-    write_gguf(file, folder)
-    for path in (file, file.parent):
-        loaded = load(path)
-        weights = dict(loaded.model.named_parameters())
-        for name, p in expected.model.named_parameters():
-            assert torch.equal(weights[name], p), name
-        ids = loaded.get_tokenizer().encode(TEXT[0])
-        assert ids == expected.get_tokenizer().encode(TEXT[0])
-    assert dataclasses.replace(loaded.model.config, norm_eps=1e-6) == (
-        dataclasses.replace(expected.model.config, norm_eps=1e-6)
-    )
-    convert(str(file), tmp_path / "export")
-    assert load(tmp_path / "export").get_tokenizer().encode(TEXT[0]) == ids
-    data = file.read_bytes()
-    file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
-        load(file)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("rope.scaling.factor", 4.0, "scaling.factor 4"),
-        ("rope.scale_linear", 4.0, "scale_linear 4"),
-        ("rope.dimension_count", 4, "4 of 6 dimensions"),
-        ("attention.sliding_window", 8, "window"),
-    ],
-)
-def test_a_gguf_file_of_another_attention_is_refused(name, value, words, tmp_path):
-    folder = tmp_path / "folder"
-    write_model(folder, "Qwen2")
-    of_bytes(None).save(str(folder / "tokenizer.json"))
-    file = tmp_path / "model.gguf"
-    write_gguf(file, folder, more={name: value})
-    with pytest.raises(UserError, match=words):
-        load(file, block_size=16)
-
-
-def test_missing_sizes_of_a_gguf_file_are_left_to_the_check_of_settings():
-    for fields in ({"llama.embedding_length": 12}, {"llama.attention.head_count": 2}):
-        settings = gguf_file.settings_of("llama", fields, tied=True)
-        assert None in (settings["hidden_size"], settings["num_attention_heads"])
-
-
-def test_a_gguf_file_that_does_not_name_its_splits_needs_a_tokenizer(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "folder"
-    write_model(folder, "Qwen2")
-    of_bytes(None).save(str(folder / "tokenizer.json"))
-    (tmp_path / "file").mkdir()
-    file = tmp_path / "file" / "model.gguf"
-    write_gguf(file, folder, split="default")
-    with pytest.raises(UserError, match="does not say how it splits words"):
-        load(file)
-    shutil.copy(folder / "tokenizer.json", file.parent)
-    ids = load(file).get_tokenizer().encode(TEXT[0])
-    assert ids == load(folder).get_tokenizer().encode(TEXT[0])
-
-
-def test_the_tokenizer_of_another_model_beside_a_gguf_file_is_refused(tmp_path):
-    """Of as many tokens: the numbers would be of other text."""
-    folder = tmp_path / "folder"
-    write_model(folder, "Qwen2")
-    of_bytes(None).save(str(folder / "tokenizer.json"))
-    file = tmp_path / "model.gguf"
-    write_gguf(file, folder)
-    other = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = other["model"]["vocab"]
-    first, second = [token for token in vocabulary if len(token) > 1][-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(CheckpointError, match="tokenizer.json is of another model"):
-        load(file)
-
-
-def test_merges_of_tokens_that_a_gguf_file_lacks_are_refused():
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": ["a", "b"],
-        "tokenizer.ggml.merges": ["a b"],
-    }
-    with pytest.raises(UserError, match="joins a and b, which"):
-        gguf_file.tokenizer_files(fields)
-
-
-def test_a_quantised_gguf_file_is_dequantised(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "folder"
-    write_model(folder, "Qwen2", intermediate_size=64)
-    write_gguf(tmp_path / "model.gguf", folder, quantised=True)
-    expected = dict(load(folder).model.named_parameters())
-    dequantised = dict(load(tmp_path / "model.gguf").model.named_parameters())
-    name = "blocks.0.mlp.proj.weight"
-    difference = (dequantised[name] - expected[name]).abs()
-    assert 0 < difference.max() < 0.01
-    assert torch.equal(dequantised["wte.weight"], expected["wte.weight"])
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])

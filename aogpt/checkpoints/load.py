@@ -1,8 +1,6 @@
 """Load a model from a run folder, a checkpoint, an export of convert.py or released
 weights."""
 
-import hashlib
-import json
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from ..data.tokenizers import (
 )
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import sha256_file, write_text
+from ..runtime.files import sha256_file
 from ..runtime.validation import (
     Count,
     NonNegative,
@@ -37,7 +35,7 @@ from ..runtime.validation import (
     schema,
 )
 from ..systems import build_model, position_tables, set_block_size
-from . import adapters, gguf_file, pretrained, released, store
+from . import adapters, pretrained, released, store
 from .store import CheckpointError
 from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
 
@@ -222,7 +220,7 @@ def newest_checkpoint(
 def weights_file(folder: Path) -> Path:
     """Find the file of weights in a folder."""
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
-    files = files[:1] or sorted([*folder.glob("*.pt"), *folder.glob("*.gguf")])
+    files = files[:1] or sorted(folder.glob("*.pt"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise CheckpointError(f"{folder} holds {names}; give one's path")
@@ -237,7 +235,7 @@ def weights_file(folder: Path) -> Path:
 def download(repo: str, weights: tuple[str, ...]) -> Path:
     """Return the local folder of a Hugging Face repo, downloaded or cached, with its
     settings and the first of the `weights` files that it has."""
-    is_file = repo.endswith((".pt", ".bin", ".safetensors", ".gguf"))
+    is_file = repo.endswith((".pt", ".bin", ".safetensors"))
     is_file = is_file or Path(repo).parent.is_dir()
     if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise CheckpointError(
@@ -343,15 +341,6 @@ def merged_model(
 
 def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
     """Read the model of a file of weights and the other fields of `Loaded`."""
-    if file.suffix == ".gguf":
-        settings, contents, stored = gguf_file.read_gguf(file)
-        place = tokenizer_place(file, stored.files)
-        tokenizer = get_tokenizer(HUB, folder=place.parent)
-        if place.parent == file.parent:
-            check_same_tokens(stored.tokens, tokenizer, place)
-        model, origin = from_pretrained(settings, contents, tokenizer)
-        origin["tokenizer"] = str(place)
-        return model, origin
     place = file.with_name("config.json")
     contents = read_weights(file)
     settings = None
@@ -432,39 +421,6 @@ def from_pretrained(
         "longest": settings["max_position_embeddings"],
     }
     return make_model(config, tensors), origin
-
-
-def check_same_tokens(
-    tokens: dict[int, str], tokenizer: HubTokenizer, place: Path
-) -> None:
-    """Raise UserError if the tokenizer.json at `place`, beside a GGUF file, has other
-    tokens than these of the file, by id: a folder may hold files of several models."""
-    for number, token in tokens.items():
-        other = tokenizer.inner.id_to_token(number)
-        if other != token:
-            raise UserError(
-                f"{place} is of another model: its token {number} is {other!r}, that "
-                f"of the file {token!r}; move it away, or replace it"
-            )
-
-
-def tokenizer_place(file: Path, files: dict[str, str]) -> Path:
-    """Return the tokenizer.json beside a GGUF file, else that of these files, text by
-    name, in the user's cache. Raises UserError without either."""
-    beside = file.with_name(HUB)
-    if beside.is_file():
-        return beside
-    if not files:
-        raise UserError(
-            "its tokenizer is of a kind that is not read from a GGUF file, or does not "
-            f"say how it splits words; put the model's {HUB} beside it"
-        )
-    name = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
-    place = expand_home("~/.cache/aogpt") / name / HUB
-    if not place.is_file():
-        for file_name, text in files.items():
-            write_text(place.with_name(file_name), text)
-    return place
 
 
 def from_export(

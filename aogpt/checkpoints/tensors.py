@@ -23,7 +23,7 @@ SUPPORTED = (
     "supported are run folders, checkpoints, folders of convert.py, and released "
     "weights: AO-GPT, sigma-GPT (.pt), GPT-2, RADD, SEDD (config.json, "
     "model.safetensors or pytorch_model.bin), Llama, Mistral, Qwen2, Qwen3 "
-    "(config.json, tokenizer.json, *.safetensors; or a .gguf)"
+    "(config.json, tokenizer.json, *.safetensors)"
 )
 
 
