@@ -416,6 +416,45 @@ def draw_runs(axes, panel: Panel) -> None:
     axes.set_ylabel(f"{title_of(experiment.kind)}, {unit}")
 
 
+TARGETS = {
+    "rotary": "rotated queries",
+    "adaln": "adaLN, vector 32",
+    "adaln_rotary": "adaLN and rotated queries",
+    "two_stream": "two streams",
+    "mask_query": "[MASK] as the query",
+}
+"""The decoders of `targets_figure`, of experiment E21, in words."""
+
+
+def targets_figure(entries: Entries) -> bytes:
+    """Return a PNG: of each decoder of TARGETS its loss beside the encoder's, and the
+    gain of 64 context orders, with single seeds and intervals."""
+    figure, (left, right) = new_figure(columns=2, size=(9, 3.6))
+    kinds = {left: "eval_random", right: "gain_random_m64"}
+    styles = styles_of(TARGETS)
+    for axes, kind in kinds.items():
+        for place, name in enumerate(reversed(TARGETS)):
+            values = values_of(entries[name], kind)
+            mean, half_width = mean_and_half_width(values)
+            color = styles[name].color
+            axes.plot(values, [place] * len(values), ".", color=color, markersize=4)
+            axes.errorbar(mean, place, xerr=half_width, color=color, marker="o")
+        axes.set_yticks(range(len(TARGETS)), [])
+        axes.set_ylim(-0.6, len(TARGETS) - 0.4)
+    left.set_yticks(range(len(TARGETS)), list(reversed(TARGETS.values())))
+    encoder, half_width = mean_and_half_width(
+        values_of(entries["encoder"], "eval_random")
+    )
+    color = PALETTE[SYSTEMS["encoder"]]
+    left.axvspan(encoder - half_width, encoder + half_width, color=color, alpha=0.3)
+    left.axvline(encoder, color=color)
+    left.set_xlabel("loss in any order, nats a note (line: encoder)")
+    right.axvline(0, color="black", linewidth=0.5)
+    right.set_xlabel("gain of 64 context orders, nats a note")
+    figure.suptitle("Conditioning on the target sets the loss, context orders do not")
+    return png(figure)
+
+
 DRAWINGS = {
     "curves": (
         draw_curves,

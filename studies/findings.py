@@ -32,7 +32,7 @@ from studies import pages
 from studies import prepare as studies_prepare
 from studies.bench_common import cpu_name
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
-from studies.figures import figure
+from studies.figures import figure, targets_figure
 from studies.puzzles import TASKS
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
@@ -139,9 +139,20 @@ def write_pages() -> None:
             write_figure(pages.RESULTS, experiment, recipes)
             write_page(experiment, recipes)
     write_text(pages.RESULTS / "README.md", pages.overview())
+    if "E21" in experiment_names():
+        write_targets_page()
     front = pages.filled((CONFIGS / "front.md").read_text())
     write_text(pages.RESULTS.parent / "README.md", front)
     show("wrote results/README.md and results/findings")
+
+
+def write_targets_page() -> None:
+    """Write the page and figure on conditioning and context orders, of E21's runs."""
+    _, recipes = pages.load_results("E21")
+    image = targets_figure(recipes["chorales"])
+    write_atomically(pages.RESULTS / "targets.png", lambda f: f.write(image))
+    text = pages.filled((CONFIGS / "targets.md").read_text())
+    write_text(pages.RESULTS / "targets.md", text)
 
 
 def write_page(experiment: Experiment, recipes: Recipes) -> None:

@@ -152,6 +152,8 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
 
 def test_the_overviews_are_those_of_the_runs_that_are_shipped():
     assert (pages.RESULTS / "README.md").read_text() == pages.overview()
+    text = pages.filled((experiments.CONFIGS / "targets.md").read_text())
+    assert (pages.RESULTS / "targets.md").read_text() == text
     front = pages.filled((experiments.CONFIGS / "front.md").read_text())
     assert (pages.RESULTS.parent / "README.md").read_text() == front
 

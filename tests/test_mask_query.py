@@ -185,18 +185,19 @@ def test_flops_of_its_matrices_are_what_pytorch_counts(settings):
 )
 def test_operations_beside_rotation_grow_with_depth(layers, width, length, ratio):
     """The numbers of the results pages; the vocabularies are those of the runs."""
-    sizes = {
-        "vocab_size": 320 if width == 64 else 50304,
-        "block_size": length,
-        "n_layer": layers,
-        "n_head": width // 16 if width == 64 else width // 64,
-        "n_embd": width,
-        "position": "rotary",
-        "value_residual": True,
-    }
+    small = width == 64
     operations = []
     for target in ("mask_query", "rotary"):
-        config = ModelConfig(target=target, **sizes)
+        config = ModelConfig(
+            vocab_size=320 if small else 50304,
+            block_size=length,
+            n_layer=layers,
+            n_head=4 if small else width // 64,
+            n_embd=width,
+            position="rotary",
+            target=target,
+            value_residual=True,
+        )
         operations.append(flops_per_token(config, length))
     mask_query, rotary = operations
     assert mask_query / rotary == pytest.approx(ratio, abs=0.005)
