@@ -993,6 +993,43 @@ def test_details_of_runs_that_were_not_tuned_say_so():
     assert "Nothing was tuned" not in details
 
 
+def test_a_name_may_stand_for_the_run_config_that_was_tuned_lowest():
+    """By tuning runs, not by reported ones; only once all candidates have results. The
+    independent script takes the same one."""
+
+    def entry(loss, *tuning):
+        return by_seed(loss) | {"tuning": [{"loss": value} for value in tuning]}
+
+    best_of = {"best": ["one", "other"]}
+    entries = {"one": entry(1.0, 3.0, 2.5), "other": entry(1.5, 2.4, 2.6)}
+    assert runner.with_best(best_of, entries)["best"] is entries["other"]
+    assert "best" not in entries
+    del entries["other"]["tuning"]
+    assert runner.with_best(best_of, entries) == entries
+    assert runner.with_best(best_of, {"one": entries["one"]}) == {"one": entries["one"]}
+    lines = []
+    for name, rate, seed, loss in (
+        ("one", 0.1, 100, 2.5),
+        ("one", 0.2, 100, 3.0),
+        ("one", 0.1, 0, 1.0),
+        ("other", 0.1, 100, 2.6),
+        ("other", 0.2, 100, 2.4),
+        ("other", 0.2, 0, 1.5),
+    ):
+        folder = f"out/r/{name}_lr{rate}_s{seed}"
+        result = {"losses": {"training": [loss]}, "measured": {}, "tokens": [1]}
+        lines.append(json.dumps({"run": folder, "result": result}))
+    toml = {
+        "run_configs": {"one": {}, "other": {}},
+        "best_of": best_of,
+        "tuning_seeds": [100],
+        "seeds": 1,
+    }
+    experiment = audit_findings.Experiment(toml, lines)
+    (result,) = experiment.runs_of("r", "best")
+    assert result["losses"]["training"] == [1.5]
+
+
 def test_a_cell_says_whose_rate_a_run_config_has_and_whether_it_was_tuned():
     entry = {
         "tuned": {"optim.lr": 1e-3, "optim.muon_lr": 0.02},
