@@ -38,7 +38,7 @@ def write_gguf(path, folder, quantised=False, split="smollm"):
     writer.add_token_types([3 if i in special else 1 for i in range(len(vocabulary))])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     blocks = {theirs: ours for ours, theirs in gguf_folder.BLOCK.items()}
-    others = {theirs: ours for ours, theirs in gguf_folder.OTHERS.items()}
+    outer = {theirs: ours for ours, theirs in gguf_folder.OTHERS.items()}
     heads = {
         "attn_q": settings["num_attention_heads"],
         "attn_k": settings["num_key_value_heads"],
@@ -47,7 +47,7 @@ def write_gguf(path, folder, quantised=False, split="smollm"):
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         values = tensor.numpy()
-        ours = others.get(module)
+        ours = outer.get(module)
         if ours is None:
             _, _, layer, part = module.split(".", 3)
             ours = f"blk.{layer}.{blocks[part]}"

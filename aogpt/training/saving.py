@@ -277,7 +277,7 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     key = f"val_loss_{best_by(config)}"
     loss = "not validated"
     for row in read_metrics(config.run_folder / "metrics.jsonl"):
-        if row["step"] == progress.step and row.get(key):
+        if row["step"] == progress.step and row.get(key) is not None:
             loss = f"validation loss {row[key]:.4f}"
     newest = f"step {progress.step} ({loss})"
     if best["step"] == progress.step:

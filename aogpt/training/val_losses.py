@@ -144,8 +144,8 @@ def validation_loss(
                 totals[draw] += nll.mean(dim=1).sum()
             elif counts:
                 # With prompts, sequences differ in predicted tokens: the mean is over
-                # tokens.
-                totals[draw] += nll.nansum()
+                # tokens. Selected by the mask: a NaN of the model stays one.
+                totals[draw] += nll[roles.predicted].sum()
     reshard(model)
 
     parts = procs.gather((totals, predicted))
