@@ -195,8 +195,8 @@ def best_of(run_config: RunConfig, tried: list[tuple[Values, float]]) -> Values:
 
 def with_best(best_of: dict[str, list[str]], entries: dict[str, dict]) -> dict:
     """Return the entries of a recipe with one more for each name of `best_of`: a copy
-    of that of the run config whose tuning runs ended lowest. None where one of them has
-    no results or is not tuned.
+    of that of the run config whose tuning runs ended lowest. A name has no entry where
+    one of its run configs has no results or is not tuned.
 
     best_of: names, and the run configs that each may stand for."""
     result = dict(entries)
