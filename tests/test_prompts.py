@@ -28,7 +28,7 @@ from reference import (
 )
 
 import train
-from aogpt.data.loader import TokenDataset, read_tokens
+from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.data.prompts import (
     PADDING,
     PREDICTED,
@@ -48,6 +48,8 @@ from aogpt.scoring import (
     parallel_log_probs,
     token_log_probs,
 )
+from aogpt.systems import build_model
+from aogpt.training import val_losses
 from aogpt.training.batches import make_batch, roles_of
 from aogpt.training.config import Config, TrainConfig
 
@@ -449,6 +451,23 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     # counts, and 0 for the others would show.
     assert losses.keys() == {5, 6}
     assert all(4 < loss < 7 for loss in losses.values())
+
+
+def test_a_nan_at_any_predicted_place_is_the_validation_loss(
+    questions, tmp_path, monkeypatch
+):
+    """One at a place that is not predicted is left out."""
+    config = change(tiny_config(questions, tmp_path), eval__sequences=2)
+    records = TokenDataset(questions, "val", 16)
+    predicted = records.roles(spread(2, records.num_blocks)) == 0
+    for row, place in np.ndindex(*predicted.shape):
+        planted = torch.ones(predicted.shape, dtype=torch.float64)
+        planted[row, place] = torch.nan
+        monkeypatch.setattr(val_losses, "token_nll", lambda *_, nll=planted, **__: nll)
+        loss = val_losses.validation_loss(
+            build_model(config.model), records, OrderConfig("random"), config, ALONE
+        )
+        assert np.isnan(loss.mean) == bool(predicted[row, place])
 
 
 def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(
