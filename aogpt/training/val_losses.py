@@ -140,9 +140,11 @@ def validation_loss(
                     roles=roles,
                 )
             nll = nll.cpu()  # (B, T), by position
-            if counts and roles is None:
+            if not counts:
+                continue
+            if roles is None:
                 totals[draw] += nll.mean(dim=1).sum()
-            elif counts:
+            else:
                 # With prompts, sequences differ in predicted tokens: the mean is over
                 # tokens. Selected by the mask: a NaN of the model stays one.
                 totals[draw] += nll[roles.predicted].sum()
