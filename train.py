@@ -55,7 +55,6 @@ from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
-from aogpt.training.gpu_options import use_gpu_options
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
@@ -176,10 +175,9 @@ def training_loop(
     losses = PendingLosses()
     log = Log(config, procs, progress, data)
     saver = Saver(config, procs, data.meta, log.warn)
-    use_gpu_options(state.model, t, procs.device)
     graphs = nullcontext()
     if t.compile:
-        graphs = compiled(state.model, procs, t.compile_mode)
+        graphs = compiled(state.model, procs)
 
     with closing(log), closing(saver), graphs, closing(batches):
         model = replicate(state.model, procs)

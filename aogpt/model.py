@@ -213,13 +213,6 @@ class Pass:
         tables = table.chunk(parts, dim=-1)
         return tuple(self.lookup(part) for part in tables)
 
-    def modulated_norm(
-        self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor
-    ) -> Tensor:
-        """Return the norm of x (B, T, D), shifted and scaled by two results of
-        `modulation`."""
-        return norm(x) * (1 + scale) + shift
-
     def lookup(self, table: Tensor) -> Tensor:
         """Return the rows of a per-position table at the targets: (block_size, D) ->
         (B, T, D)."""
@@ -590,10 +583,10 @@ class Block(nn.Module):
             return x + self.drop(y), values
         modulation = p.modulation(self.adaln, parts=6)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        normed = p.modulated_norm(self.norm1, x, shift1, scale1)
+        normed = self.norm1(x) * (1 + scale1) + shift1
         y, values = self.attn(normed, p, first_values)
         x = x + gate1 * self.drop(y)
-        normed = p.modulated_norm(self.norm2, x, shift2, scale2)
+        normed = self.norm2(x) * (1 + scale2) + shift2
         y = self.mlp(normed)
         return x + gate2 * self.drop(y), values
 
@@ -685,7 +678,6 @@ class Transformer(nn.Module):
     query_stream = False
     mask_queries = False  # each query is a [MASK] among the inputs
     has_start = True  # [None] is an input
-    pass_type: type[Pass] = Pass  # of training
     # Final hidden states (B, T, D); every system has inputs of its own.
     hidden: Callable[..., Tensor]
     angles: Tensor | None  # of rotary positions
@@ -753,7 +745,7 @@ class Transformer(nn.Module):
         if self.adaln_f is None:
             return self.norm_f(x)
         shift, scale = p.modulation(self.adaln_f, parts=2)
-        return p.modulated_norm(self.norm_f, x, shift, scale)
+        return self.norm_f(x) * (1 + scale) + shift
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for `rotate`, (B, T, 1, D/H / 2) each, at
@@ -822,7 +814,7 @@ class AOGPT(Transformer):
         # step on its target belongs there.
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
-        p = self.pass_type(self.config, order)
+        p = Pass(self.config, order)
         if self.adaln_f is not None:
             p.adaln_input = self.target_vectors()
         return self.trunk(x, in_positions, p)

@@ -280,22 +280,16 @@ def decoding(o: Options, folder: str) -> list[Job]:
 
 
 def training(o: Options, folder: str) -> list[Job]:
-    """Return the jobs that time the training step beside a plain GPT's: of Small, and
-    of Medium as it is, with the fused norm, with FlashAttention 3 and with another way
-    to compile."""
-    medium = "--size medium --batch-size 64 --repeats 10"
-    variants = {
+    """Return the jobs that time the training step of Small and Medium beside a plain
+    GPT's."""
+    sizes = {
         "small": "--size small --batch-size 32 --repeats 10",
-        "plain": medium,
-        "fused_norm": f"{medium} --fused-norm",
-        "flash3": f"{medium} --flash3",
-        "max_autotune": f"{medium} --compile-mode max-autotune-no-cudagraphs",
+        "medium": "--size medium --batch-size 64 --repeats 10",
     }
     if o.small:
-        tiny = "--size tiny --batch-size 2 --no-compile --repeats 1"
-        variants = {"plain": tiny}
+        sizes = {"medium": "--size tiny --batch-size 2 --no-compile --repeats 1"}
     jobs = []
-    for name, words in variants.items():
+    for name, words in sizes.items():
         file = f"{folder}/{name}.json"
         command = f"studies.bench train {words} --json {file} --overwrite"
         jobs.append(Job(name, 90, command))

@@ -26,8 +26,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
 from aogpt.systems import flops_per_token
-from aogpt.training.config import Config, OptimConfig, TrainConfig
-from aogpt.training.gpu_options import use_gpu_options
+from aogpt.training.config import Config, OptimConfig
 from aogpt.training.metrics import peak_flops
 from aogpt.training.optimizers import EMA, make_optimizers
 from studies import bench_common as common
@@ -57,12 +56,6 @@ class TrainOptions(BenchOptions):
     1024)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     compile: bool = True
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """As train.compile_mode."""
-    fused_norm: bool = False
-    """As train.fused_norm, of the systems that have adaLN."""
-    flash3: bool = False
-    """As train.flash3."""
     repeats: Count = 5
     """Timed steps of every system, in turn; the median counts."""
     warmup: Count = 3
@@ -105,18 +98,13 @@ class Trainee:
             model=common.config_of(name, options.size, options.length),
             order=OrderConfig("l2r" if name == "gpt" else "mixture"),
             optim=OptimConfig(kind=options.optimizer),
-            train=TrainConfig(
-                fused_norm=options.fused_norm and name == "aogpt",
-                flash3=options.flash3,
-            ),
         )
         self.model = common.random_model(self.config.model, device).train()
-        use_gpu_options(self.model, self.config.train, device)
         self.average = EMA(self.model, self.config.optim.ema_decay)
         self.optimizers = make_optimizers(self.model, self.config)
         self.memory: int | None = None  # bytes that a step takes on a GPU
         if options.compile:
-            self.model.compile(dynamic=False, mode=options.compile_mode)
+            self.model.compile(dynamic=False)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return tokens and orders (B, T) of a step; the same tokens in every system,

@@ -22,7 +22,6 @@ from triton.compiler import ASTSource
 
 from aogpt.runtime.outputs import markdown_table
 from aogpt.sampling import attention_kernel, kernels
-from aogpt.training import norm_kernel
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -166,46 +165,6 @@ def assemble_merge(gpu: int) -> None:
         )
 
 
-def assemble_norm(gpu: int) -> None:
-    for kernel, name in (
-        (norm_kernel._forward, "norm, forward"),
-        (norm_kernel._backward, "norm, backward"),
-    ):
-        for width in (768, 1024):
-            types = {
-                "targets": "*i64",
-                "inverse": "*i64",
-                "x": "*fp32",
-                "weight": "*fp32",
-                "rrms": "*fp32",
-                "grad_x": "*fp32",
-                "sums": "*fp32",
-                "shift": "*bf16",
-                "scale": "*bf16",
-                "y": "*bf16",
-                "grad": "*bf16",
-                "shift_stride": "i32",
-                "scale_stride": "i32",
-                "B": "i32",
-                "T": "i32",
-                "products": "*fp32",
-                "eps": "fp32",
-            }
-            constants = {"D": width, "WIDTH": triton.next_power_of_2(width)}
-            warps = norm_kernel.warps_of(width)
-            argument_types = {
-                n: kind for n, kind in types.items() if n in kernel.arg_names
-            }
-            assemble(
-                f"{name}, width {width}",
-                kernel,
-                argument_types,
-                constants,
-                gpu,
-                num_warps=warps,
-            )
-
-
 def table(rows: list[dict]) -> list[str]:
     """Return the lines of a table with a line for each kernel, in bytes, the GPUs side
     by side."""
@@ -239,4 +198,3 @@ if __name__ == "__main__":
     assemble_choice(target)
     assemble_attention(target)
     assemble_merge(target)
-    assemble_norm(target)

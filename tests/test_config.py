@@ -2,6 +2,8 @@
 nearest valid name."""
 
 import collections
+import copy
+import json
 import math
 import re
 from dataclasses import asdict
@@ -14,12 +16,17 @@ from hypothesis import strategies as st
 
 import train
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.validation import keys_of
+from aogpt.runtime.validation import FileError, keys_of
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
+from aogpt.training import removed_keys
 from aogpt.training.config import Config
 from aogpt.training.val_losses import validation_orders
 
+OLD_RUNS = [
+    json.loads(line)
+    for line in (ROOT / "tests" / "old_runs.jsonl").read_text().splitlines()
+]
 KEYS = [key for key in keys_of(Config) if not key.startswith("schedule.")]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -49,6 +56,26 @@ def test_a_shipped_config_loads_builds_its_model_and_survives_to_toml_and_back(
     assert load(configuration.to_toml(config)) == config
     assert configuration.differences(config, config) == {}
     assert configuration.from_dict(asdict(config), "a checkpoint") == config
+
+
+@pytest.mark.parametrize("run", OLD_RUNS, ids=lambda run: run["system"])
+def test_the_config_of_an_old_run_loads_without_the_keys_that_were_removed(run, load):
+    """Saved at 4349f6ec by runs of one step."""
+    config = configuration.from_dict(run["config"], "an old run")
+    assert config.name == run["system"]
+    assert load(configuration.to_toml(config)) == config
+    with torch.device("meta"):
+        build_model(config.model)
+
+
+@pytest.mark.parametrize("key", removed_keys.DEFAULTS)
+def test_a_removed_key_of_an_old_run_is_refused_where_it_was_set(key):
+    values = copy.deepcopy(OLD_RUNS[0]["config"])
+    table, _, name = key.partition(".")
+    assert values[table][name] == removed_keys.DEFAULTS[key]
+    values[table][name] = 3
+    with pytest.raises(FileError, match=f"an old run sets {key} = 3, .*4349f6ec"):
+        configuration.from_dict(values, "an old run")
 
 
 SIZES_OF_THE_PAPER = {"small": (12, 12, 768, 6e-4), "medium": (24, 16, 1024, 3e-4)}

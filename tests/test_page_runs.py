@@ -53,7 +53,6 @@ UNREACHED = {
 ONLY_OF = {
     "paper": {
         "Pass.modulation",
-        "Pass.modulated_norm",
         "Pass.lookup",
         "AOGPT.target_vectors",
     },

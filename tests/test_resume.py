@@ -97,8 +97,6 @@ KEYS = {
     "train.activation_checkpointing": ("block", FREE),
     **{f"train.{key}": (True, FREE) for key in ("compile", "deterministic")},
     "train.reduce_every_micro_batch": (True, FREE),
-    "train.compile_mode": ("max-autotune-no-cudagraphs", FREE),
-    **{f"train.{key}": (True, FREE) for key in ("fused_norm", "flash3")},
     "train.device": ("auto", FREE),
     "train.parallel": ("fsdp", FREE),
     **{

@@ -36,6 +36,7 @@ from ..runtime.validation import (
     Table,
 )
 from ..systems import check_config, system_of
+from .removed_keys import without_removed_keys
 from .warm_start import with_shape_of
 
 
@@ -118,12 +119,6 @@ class TrainConfig(Table):
     # seconds to wait for other processes; must exceed the time to write a checkpoint
     timeout: Annotated[float, Interval(gt=0, le=1e6)] = 1800.0
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
-    # max-autotune-no-cudagraphs: try more ways to multiply matrices; minutes at the
-    # start
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    # on a GPU: norm, shift and scale of adaLN as one kernel; not measured yet
-    fused_norm: bool = False
-    flash3: bool = False  # on a GPU: FlashAttention 3, where its wheel is installed
     deterministic: bool = False  # bit-identical runs on a GPU, too; slower
     log_interval: Count = 10  # steps between rows of metrics.jsonl
     max_skipped_steps: Count = 10  # stop after this many non-finite steps in a row
@@ -463,7 +458,7 @@ def load_toml(path: str | Path) -> Config:
             "python train.py configs/smollm2.toml --train.init-from "
             f"{shlex.quote(str(path))} --data.folder DATA"
         )
-    values = validation.read_toml(Path(path))
+    values = without_removed_keys(validation.read_toml(Path(path)), str(path))
     train = values.get("train")
     if isinstance(train, dict) and "steps" in train and train.get("epochs"):
         raise UserError(
@@ -474,7 +469,7 @@ def load_toml(path: str | Path) -> Config:
 
 def from_dict(values: dict, source: str) -> Config:
     """Return the configuration of a checkpoint; source: its path, for errors."""
-    return validation.from_values(values, Config, source)
+    return validation.from_values(without_removed_keys(values, source), Config, source)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:

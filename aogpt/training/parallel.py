@@ -170,10 +170,10 @@ def save_attention_too(context, operation, *arguments, **keywords):
 
 
 @contextlib.contextmanager
-def compiled(model: Transformer, procs: Processes, mode: str):
+def compiled(model: Transformer, procs: Processes):
     """Return a context in which the model is compiled, once for every shape: up to
-    LENGTHS in training, whole and last batches in validation. mode: of torch.compile.
-    Raises UserError without a compiler."""
+    LENGTHS in training, whole and last batches in validation. Raises UserError without
+    a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError(
             "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
@@ -181,10 +181,10 @@ def compiled(model: Transformer, procs: Processes, mode: str):
     if isinstance(model, FSDPModule):
         # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
-            block.compile(dynamic=False, mode=mode)
-        model.loss.compile(dynamic=False, mode=mode)
+            block.compile(dynamic=False)
+        model.loss.compile(dynamic=False)
     else:
-        model.compile(dynamic=False, mode=mode)
+        model.compile(dynamic=False)
     # Beyond torch.compile's default limit of 8 shapes the model would silently run
     # uncompiled.
     with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
