@@ -445,6 +445,27 @@ def stratified(
     return (row / total + offset) % 1.0
 
 
+class TokenNLL(NamedTuple):
+    """-log p of every token of B sequences, in nats, in sequence order. Which tokens
+    are scored is a mask: a NaN is a result of the model, and no mean leaves it out."""
+
+    values: Tensor  # (B, T) float64; 0 where a token is not scored
+    scored: Tensor  # BoolTensor (B, T)
+
+    @classmethod
+    def where(cls, values: Tensor, scored: Tensor) -> "TokenNLL":
+        """Return these values (B, T) where a token is scored."""
+        return cls(values.where(scored, 0.0), scored)
+
+    def sums(self) -> Tensor:
+        """Return the sum over the scored tokens of each sequence, (B,)."""
+        return self.values.sum(dim=1)
+
+    def means(self) -> Tensor:
+        """Return the mean over the scored tokens of each sequence, (B,)."""
+        return self.sums() / self.scored.sum(dim=1)
+
+
 def token_score_entropy(
     model: Transformer, tokens: Tensor, seed: int, draw: int, rows: range, total: int
 ) -> Tensor:
@@ -472,13 +493,12 @@ def token_nll(
     scored_from: int = 0,
     group: int = 1,
     roles: Roles | None = None,
-) -> Tensor:
-    """Return one Monte Carlo sample of the negative log-likelihood of every token in
-    nats, (B, T) float64, in sequence order, NaN where a token is not scored; a function
-    of (seed, draw, row). It is scored along one order from `orders`, `group` steps at
-    once. For an encoder, which needs a pass for every step, single steps of "random"
-    orders give the ELBO, estimated with `evaluation_masks`: the mean of the terms of a
-    sequence (0 where not masked).
+) -> TokenNLL:
+    """Return one Monte Carlo sample of the negative log-likelihood of every token, a
+    function of (seed, draw, row). It is scored along one order from `orders`, `group`
+    steps at once. For an encoder, which needs a pass for every step, single steps of
+    "random" orders give the ELBO, estimated with `evaluation_masks`: the mean of the
+    terms of a sequence (0 where not masked).
 
     tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
     draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
@@ -497,6 +517,7 @@ def token_nll(
         masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
         nll = -masks.weight[:, None] * log_probs.double()
+        scored = torch.ones_like(nll, dtype=torch.bool)
     else:
         order = orders_at(
             orders,
@@ -528,9 +549,10 @@ def token_nll(
                 lengths=lengths,
             )
         nll = -log_probs.double()
-        nll[:, :scored_from] = torch.nan
         # From prediction order to sequence order.
         nll = torch.empty_like(nll).scatter_(1, order, nll)
-    if roles is None:
-        return nll
-    return nll.where(roles.predicted.to(device), torch.nan)
+        scored = torch.ones_like(nll, dtype=torch.bool)
+        scored.scatter_(1, order[:, :scored_from], False)
+    if roles is not None:
+        scored &= roles.predicted.to(device)
+    return TokenNLL.where(nll, scored)

@@ -183,7 +183,7 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
         of_tokens = token_nll(
             model, tokens, random, seed=0, draw=draw, rows=rows, total=0
         )
-        nll.append(of_tokens.mean(dim=1))
+        nll.append(of_tokens.means())
     samples = torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)
     estimates = [estimate(sample) for sample in samples]
     if given_data:
@@ -220,7 +220,7 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
             of_tokens = token_nll(
                 model, tokens, random, seed=seed, draw=draw, rows=rows, total=TEXTS
             )
-            nll.append(of_tokens.mean(dim=1))
+            nll.append(of_tokens.means())
         estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
     assert 0.90 <= coverage(estimates, exact, degrees=5) <= 0.99
     values = torch.tensor([one.nll for one in estimates], dtype=torch.float64)

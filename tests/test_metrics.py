@@ -99,7 +99,7 @@ def test_a_run_that_predicts_groups_is_judged_by_them(data, tmp_path):
                 rows=range(7),
                 total=7,
                 group=group,
-            )
+            ).means()
             for draw in range(2)
         ]
         mean = float(torch.stack(draws).mean())

@@ -81,10 +81,11 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
     config = OrderConfig(kind)
     order = orders_at(config, seed=3, step=1, rows=rows, length=N, stream=SCORED_ORDERS)
     nll = token_nll(model, tokens, config, seed=3, draw=1, rows=rows, total=9)
-    assert nll.dtype == torch.float64
-    assert nll.shape == (5, N)
+    assert nll.values.dtype == torch.float64
+    assert nll.values.shape == (5, N)
     log_probs = token_log_probs(model, tokens, order).double()
-    assert torch.equal(nll.gather(1, order), -log_probs)
+    assert torch.equal(nll.values.gather(1, order), -log_probs)
+    assert nll.scored.all()
     late = token_nll(
         model,
         tokens,
@@ -95,8 +96,9 @@ def test_token_nll_is_the_loss_of_every_token_where_it_stands(kind):
         total=9,
         scored_from=1,
     )
-    assert late[:, 0].isnan().all()
-    assert not late[:, 1:].isnan().any()
+    assert not late.scored[:, 0].any()
+    assert late.scored[:, 1:].all()
+    assert torch.equal(late.means(), late.values[:, 1:].mean(dim=1))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from helpers import (
     encoder_config,
     metrics,
     prepared,
+    run_main,
     tiny_config,
     write_rows,
 )
@@ -27,7 +29,9 @@ from reference import (
     random_tokens,
 )
 
+import eval_ppl
 import train
+from aogpt import objectives
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.data.prompts import (
     PADDING,
@@ -282,8 +286,8 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
     nll = token_nll(
         model, tokens, config.order, seed=3, draw=5, rows=range(4), total=4, roles=roles
     )
-    assert torch.equal(nll.isnan(), ~roles.predicted)
-    assert nll.nansum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
+    assert torch.equal(nll.scored, roles.predicted)
+    assert nll.sums().sum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
 
 
 @pytest.mark.parametrize("group", [2, 4])
@@ -324,7 +328,7 @@ def test_groups_begin_after_what_is_given(system, group):
                 expected = -parallel_log_probs(model, own, its_order, prompt_length)[
                     0, step
                 ]
-            got = nll[row, its_order[0, step]].item()
+            got = nll.values[row, its_order[0, step]].item()
             assert got == pytest.approx(expected.item(), abs=1e-12)
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))
     assert starts.tolist() == [[0, 1, 2, 3, 3, 5], [0, 0, 2, 2, 4, 4]]
@@ -453,21 +457,39 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     assert all(4 < loss < 7 for loss in losses.values())
 
 
-def test_a_nan_at_any_predicted_place_is_the_validation_loss(
-    questions, tmp_path, monkeypatch
+def nan_at(row, place):
+    """Return `token_log_probs` of a model that has no probability for this token."""
+
+    def broken(model, tokens, order, **options):
+        log_probs = token_log_probs(model, tokens, order, **options).clone()
+        log_probs[row, order[row] == place] = torch.nan
+        return log_probs
+
+    return broken
+
+
+def test_a_nan_at_any_predicted_place_is_the_loss(
+    questions, tmp_path, monkeypatch, capsys
 ):
-    """One at a place that is not predicted is left out."""
-    config = change(tiny_config(questions, tmp_path), eval__sequences=2)
+    """In validation and in evaluation. One at a place that is not predicted is left
+    out."""
+    config = change(tiny_config(questions, tmp_path, steps=5), eval__sequences=2)
+    assert train.train(config, ALONE) == 0
     records = TokenDataset(questions, "val", 16)
     predicted = records.roles(spread(2, records.num_blocks)) == 0
+    report = tmp_path / "report.json"
+    words = [config.run_folder, "--datasets", f"{questions}/", "--orders", "random"]
+    words += ["--num-orders", 2, "--max-sequences", 2, "--json", report, "--overwrite"]
     for row, place in np.ndindex(*predicted.shape):
-        planted = torch.ones(predicted.shape, dtype=torch.float64)
-        planted[row, place] = torch.nan
-        monkeypatch.setattr(val_losses, "token_nll", lambda *_, nll=planted, **__: nll)
+        monkeypatch.setattr(objectives, "token_log_probs", nan_at(row, place))
         loss = val_losses.validation_loss(
             build_model(config.model), records, OrderConfig("random"), config, ALONE
         )
         assert np.isnan(loss.mean) == bool(predicted[row, place])
+        if row == 0:
+            run_main(eval_ppl, monkeypatch, capsys, *words)
+            [result] = json.loads(report.read_text())["results"]
+            assert (result["nll"] is None) == bool(predicted[row, place])
 
 
 def test_a_trained_model_goes_on_with_records_that_are_shorter_than_its_blocks(

@@ -40,8 +40,8 @@ USES = {
     "training orders": lambda: orders_at(
         RANDOM, seed=7, step=3, rows=ROWS, length=LENGTH
     ),
-    "likelihoods": lambda: token_nll(
-        MODEL, TOKENS, RANDOM, seed=7, draw=3, rows=ROWS, total=9
+    "likelihoods": lambda: (
+        token_nll(MODEL, TOKENS, RANDOM, seed=7, draw=3, rows=ROWS, total=9).values
     ),
     "ELBO": lambda: evaluation_masks(seed=7, step=3, rows=ROWS, total=9, length=LENGTH),
     "ensembles": lambda: cheap_gains(

@@ -8,6 +8,7 @@ each scored like a sample."""
 
 import abc
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,13 @@ class Judge(abc.ABC):
             tokens = pad_sequence(rows, batch_first=True)
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
-                totals[sample] += float(row[first : len(ids)].sum())
+                total = float(row[first : len(ids)].sum())
+                if math.isnan(total):
+                    raise UserError(
+                        f"the judge {self.name} gives a token no probability (NaN): "
+                        "its weights overflowed or hold NaN"
+                    )
+                totals[sample] += total
                 counts[sample] += max(0, len(ids) - first)
         return list(zip(totals, counts, strict=True))
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..checkpoints import Loaded
 from ..model import AOGPT
-from ..objectives import token_nll, token_score_entropy
+from ..objectives import TokenNLL, token_nll, token_score_entropy
 from ..orders import OrderConfig, Roles
 from ..runtime.command_line import visible
 from ..runtime.devices import out_of_memory, release_memory, tf32
@@ -64,9 +64,9 @@ class Scorer:
         tokens: Tensor,
         draw: tuple[int, int, range, int],
         roles: Roles | None,
-    ) -> Tensor:
-        """Return -log p of every token, (B, T) float64, in sequence order, NaN where
-        none is scored. draw: (seed, number of the draw, rows, total of rows)."""
+    ) -> TokenNLL:
+        """Return -log p of every token. draw: (seed, number of the draw, rows, total of
+        rows)."""
         if self.rule is not None:
             return decoding_nll(
                 loaded.model,
@@ -90,17 +90,17 @@ class Scorer:
                 roles=roles,
             )
         assert roles is None, "a prompt has no part in score entropy"
-        return token_score_entropy(
+        terms = token_score_entropy(
             loaded.model, tokens, seed=seed, draw=number, rows=rows, total=total
         )
+        return TokenNLL(terms, torch.ones_like(terms, dtype=torch.bool))
 
 
 def decoding_nll(
     model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
-) -> Tensor:
+) -> TokenNLL:
     """Return -log p of every token along the order in which the model would decode the
-    text if it drew these tokens: (B, T) float64, in sequence order, NaN where a token
-    is not predicted.
+    text if it drew these tokens. Tokens that are not predicted are not scored.
 
     The rule picks the next positions, `group` of them if it has no pace. The product
     along this order is a normalised likelihood: that of decoding at temperature 1
@@ -126,9 +126,9 @@ def decoding_nll(
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
     decoded = generate(model, plan, texts, forced=texts)
-    nll = -decoded.log_probs.double()
-    nll = nll.where(decoded.step >= 0, math.nan)
-    return F.pad(nll, (0, T - width), value=math.nan)
+    nll = F.pad(-decoded.log_probs.double(), (0, T - width))
+    predicted = F.pad(decoded.step >= 0, (0, T - width), value=False)
+    return TokenNLL.where(nll, predicted)
 
 
 class Task(NamedTuple):
@@ -279,7 +279,7 @@ def losses_of(
             draw=(seed, len(losses), rows, eval_set.count),
             roles=eval_set.roles(rows),
         )
-        return nll.nanmean(dim=1)
+        return nll.means()
 
     def gain(tokens: Tensor, rows: range) -> Tensor:
         """Return the gains of ensembles for each row of a batch, (B, S)."""
@@ -397,6 +397,7 @@ def importance_weighted(
     variance = without_one.var(dim=1) * (D - 1) ** 2 / D
     variance = (weights / scored).square() * variance
     error = float(variance.sum().sqrt()) / N
-    if math.isnan(error):  # without one order nothing is left: losses are infinite
+    if math.isnan(error) and not math.isnan(mean.nll):
+        # Without one order nothing is left: losses are infinite.
         error = math.inf
     return replace(mean, monte_carlo_error=error)

@@ -246,7 +246,7 @@ def score_samples(
     measured = _joined(procs.gather(measured))
     self_bleu = text_measures.self_bleu(measured)
     for result, bleu in zip(results, self_bleu, strict=True):
-        result["self_bleu"] = bleu
+        result["self_bleu"] = None if math.isnan(bleu) else bleu
     distinct_samples = {tuple(tokens) for tokens in measured}
     divergences = {}
     if reference is not None and procs.main:
@@ -293,7 +293,7 @@ def _result(
 ) -> dict:
     """Return the results of one sample: the nats of its `count` scored tokens, and the
     measures of its tokens."""
-    perplexity = math.nan
+    perplexity = None
     if count:
         perplexity = text_measures.exp(nll / count)
     steps = sample.get("step", [])
@@ -306,7 +306,7 @@ def _result(
     }
     for name, measure in text_measures.MEASURES.items():
         result[name] = measure.function(tokens)
-    result["nfe"] = sample.get("nfe", math.nan)
+    result["nfe"] = sample.get("nfe")
     return result
 
 

@@ -1,5 +1,6 @@
 """Measures of generated text that need no model, and averages over samples of those
-that do. A measure that does not exist is NaN. To add one: a function, and a row of
+that do. A measure of a sample that does not exist is None, and no average counts it. To
+add one: a function, and a row of
 `MEASURES`."""
 
 import math
@@ -12,10 +13,10 @@ import torch
 from .estimates import estimate
 
 
-def unigram_entropy(tokens: Sequence[int]) -> float:
+def unigram_entropy(tokens: Sequence[int]) -> float | None:
     """Return the entropy of the histogram of a sample's tokens, in nats."""
     if not tokens:
-        return math.nan
+        return None
     terms = []
     for count in Counter(tokens).values():
         share = count / len(tokens)
@@ -23,11 +24,11 @@ def unigram_entropy(tokens: Sequence[int]) -> float:
     return -math.fsum(terms) + 0.0  # 0.0, not -0.0
 
 
-def distinct(tokens: Sequence[int], n: int) -> float:
+def distinct(tokens: Sequence[int], n: int) -> float | None:
     """Return distinct-n: different n-grams / n-grams of a sample."""
     total = len(tokens) - n + 1
     if total < 1:
-        return math.nan
+        return None
     different = set()
     for start in range(total):
         ngram = tuple(tokens[start : start + n])
@@ -35,16 +36,19 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     return len(different) / total
 
 
-def repetition(tokens: Sequence[int]) -> float:
+def repetition(tokens: Sequence[int]) -> float | None:
     """Return the share of a sample's 4-grams that occurred before in it."""
-    return 1 - distinct(tokens, 4)
+    different = distinct(tokens, 4)
+    if different is None:
+        return None
+    return 1 - different
 
 
 @dataclass(frozen=True)
 class Measure:
     """A number of one sample, of which eval_gen.py reports the mean over samples."""
 
-    function: Callable[[Sequence[int]], float]  # of the sample's tokens
+    function: Callable[[Sequence[int]], float | None]  # of the sample's tokens
     title: str | None = None  # of its column in the table; None: it has none
     form: str = ".3f"  # how the table writes it
     meaning: str = ""  # its entry in the legend below the table
@@ -203,9 +207,9 @@ def exp(value: float) -> float:
     return float(exponent.exp())
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and standard error over the values that are not NaN."""
-    numbers = [value for value in values if not math.isnan(value)]
+def mean_and_error(values: Sequence[float | None]) -> tuple[float, float]:
+    """Return the mean and standard error over the values that exist."""
+    numbers = [value for value in values if value is not None]
     N = len(numbers)
     sample = torch.tensor(numbers, dtype=torch.float64)
     mean = math.nan

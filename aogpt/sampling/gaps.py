@@ -282,6 +282,10 @@ def log_probs_along(
         prompt_lengths=start.to(device),
         lengths=lengths.to(device),
     )
+    if log_probs.isnan().any():  # a ranking by NaN would be any order
+        raise UserError(
+            "the model's output is not finite: its weights overflowed or hold NaN"
+        )
     return log_probs.cpu().double()
 
 

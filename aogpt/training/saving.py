@@ -277,7 +277,11 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     key = f"val_loss_{best_by(config)}"
     loss = "not validated"
     for row in read_metrics(config.run_folder / "metrics.jsonl"):
-        if row["step"] == progress.step and row.get(key) is not None:
+        if row["step"] != progress.step or key not in row:
+            continue
+        if row[key] is None:  # how the file holds NaN and infinity
+            loss = "validation loss not finite"
+        else:
             loss = f"validation loss {row[key]:.4f}"
     newest = f"step {progress.step} ({loss})"
     if best["step"] == progress.step:

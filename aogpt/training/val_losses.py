@@ -139,15 +139,14 @@ def validation_loss(
                     group=group,
                     roles=roles,
                 )
-            nll = nll.cpu()  # (B, T), by position
             if not counts:
                 continue
             if roles is None:
-                totals[draw] += nll.mean(dim=1).sum()
+                totals[draw] += nll.means().sum().cpu()
             else:
                 # With prompts, sequences differ in predicted tokens: the mean is over
-                # tokens. Selected by the mask: a NaN of the model stays one.
-                totals[draw] += nll[roles.predicted].sum()
+                # tokens.
+                totals[draw] += nll.sums().sum().cpu()
     reshard(model)
 
     parts = procs.gather((totals, predicted))
