@@ -1,6 +1,7 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
 # make test:       from a bare clone to lint and the tests, without those marked as slow.
-# make test-all:   the same with all tests.
+# make test-all:   the same with all tests, also those of the studies.
+# make test-studies: the tests of the studies, which make test leaves out.
 # make types:      mypy on the model, orders, objectives, scoring, sampling and training.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
@@ -9,7 +10,7 @@
 # make gpu:        is everything right on this GPU? docs/gpu.md
 # make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
-# make fuzz:       malformed files and options, an hour: tests/fuzz.py --help.
+# make fuzz:       malformed files and options, an hour: studies/fuzz.py.
 # All install pinned requirements and this package into .venv (requirements/install.py), which they create unless it
 # exists; run again, they install nothing twice. CPU_INDEX=URL is a mirror of PyTorch's index of CPU builds.
 
@@ -25,7 +26,7 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.7 --top-p 0.9
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-steps test test-all lint types docs eval-smoke playground gpu reproduce soak fuzz clean
+.PHONY: quickstart quickstart-steps test test-all test-studies lint types docs eval-smoke playground gpu reproduce soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -45,7 +46,7 @@ quickstart-steps:
 		--infill "The old horse was tired,[MASK:12] and so they gave him some water."
 	@echo "== 5/5 the page on which samples fill in, and a picture of the losses"
 	$(PY) sample.py $(RUN) --mode confidence --num-samples 2 --length 64 $(CHOICE) --html $(RUN)/samples.html --overwrite
-	$(PY) -m aogpt.training.plot $(RUN) --out $(RUN)/loss.png --overwrite
+	$(PY) -m studies.plot $(RUN) --out $(RUN)/loss.png --overwrite
 	@echo "== done. Open $(RUN)/samples.html in a browser; the losses are in $(RUN)/loss.png. Next, with a larger model that comes along:"
 	@echo "   source $(VENV)/bin/activate; python -m aogpt blanks results/books_model \"The[MASK] smiled at her children.\""
 
@@ -53,7 +54,10 @@ test: $(VENV)/.requirements-dev lint
 	$(PY) -m pytest -m "not slow"
 
 test-all: $(VENV)/.requirements-dev lint
-	$(PY) -m pytest
+	$(PY) -m pytest tests studies/tests
+
+test-studies: $(VENV)/.requirements-dev
+	$(PY) -m pytest -m "not slow" studies/tests
 
 lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
@@ -80,10 +84,10 @@ reproduce: $(VENV)/.requirements
 	$(PY) -m studies.reproduce $(OPTIONS)
 
 soak: $(VENV)/.requirements-dev
-	PYTHONPATH=. $(PY) tests/soak.py
+	PYTHONPATH=tests $(PY) -m studies.soak
 
 fuzz: $(VENV)/.requirements-dev
-	PYTHONPATH=. $(PY) tests/fuzz.py --cases 4000
+	PYTHONPATH=tests $(PY) -m studies.fuzz --cases 4000
 
 eval-smoke: $(VENV)/.requirements-dev
 	@test -n "$(AOGPT_DATA)" || { echo "set AOGPT_DATA to a folder with ptb/, lambada/ and wikitext/"; exit 2; }

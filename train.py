@@ -18,7 +18,7 @@ Options override keys of the config file. Those that people change most:
 
 The same command resumes the run, with the same weights as if it had never
 stopped. SIGTERM and Ctrl-C finish the step, save and exit.
-python -m aogpt.training.plot draws its curves."""
+python -m studies.plot draws its curves."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 

@@ -30,8 +30,6 @@ from aogpt.runtime.devices import has_compiler
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
-from studies.prepare import DATASETS as STUDIES
-from studies.prepare import PrepareStudy
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -87,11 +85,8 @@ def some_slow(cases, is_quick, reason):
 
 def prepared(name, out, *source, tokenizer="bytes", **options):
     """Prepare a dataset in this process; returns its folder."""
-    settings = PrepareStudy if name in STUDIES else Prepare
-    chosen = settings(name, out=out, source=source, tokenizer=tokenizer, **options)
-    if name in STUDIES:
-        return prepare(chosen, STUDIES)
-    return prepare(chosen)
+    settings = Prepare(name, out=out, source=source, tokenizer=tokenizer, **options)
+    return prepare(settings)
 
 
 def stopping_at_the_second(function):

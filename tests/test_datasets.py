@@ -494,7 +494,6 @@ FILES = {
             {},
             "160 tokens in 20 rows.* a block of 1,024: lower --block-size",
         ),
-        ("shuffled", "one.txt", {"split": "test"}, "no document of shuffled is left"),
         # options that do not fit the dataset or each other
         (
             "texts",

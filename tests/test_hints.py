@@ -21,7 +21,7 @@ SOURCES = [
         *(ROOT / "aogpt").rglob("*.py"),
         *(ROOT / "studies").rglob("*.py"),
     ]
-    if not path.is_symlink()
+    if not path.is_symlink() and "tests" not in path.parts
 ]
 FIELDS = {  # what a message may have in the place of a variable
     "name": "stories",
@@ -35,6 +35,8 @@ FIELDS = {  # what a message may have in the place of a variable
     "file": "configs/quickstart.toml",
     "mode": ' --mode l2r --prompt "..." --until-end',
     "needs": "",
+    "kills": "10",
+    "seed": "0",
     "out": "",
     "path": "configs/quickstart.toml",
     "command": "-m studies.speculation",

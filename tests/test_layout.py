@@ -13,7 +13,7 @@ SOURCES = [
     for name in subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
-    if not name.startswith("tests/")
+    if not name.startswith(("tests/", "studies/tests/"))
 ]
 PAPER = {
     "model": set(),

@@ -223,9 +223,6 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
             {"block_size": 8, "protocol": "full"},
             "leave out --protocol",
         ),
-        ("copy", None, {"block_size": 8}, "records of copy have 17 tokens"),
-        ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
-        ("copy", None, {"split": "train"}, "splits of its own"),
     ],
 )
 def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):

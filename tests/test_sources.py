@@ -10,11 +10,10 @@ import pytest
 from helpers import documents, needs_gpt2, prepared, write_jsonl, write_rows
 
 from aogpt.data import prepare as prepare_module
-from aogpt.data.catalogue import DATASETS, OF_STUDIES, command_for
+from aogpt.data.catalogue import command_for
 from aogpt.data.loader import find_dataset, load_meta, read_tokens
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
-from studies.prepare import DATASETS as STUDIES
 
 TEXTS = ["plain", "NA", "2020-01-01", 'a "quoted", cell\nof two lines', "null", ""]
 
@@ -368,13 +367,6 @@ def test_little_text_is_noted(tmp_path, capsys):
     assert "to train on are few" in capsys.readouterr().out
     prepared("text", tmp_path / "p", source, protocol="sedd", split="test")
     assert "to train on are few" not in capsys.readouterr().out
-
-
-def test_data_of_the_studies_is_made_by_their_command(tmp_path):
-    assert set(OF_STUDIES) == STUDIES.keys()
-    assert not set(OF_STUDIES) & DATASETS.keys()
-    with pytest.raises(UserError, match="is made by: python -m studies.prepare star"):
-        prepare_module.prepare(prepare_module.Prepare("star", out=tmp_path / "o"))
 
 
 def test_the_next_command_fits_the_folder_and_its_data(tmp_path, capsys):

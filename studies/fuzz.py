@@ -1,6 +1,6 @@
 """make fuzz: malformed files and options, and what became of them.
 
-    PYTHONPATH=. python tests/fuzz.py [--cases 2000] [--seeds 0 1 2]
+    PYTHONPATH=tests python -m studies.fuzz --cases 2000 --seeds 0 1 2
 
 Every case starts with a fresh copy of the same small folder, in which something is
 changed. The script may refuse with one line (status 2) or do its work, but not

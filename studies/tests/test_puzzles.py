@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from helpers import prepared, some_slow
+from helpers import some_slow
+from study_data import prepared_study
 
 from aogpt.data.loader import TokenDataset
 from aogpt.data.prompts import PROMPT, spans
@@ -75,7 +76,7 @@ def test_prepared_splits_hold_the_records_of_their_keys(name, tmp_path):
     )
     assert shares.keys() == {"train", "val", "test"}
     assert shares["train"] > 5 * shares["test"]
-    folder = prepared(name, tmp_path / name, limit=300)
+    folder = prepared_study(name, tmp_path / name, limit=300)
     for split in ("train", "val", "test"):
         data = TokenDataset(folder, split, task.length, verify=True)
         assert data.num_blocks == (300 if split == "train" else 1000)
@@ -107,7 +108,7 @@ def facts_by_split(name):
 
 
 def test_each_fact_is_asked_once_and_told_forwards_only(tmp_path):
-    folder = prepared("reversal", tmp_path / "facts", limit=50)
+    folder = prepared_study("reversal", tmp_path / "facts", limit=50)
     task = TASKS["reversal"]
     for split in ("val", "test"):
         data = TokenDataset(folder, split, task.length)

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import prepared
 from reference import LEVEL, chi_square_p
+from study_data import prepared_study
 
 from aogpt.data.loader import TokenDataset
 from studies import generators
@@ -89,16 +89,16 @@ def test_latin_squares_are_uniform_over_all_of_them():
 
 
 def test_every_document_fills_a_block_with_its_end_of_text(tmp_path):
-    latin = prepared("latin5", tmp_path / "latin", limit=40)
-    again = prepared("latin5", tmp_path / "again", limit=40)
-    urns = prepared("polya", tmp_path / "urns", limit=40)
+    latin = prepared_study("latin5", tmp_path / "latin", limit=40)
+    again = prepared_study("latin5", tmp_path / "again", limit=40)
+    urns = prepared_study("polya", tmp_path / "urns", limit=40)
     assert (latin / "train.bin").read_bytes() == (again / "train.bin").read_bytes()
     text = tmp_path / "text.txt"
     held_out = tmp_path / "held_out.txt"
     sentence = "The quick brown fox, naïve as it is, jumps over the lazy dog. "
     text.write_text(sentence * 30)
     held_out.write_text(sentence * 31)
-    shuffled = prepared("shuffled", tmp_path / "shuffled", text, val=(held_out,))
+    shuffled = prepared_study("shuffled", tmp_path / "shuffled", text, val=(held_out,))
     for folder, length in ((latin, 25), (urns, 63), (shuffled, 63)):
         train = TokenDataset(folder, "train", length + 1)
         val = TokenDataset(folder, "val", length + 1)

@@ -1,8 +1,8 @@
 """Plot the losses and gradient norms of runs in one figure.
 
-python -m aogpt.training.plot out/one out/other --out compare.png"""
+python -m studies.plot out/one out/other --out compare.png"""
 
-from ..runtime import environment  # noqa: F401  # says if packages are missing
+from aogpt.runtime import environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ..runtime.command_line import run_script, show, visible, with_help
-from ..runtime.errors import UserError
-from ..runtime.outputs import OutputOptions, Outputs, new_figure, png
-from .metrics import ORDER_TITLES, read_metrics
+from aogpt.runtime.command_line import run_script, show, visible, with_help
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.outputs import OutputOptions, Outputs, new_figure, png
+from aogpt.training.metrics import ORDER_TITLES, read_metrics
 
 STYLES = ("-", "--")
 COLUMNS = 3  # panels side by side
@@ -32,7 +32,7 @@ def main() -> None:
     """Draw the runs of the command line and write the figure."""
     o = tyro.cli(
         with_help(PlotOptions),
-        prog="python -m aogpt.training.plot",
+        prog="python -m studies.plot",
         description=__doc__,
     )
     if not o.runs or o.out.suffix != ".png":

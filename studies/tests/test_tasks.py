@@ -8,11 +8,11 @@ import torch
 from helpers import (
     ALONE,
     change,
-    prepared,
     read_lines,
     stopping_at_the_second,
     tiny_config,
 )
+from study_data import prepared_study
 
 import eval_tasks
 import train
@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
     """Runs of a few steps on shuffle and reversal, and their data."""
     folder = tmp_path_factory.mktemp("tasks")
     data = {
-        name: prepared(name, folder / name, limit=400)
+        name: prepared_study(name, folder / name, limit=400)
         for name in ("shuffle", "reversal")
     }
     config = tiny_config(data["shuffle"], folder, steps=5, model__block_size=17)

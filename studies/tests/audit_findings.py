@@ -1,7 +1,7 @@
 """Verdicts of an experiment recomputed from its JSONL and TOML files alone, with none
 of the project's code:
 
-    python tests/audit_findings.py E13
+    python studies/tests/audit_findings.py E13
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(lines: list[str]) -> dict:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import helpers
 import numpy as np
 import pytest
+from study_data import prepared_study
 
 import eval_ppl
 import sample
@@ -41,7 +42,7 @@ def source(tmp_path_factory):
         for chorale in chorales:
             chorale[rng.random(chorale.shape) < 0.02] = -1
     path.write_text(json.dumps(chorales_by_split, default=np.ndarray.tolist))
-    folder = helpers.prepared("chorales", path.with_name("all"), path, tokenizer=None)
+    folder = prepared_study("chorales", path.with_name("all"), path, tokenizer=None)
     return path, chorales_by_split, folder
 
 
@@ -79,7 +80,7 @@ def test_crops_of_the_published_file_are_counted_as_the_documentation_says(
 ):
     if not (path := real_data / "chorales" / "Jsb16thSeparated.json.xz").exists():
         pytest.skip("AOGPT_DATA has no chorales")
-    folder = helpers.prepared("chorales", tmp_path / "real", path, tokenizer=None)
+    folder = prepared_study("chorales", tmp_path / "real", path, tokenizer=None)
     splits = load_meta(folder)["splits"]
     counts = [splits[split]["documents"] for split in ("train", "val", "test")]
     assert counts == [35_502, 552, 570]
@@ -154,7 +155,7 @@ def test_a_music_file_has_a_track_a_voice_and_joins_equal_pitches():
 def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp_path):
     path, _, folder = source
     ids = read_tokens(folder, "test")
-    alto = helpers.prepared(
+    alto = prepared_study(
         "chorales", tmp_path / "alto", path, predict=("alto",), tokenizer=None
     )
     decoder = helpers.tiny_config(folder, tmp_path, steps=6, model__block_size=128)

@@ -1,8 +1,7 @@
 """make soak: jobs of several processes are disturbed for some minutes, and what became
 of them is written down.
 
-    PYTHONPATH=. python tests/soak.py [--kills 10] [--seed 0] [--out
-    results/soak.details.md]
+    PYTHONPATH=tests python -m studies.soak --kills 10 --seed 0
 
 The long form of test_elastic.py, with the same tiny model. A run that does not end as
 the undisturbed one is written down, too, and makes the exit status 1."""
@@ -231,7 +230,7 @@ def nodes(soak, parallel, number, settings):
 
 REPORT = """# Jobs that lose processes, and what becomes of them
 
-    PYTHONPATH=. python tests/soak.py --kills {kills} --seed {seed}     # make soak
+    PYTHONPATH=tests python -m studies.soak --kills {kills} --seed {seed}  # make soak
 
 {minutes:.0f} minutes on {cores} CPU cores, torch {torch}, gloo: a tiny model,
 {steps} steps, a checkpoint every 4 steps, an evaluation every 5. Two nodes are two

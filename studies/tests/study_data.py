@@ -1,0 +1,12 @@
+"""Data sets of the studies, prepared in the process of a test."""
+
+from aogpt.data.prepare import prepare
+from studies.prepare import DATASETS, PrepareStudy
+
+
+def prepared_study(name, out, *source, tokenizer="bytes", **options):
+    """Prepare a dataset of the studies; returns its folder."""
+    settings = PrepareStudy(
+        name, out=out, source=source, tokenizer=tokenizer, **options
+    )
+    return prepare(settings, DATASETS)
