@@ -700,7 +700,7 @@ def claims_table(claims: list[dict]) -> list[str]:
         if holm and claim["ranks"]:
             holm += " (ranks)"
         difference = difference_cell(claim) + claim["unit"]
-        verdict = claim["verdict"] or "also looked at"
+        verdict = claim["verdict"] or "observed"
         lines.append([claim["says"], difference, welch, ranks, holm, verdict])
     head = ["claim", "difference", "p (Welch)", "p (ranks)", "Holm's p", "verdict"]
     return markdown_table(head, lines)
@@ -752,8 +752,11 @@ def how_sure(experiment: Experiment, recipes: Recipes) -> str:
         for entries in recipes.values():
             for entry in entries.values():
                 counts.append(len(entry["runs"]))
-        return f"looked at, {min(counts)} seeds"
+        return f"observed, {min(counts)} seeds"
     words = [claim["verdict"] for claim in claims]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     seeds = " or ".join(map(str, sorted({claim["seeds"] for claim in claims})))
-    return f"{', '.join(counts)}; {seeds} seeds"
+    text = f"{', '.join(counts)}; {seeds} seeds"
+    if limit := experiment.row.get("limit"):
+        text += f"; {limit}"
+    return text

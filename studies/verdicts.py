@@ -23,11 +23,11 @@ from aogpt.evaluation.estimates import t_quantile
 
 LEVEL = 0.05
 NEAR = 2.0  # p values within this factor of LEVEL are borderline
-SUPPORTED = "supported"
-OPPOSITE = "the opposite"
+CONFIRMED = "confirmed"
+OPPOSITE = "opposite"
 UNDECIDED = "undecided"
-BORDERLINE = "borderline (as claimed)"
-BORDERLINE_OPPOSITE = "borderline (the opposite)"
+BORDERLINE = "undecided (borderline)"
+BORDERLINE_OPPOSITE = "undecided (borderline, opposite)"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
@@ -383,7 +383,7 @@ def verdict_of(claim: dict) -> str:
     holds = difference + claim["margin"] > 0
     if p > LEVEL / NEAR:
         return BORDERLINE if holds else BORDERLINE_OPPOSITE
-    return SUPPORTED if holds else OPPOSITE
+    return CONFIRMED if holds else OPPOSITE
 
 
 def on_the_plateau(side: Side, entries: Entries) -> bool:

@@ -34,8 +34,8 @@ from studies.measures import unigram
 from studies.verdicts import (
     BORDERLINE,
     BORDERLINE_OPPOSITE,
+    CONFIRMED,
     OPPOSITE,
-    SUPPORTED,
     UNDECIDED,
     Claim,
     is_number,
@@ -146,7 +146,7 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
                     BORDERLINE if holds else BORDERLINE_OPPOSITE
                 )
             else:
-                assert claim["verdict"] == (SUPPORTED if holds else OPPOSITE)
+                assert claim["verdict"] == (CONFIRMED if holds else OPPOSITE)
     assert not audited
 
 
@@ -302,21 +302,21 @@ def test_primary_claims_share_the_error_of_an_experiment():
     for claims, words in (
         (
             [claim(0.01), claim(0.008, -1.0), claim(0.5)],
-            [SUPPORTED, OPPOSITE, UNDECIDED],
+            [CONFIRMED, OPPOSITE, UNDECIDED],
         ),
         # the first fails: all do
         ([claim(0.04), claim(0.048), claim(0.036)], [UNDECIDED] * 3),
         (
             [claim(0.005), claim(None, 0.2), claim(0.01)],
-            [SUPPORTED, UNDECIDED, SUPPORTED],
+            [CONFIRMED, UNDECIDED, CONFIRMED],
         ),
         (
             [claim(0.001, verdict=verdicts.PLATEAU), claim(0.1)],
             [verdicts.PLATEAU, UNDECIDED],
         ),
-        ([claim(0.01, -0.05, margin=0.1)], [SUPPORTED]),
+        ([claim(0.01, -0.05, margin=0.1)], [CONFIRMED]),
         ([claim(0.01, -0.05, margin=0.01)], [OPPOSITE]),
-        ([claim(0.025)], [SUPPORTED]),
+        ([claim(0.025)], [CONFIRMED]),
         ([claim(0.026), claim(0.05, -1.0)], [BORDERLINE, BORDERLINE_OPPOSITE]),
         ([claim(0.09)], [BORDERLINE]),
         ([claim(0.1)], [UNDECIDED]),
@@ -341,7 +341,7 @@ def test_successes_are_compared_by_fishers_test():
     assert pages.difference_cell(judgement) == "8 against 1 of 8 runs"
     judgement["primary"] = True
     verdicts.with_verdicts([judgement], 1)
-    assert judgement["verdict"] == SUPPORTED
+    assert judgement["verdict"] == CONFIRMED
     line = pages.verdict_line(judgement)
     assert f"8 against 1 of 8 runs, Holm's p by Fisher's test {expected:.2g}" in line
     turned = judged(Claim("", "good", "bad", success=0.9), "training", entries)
@@ -512,7 +512,7 @@ def test_without_an_effect_at_most_a_twentieth_of_experiments_get_a_verdict():
         entries = {name: by_seed(*rng.normal(2, s, 8)) for name, s in spreads.items()}
         claims = [judged(Claim("", "a", other), "training", entries) for other in "bcd"]
         verdicts.with_verdicts(claims, len(claims))
-        spoken += any(claim["verdict"] in (SUPPORTED, OPPOSITE) for claim in claims)
+        spoken += any(claim["verdict"] in (CONFIRMED, OPPOSITE) for claim in claims)
     assert spoken <= stats.binom.ppf(0.999, experiments, 0.05)
 
 
@@ -582,7 +582,7 @@ def test_a_failed_run_hides_a_difference_from_means_and_not_from_ranks():
     assert means["verdict"] == UNDECIDED
     ranks = judged(Claim("", "learns", "fails", ranks=True), "training", entries)
     verdicts.with_verdicts([ranks], 1)
-    assert ranks["verdict"] == SUPPORTED
+    assert ranks["verdict"] == CONFIRMED
     assert ranks["p_holm"] == means["p_rank"]
     assert ranks["p_holm"] == pytest.approx(16 / 12870 * 9, rel=1)
 
@@ -910,7 +910,7 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     difference = means["still"] - means["moving"]
     assert claims[0]["mean"] == pytest.approx(difference)
     assert claims[0]["primary"]
-    assert claims[0]["verdict"] in (SUPPORTED, UNDECIDED)
+    assert claims[0]["verdict"] in (CONFIRMED, UNDECIDED)
     assert claims[1]["mean"] < 0
     assert claims[1]["verdict"] == ""
     first = entries["moving"]["runs"][0]
@@ -925,7 +925,7 @@ def test_an_experiment_runs_is_judged_and_told_and_goes_on(tiny, monkeypatch, ca
     assert len(first["losses"]["random_error"]) == 4
     assert first["tokens_per_second"] > 0
     assert "| moving" in out
-    assert "also looked at" in out
+    assert "observed" in out
     assert claims[0]["verdict"] in out
     figure = tiny / "results" / "E7.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -1271,7 +1271,7 @@ def test_experiments_run_quickly_from_prepared_data(name, run_configs, size):
     if run_configs:
         options += ["--run-configs", *run_configs]
     done = run_script("-m", "studies.findings", name, *options)
-    assert "also looked at" in done.stdout or "undecided" in done.stdout
+    assert "observed" in done.stdout or "undecided" in done.stdout
     assert (quick / f"{name}.png").stat().st_size > size
     assert (rows.read_bytes() if rows.exists() else None) == before
 
