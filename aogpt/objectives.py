@@ -452,18 +452,9 @@ class TokenNLL(NamedTuple):
     values: Tensor  # (B, T) float64; 0 where a token is not scored
     scored: Tensor  # BoolTensor (B, T)
 
-    @classmethod
-    def where(cls, values: Tensor, scored: Tensor) -> "TokenNLL":
-        """Return these values (B, T) where a token is scored."""
-        return cls(values.where(scored, 0.0), scored)
-
-    def sums(self) -> Tensor:
-        """Return the sum over the scored tokens of each sequence, (B,)."""
-        return self.values.sum(dim=1)
-
     def means(self) -> Tensor:
         """Return the mean over the scored tokens of each sequence, (B,)."""
-        return self.sums() / self.scored.sum(dim=1)
+        return self.values.sum(dim=1) / self.scored.sum(dim=1)
 
 
 def token_score_entropy(
@@ -555,4 +546,4 @@ def token_nll(
         scored.scatter_(1, order[:, :scored_from], False)
     if roles is not None:
         scored &= roles.predicted.to(device)
-    return TokenNLL.where(nll, scored)
+    return TokenNLL(nll.where(scored, 0.0), scored)

@@ -128,7 +128,7 @@ def decoding_nll(
     decoded = generate(model, plan, texts, forced=texts)
     nll = F.pad(-decoded.log_probs.double(), (0, T - width))
     predicted = F.pad(decoded.step >= 0, (0, T - width), value=False)
-    return TokenNLL.where(nll, predicted)
+    return TokenNLL(nll.where(predicted, 0.0), predicted)
 
 
 class Task(NamedTuple):

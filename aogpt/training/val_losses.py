@@ -146,7 +146,7 @@ def validation_loss(
             else:
                 # With prompts, sequences differ in predicted tokens: the mean is over
                 # tokens.
-                totals[draw] += nll.sums().sum().cpu()
+                totals[draw] += nll.values.sum().cpu()
     reshard(model)
 
     parts = procs.gather((totals, predicted))
