@@ -23,7 +23,6 @@ from aogpt.runtime.devices import pick_device, pick_dtype
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
 from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
-from aogpt.sampling.kernel_check import Kernels, load_kernels
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
 
@@ -35,7 +34,7 @@ class System:
 
     description: str
     model: str = "ours"
-    is_eager: bool = False  # neither compiled nor with kernels or graphs
+    is_eager: bool = False  # not compiled
     is_slow: bool = False  # some of its model calls are timed
     has_own_steps: bool = False  # they do not depend on --steps: it is timed once
     has_floor: bool = False  # its inputs are those that `floor_of` counts
@@ -50,7 +49,7 @@ SYSTEMS = {
     "cache-only": System("a cache, but every unknown position computed in every step"),
     "encoder": System("an encoder of the same size", model="encoder", is_slow=True),
     "encoder-eager": System(
-        "the same encoder, neither compiled nor with kernels or graphs",
+        "the same encoder, not compiled",
         model="encoder",
         is_eager=True,
         is_slow=True,
@@ -89,7 +88,7 @@ CHOICE = TokenChoice(0.9, 0.95)
 # Parts of a step, by words in the names of operations and kernels.
 PARTS = {
     "attention": ("attention", "_attend", "_merge", "flash", "fmha"),
-    "token choice": ("_choose", "topk", "softmax", "argmax", "exponential"),
+    "token choice": ("topk", "softmax", "argmax", "exponential"),
     "matrix products": ("gemm", "cutlass", "nvjet", "addmm", "::mm", "linear", "bmm"),
 }
 # Nats. Language models of these sizes have 3.4 to 4.9 (perplexities of 30 to 140).
@@ -119,11 +118,9 @@ class DecodeOptions(BenchOptions):
     draft: Annotated[int, Ge(2)] = 8
     """Tokens that `speculative` drafts at a time."""
     compile: bool = False
-    """Let the engine compile its step, on a GPU also with Triton kernels and CUDA
+    """Let the engine compile its step, on a GPU also with ragged attention and CUDA
     graphs."""
-    kernels: bool = False
-    """On a GPU: take the Triton kernels without --compile, too."""
-    without: tuple[Literal["choice", "attention", "graphs"], ...] = ()
+    without: tuple[Literal["attention", "graphs"], ...] = ()
     """On a GPU: leave out these, to see what each is worth."""
     shares: Path | None = None
     """Write where the time of `ours` goes, for the last of batch sizes, lengths and
@@ -299,31 +296,20 @@ class DecodeBench:
         if key not in self.engines:
             model = self.models[name]
             batch_size, length = shape
-            self.engines[key] = Engine(
+            engine = Engine(
                 model,
                 batch_size,
                 length,
                 CHOICE,
                 self.vocab_size,
                 compile=self.options.compile and not is_eager,
-                kernels=False if is_eager else self.kernels(model),
             )
+            if "attention" in self.options.without:
+                engine.attention = None
+            if "graphs" in self.options.without:
+                engine.graphs = None
+            self.engines[key] = engine
         return self.engines[key]
-
-    def kernels(self, model: AOGPT) -> Kernels | bool:
-        """Return the kernels of an engine of this model: all that agree here, less
-        --without."""
-        o = self.options
-        if not o.without or not (o.compile or o.kernels):
-            return o.kernels
-        loaded = load_kernels(model, self.vocab_size)
-        if loaded is None:
-            return False
-        return Kernels(
-            choice=None if "choice" in o.without else loaded.choice,
-            attention=None if "attention" in o.without else loaded.attention,
-            graphs=loaded.graphs and "graphs" not in o.without,
-        )
 
     def shares(self, steps: int) -> dict:
         """Return where the time of `ours` goes: the share of each of PARTS, and the ten
@@ -533,8 +519,6 @@ def report(result: dict) -> list[str]:
     settings = f"Temperature {CHOICE.temperature}, top-p {CHOICE.top_p}, {s['dtype']}"
     if s["compile"]:
         settings += ", compiled"
-    if s["kernels"]:
-        settings += ", with kernels"
     if s["without"]:
         settings += f", without {' and '.join(s['without'])}"
     own_steps = []

@@ -234,8 +234,9 @@ def targets(jobs: list[Job], folder: Path) -> list[list[str]]:
 
 
 def decoding(o: Options, folder: str) -> list[Job]:
-    """Return the jobs that test the kernels, decode beside other systems, leave out
-    each kernel to see what it is worth, and measure memory by length."""
+    """Return the jobs that test on the GPU, decode beside other systems, leave out
+    ragged attention or graphs to see what each is worth, and measure memory by
+    length."""
     tests = "-m gpu"
     size = "--size medium"
     compared = f"{size} --compile --repeats 2"
@@ -262,7 +263,7 @@ def decoding(o: Options, folder: str) -> list[Job]:
             f"--shares {folder}/{name}_shares.json --overwrite"
         )
         jobs.append(Job(name, 200, command, may_be_cut=True))
-    for part in ("attention", "choice", "graphs"):
+    for part in ("attention", "graphs"):
         name = f"without_{part}"
         command = (
             f"studies.bench decode {compared} {middle} --systems ours --without {part} "

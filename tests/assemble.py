@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from aogpt.runtime.outputs import markdown_table
-from aogpt.sampling import attention_kernel, kernels
+from aogpt.sampling import attention_kernel
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,13 +37,6 @@ ATTENTION = [
     ("fp16", 16, 16, 3, 1),
     ("fp32", 64, 16, 1, 1),
     ("fp32", 128, 16, 1, 1),
-]
-# What the draw cuts off, and the type of the numbers among its arguments.
-CHOICE = [
-    (1, False, "fp32"),
-    (4096, False, "fp32"),
-    (4096, True, "fp32"),
-    (4096, False, "fp64"),
 ]
 
 
@@ -80,26 +73,6 @@ def assemble(
         "shared_bytes": kernel_binary.metadata.shared,
     }
     print(json.dumps(row), flush=True)
-
-
-def assemble_choice(gpu: int) -> None:
-    for most, drop, number in CHOICE:
-        types = {
-            "logits": "*fp32",
-            "uniforms": "*fp64",
-            "tokens": "*i64",
-            "log_probs": "*fp32",
-            "candidates": "*i32",
-            "stride": "i64",
-            "V": "i32",
-            "temperature": number,
-            "top_p": "i64",
-            "top_k": "i32",
-            "min_p": "i32",
-        }
-        constants = {"DROP": drop, "TILE": kernels.TILE, "MOST": most}
-        name = f"token choice, {most} candidates, drop {drop}, {number}"
-        assemble(name, kernels._choose, types, constants, gpu, num_warps=kernels.WARPS)
 
 
 def assemble_attention(gpu: int) -> None:
@@ -195,6 +168,5 @@ if __name__ == "__main__":
         print("\n".join(table([json.loads(line) for line in lines])))
         sys.exit()
     target = int(sys.argv[1])
-    assemble_choice(target)
     assemble_attention(target)
     assemble_merge(target)

@@ -1,5 +1,5 @@
-"""The Triton kernels against their references: on a GPU as they are, elsewhere in
-Triton's interpreter (conftest.py); and assembled for two GPUs."""
+"""Ragged attention against its reference: on a GPU as it is, elsewhere in Triton's
+interpreter (conftest.py), and assembled for two GPUs; and CUDA graphs."""
 
 import dataclasses
 import itertools
@@ -16,9 +16,10 @@ from helpers import ROOT, some_slow
 from reference import make_plan, make_system, random_tokens, seeded, some_given
 
 from aogpt.model import attention
-from aogpt.sampling import Engine, compiled, engine, generate, kernel_check
+from aogpt.sampling import Engine, compiled, engine, generate
 from aogpt.sampling.cached import Step, ragged
-from aogpt.sampling.token_choice import TokenChoice, choose_tokens
+from aogpt.sampling.engine import attention_kernel_for
+from aogpt.sampling.token_choice import TokenChoice
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -31,113 +32,13 @@ if (
         "the interpreter of Triton before 3.7 needs NumPy before 2.4",
         allow_module_level=True,
     )
-from aogpt.sampling import attention_kernel, kernels  # noqa: E402
+from aogpt.sampling import attention_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="a stand-in for what a GPU does")
 
 
-# ---- token choice --------------------------------------------------------------------
-
-CHOICES = {
-    "all": TokenChoice(),
-    "hot": TokenChoice(temperature=1.4),
-    "nucleus": TokenChoice(temperature=0.9, top_p=0.95),
-    "small nucleus": TokenChoice(temperature=1.1, top_p=0.3),
-    "one token": TokenChoice(top_p=1e-9),
-    "greedy": TokenChoice(temperature=0.0),
-    "three": TokenChoice(top_k=3),
-    "nucleus of forty": TokenChoice(top_k=40, top_p=0.8),
-    "nucleus of two": TokenChoice(top_k=2, top_p=0.5),
-}
-
-
-SHAPES = {2: (4, 0, 64), 97: (6, 7, 64), 5000: (3, 1, 1024)}  # V: N, banned, tile
 INTERPRETED = "Triton's interpreter takes one or two seconds for each"
-BROAD = ("all", "nucleus", "dropped of fifty", "near the likeliest", "three", "greedy")
-
-
-@pytest.mark.parametrize(
-    "V, name, dtype",
-    some_slow(
-        itertools.product(SHAPES, CHOICES, [torch.float32, torch.bfloat16]),
-        lambda V, name, dtype: (
-            (V == 2 and dtype == torch.float32)
-            or (V == 97 and dtype == torch.bfloat16 and name in BROAD)
-            or (V == 5000 and dtype == torch.float32 and name in BROAD[1:3])
-        ),
-        INTERPRETED,
-    ),
-)
-def test_the_kernel_draws_what_the_reference_draws(V, name, dtype, monkeypatch):
-    """In bfloat16 the nucleus ends among equals. Whatever the tile, in which sums are
-    cut, and whether the likeliest tokens fit into the copy that bisection reads."""
-    N, banned, tile = SHAPES[V]
-    logits = (2.5 * torch.randn(N, V, generator=seeded(V))).to(dtype)
-    logits[:, V - banned :] = -torch.inf
-    uniforms = torch.rand(N, generator=seeded(N), dtype=torch.float64)
-    choice = CHOICES[name]
-    tokens = choose_tokens(logits.float(), uniforms, choice)
-    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    for size, candidates in ((kernels.TILE, kernels.CANDIDATES), (tile, 16)):
-        monkeypatch.setattr(kernels, "TILE", size)
-        monkeypatch.setattr(kernels, "CANDIDATES", candidates)
-        got, log_probs = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), choice)
-        assert torch.equal(got.cpu(), tokens)
-        # float32: 24 bits of sums of up to 5,000 exponentials
-        assert (log_probs.cpu() - expected).abs().max() < 5e-6
-
-
-# The nucleus ends after 4, 16, 28, 37, 40, ... of 40 tokens, top-k after `exponent`:
-# quick are the shortest nucleus, and the first with all tokens.
-ENDS = [(1,), (4,), (7,), (10,), (13,), (16,), (19,), (22,)]
-QUICK_ENDS = (1, 13)
-
-
-@pytest.mark.parametrize(
-    "exponent", some_slow(ENDS, lambda exponent: exponent in QUICK_ENDS, INTERPRETED)
-)
-def test_the_nucleus_is_right_wherever_it_ends(exponent, monkeypatch):
-    """Probabilities 1, 2^-1, 2^-2, ...: its last token lies between any two of the
-    cuts."""
-    monkeypatch.setattr(kernels, "TILE", 64)
-    logits = -torch.arange(40.0)[None, :].expand(8, -1).contiguous() * 0.6931472
-    uniforms = torch.rand(8, generator=seeded(exponent), dtype=torch.float64)
-    for truncated in (
-        TokenChoice(temperature=4.0, top_p=1 - 2.0**-exponent),
-        TokenChoice(temperature=4.0, top_k=exponent),
-    ):
-        got, _ = kernels.choose(logits.to(DEVICE), uniforms.to(DEVICE), truncated)
-        assert torch.equal(got.cpu(), choose_tokens(logits, uniforms, truncated))
-
-
-def test_a_model_that_overflowed_shows_in_the_log_probability():
-    logits = torch.zeros(2, 5)
-    logits[0, 3] = torch.nan
-    logits[1, 0] = torch.inf
-    uniforms = torch.tensor([0.5, 0.999], dtype=torch.float64)
-    tokens, log_probs = kernels.choose(
-        logits.to(DEVICE), uniforms.to(DEVICE), TokenChoice()
-    )
-    assert ((tokens >= 0) & (tokens < 5)).all()
-    assert not log_probs.isfinite().any()
-
-
-def test_what_the_kernel_cannot_draw_is_left_to_the_reference(monkeypatch):
-    """So is a setting that is added to `TokenChoice`: it must not be ignored in
-    silence."""
-    logits = torch.zeros(2, 5)
-    more = dataclasses.make_dataclass(
-        "More", [("typical", float, 0.0)], bases=(TokenChoice,), frozen=True
-    )
-    monkeypatch.setattr(kernels, "TokenChoice", more)  # as if the field were its own
-    drawn = [more(**vars(choice)) for choice in CHOICES.values()]
-    drawn.append(more())
-    assert all(kernels.can_choose(logits, choice) for choice in drawn)
-    assert not kernels.can_choose(logits, more(typical=0.1))
-    assert not kernels.can_choose(logits.double(), more())
-    assert not kernels.can_choose(torch.empty(0, 2**18 + 1), more())
-
 
 # ---- attention -----------------------------------------------------------------------
 
@@ -262,26 +163,17 @@ def test_keys_are_split_where_there_are_few_rows():
 
 
 @pytest.fixture
-def kernels_run(monkeypatch):
-    """Take the kernels here, too; the calls of each."""
-    calls = SimpleNamespace(choice=0, attention=0)
-    monkeypatch.setattr(kernel_check.devices, "can_run_triton", lambda device: True)
-    monkeypatch.setattr(kernel_check, "graph_error", lambda device: "")
-    monkeypatch.setattr(kernel_check, "CHECKED", {})
-    monkeypatch.setattr(kernels, "TILE", 64)
+def attention_calls(monkeypatch):
+    """Take engines that compile for those of a GPU; the calls of ragged attention."""
+    calls = []
+    monkeypatch.setattr(engine.devices, "can_run_triton", lambda device: True)
     monkeypatch.setattr(attention_kernel, "TILE_K", 16)
-    choose = kernels.choose
     attend = attention_kernel.attend
 
-    def counted_choose(*arguments):
-        calls.choice += 1
-        return choose(*arguments)
-
     def counted_attend(*arguments, **named):
-        calls.attention += 1
+        calls.append(arguments)
         return attend(*arguments, **named)
 
-    monkeypatch.setattr(kernels, "choose", counted_choose)
     monkeypatch.setattr(attention_kernel, "attend", counted_attend)
     return calls
 
@@ -323,105 +215,36 @@ def small_system(system):
         INTERPRETED,
     ),
 )
-def test_the_engine_generates_with_kernels_what_it_does_without(
-    system, mode, kernels_run
+def test_the_engine_generates_with_ragged_attention_what_it_does_without(
+    system, mode, attention_calls
 ):
-    """Rows of different lengths, some tokens given. Kernels are opt in."""
+    """Rows of different lengths, some tokens given. It comes with --compile alone."""
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
-
-    def samples(kernels):
-        return generate(
-            model,
-            plan,
-            tokens,
-            generator=seeded(1),
-            choice=TokenChoice(0.9, 0.9),
-            vocab_size=11,
-            kernels=kernels,
-        )
-
-    reference = samples(kernels=False)
-    assert not kernels_run.choice
-    assert not kernels_run.attention
-    assert kernel_check.load_kernels(model, 11) is not None
-    kernels_run.choice = kernels_run.attention = 0
-    got = samples(kernels=True)
-    assert bool(kernels_run.choice) != mode.startswith("speculative")
-    assert bool(kernels_run.attention) == (system not in ("two_stream", "SEDD"))
+    masked = Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
+    reference = masked.generate(plan, tokens, generator=seeded(1))
+    assert not attention_calls
+    ragged_engine = Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
+    ragged_engine.attention = attention_kernel_for(model)
+    got = ragged_engine.generate(plan, tokens, generator=seeded(1))
+    assert bool(attention_calls) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
-# ---- what a GPU may use --------------------------------------------------------------
-
-
-def test_compiling_takes_kernels_and_graphs_without_being_asked(
-    kernels_run, monkeypatch
-):
+def test_compiling_takes_ragged_attention_and_graphs(attention_calls, monkeypatch):
     monkeypatch.setattr(
         engine, "decoding_copy", lambda model, compile, many_sizes: model
     )
     model = small_system("AO-GPT")
-    assert Engine(model, 2, 12).kernels is None
-    assert Engine(model, 2, 12, kernels=True).graphs is None
-    fast_engine = Engine(model, 2, 12, compile=True)
-    assert fast_engine.kernels.choice is kernels
-    assert fast_engine.kernels.attention is attention_kernel
-    assert fast_engine.graphs is not None
-    kernels_run.choice = 0
-    Engine(model, 4, 12, compile=True)
-    assert not kernels_run.choice, "the check is made once"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    some_slow(
-        [("choice",), ("attention",), ("graphs",)],
-        lambda wrong: wrong == "choice",
-        INTERPRETED,
-    ),
-)
-def test_what_does_not_agree_is_said_and_left_out(
-    wrong, kernels_run, monkeypatch, capsys
-):
-    model = small_system("AO-GPT")
-    plan = make_plan("mdm --steps 3", 3, torch.tensor([12, 5, 9]))
-    expected = generate(model, plan, generator=seeded(1))
-    monkeypatch.setattr(
-        engine, "decoding_copy", lambda model, compile, many_sizes: model
-    )
-    if wrong == "choice":
-        choose = kernels.choose
-        monkeypatch.setattr(
-            kernels, "choose", lambda *a: (1 - choose(*a)[0].clamp(max=1), None)
-        )
-    if wrong == "attention":
-        attend = attention_kernel.attend
-        monkeypatch.setattr(
-            attention_kernel, "attend", lambda *a, **k: 1.5 * attend(*a, **k)
-        )
-    if wrong == "graphs":
-        monkeypatch.setattr(kernel_check, "graph_error", lambda device: 1 / 0)
-    monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
-    fast_engine = Engine(model, 3, 12, compile=True)
-    said = capsys.readouterr().err
-    assert "going on without" in said
-    assert ("token choice" if wrong == "choice" else wrong) in said
-    if wrong == "choice":
-        assert fast_engine.kernels is None
-        assert fast_engine.graphs is None
-    if wrong == "attention":
-        assert fast_engine.kernels.attention is None
-        assert "of their norm" in said
-    if wrong == "graphs":
-        assert fast_engine.graphs is None
-        assert "ZeroDivisionError" in said
-    assert torch.equal(
-        fast_engine.generate(plan, generator=seeded(1)).tokens, expected.tokens
-    )
+    plain = Engine(model, 2, 12)
+    assert plain.attention is None
+    assert plain.graphs is None
+    compiled_engine = Engine(model, 2, 12, compile=True)
+    assert compiled_engine.attention is attention_kernel
+    assert compiled_engine.graphs is not None
 
 
 # ---- graphs --------------------------------------------------------------------------
@@ -444,7 +267,7 @@ def replayed(self, stage, step, tensors):
 
 
 @pytest.fixture
-def graphs(monkeypatch, kernels_run):
+def graphs(monkeypatch, attention_calls):
     """Engines with stand-ins for CUDA graphs and without a compiler."""
     monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
     monkeypatch.setattr(
@@ -602,7 +425,7 @@ def test_the_table_of_registers_is_of_its_rows_and_none_spills():
     file = ROOT / "results" / "gpu" / "kernels.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"}
-    assert len(rows) == 2 * 15
+    assert len(rows) == 2 * 11
     assert all(row["spilled_bytes"] == 0 for row in rows)
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "assemble.py", "table", file],
@@ -614,7 +437,7 @@ def test_the_table_of_registers_is_of_its_rows_and_none_spills():
     assert done.stdout in (ROOT / "results" / "gpu" / "kernels.md").read_text()
 
 
-@pytest.mark.slow(reason="assembles fifteen kernels")
+@pytest.mark.slow(reason="assembles eleven kernels")
 @pytest.mark.parametrize("gpu", [90, 80])
 def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     """Without a GPU; the registers of each are printed. 90: an H100, 80: an A100."""
@@ -631,7 +454,7 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     for row in rows:
         print(row)
-    assert len(rows) == 15
+    assert len(rows) == 11
     for row in rows:
         assert row["bytes"] > 1000
         assert row["registers"] <= 255

@@ -123,11 +123,8 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
         expected[name] = 2
     assert used == expected
     # The seed of dropout has a stream, those of the initial weights are hashed from
-    # their names; the last takes no numbers. kernel_check.py compares two computations
-    # with a constant seed, in no result.
+    # their names; the last takes no numbers.
     assert generators == [
-        "aogpt/sampling/kernel_check.py",
-        "aogpt/sampling/kernel_check.py",
         "aogpt/training/parallel.py",
         "aogpt/training/state.py",
         "train.py",

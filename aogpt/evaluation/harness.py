@@ -68,7 +68,7 @@ class Settings(ModelOptions):
 
 
 # The options of decoding that `HarnessModel.complete` uses.
-TAKEN = {"mode", "batch_size", "compile", "kernels", *modes.MODE_OPTIONS}
+TAKEN = {"mode", "batch_size", "compile", *modes.MODE_OPTIONS}
 REQUESTS_COUNTED = ("all", "spanning", "truncated", "windows", "generated")
 
 
@@ -581,7 +581,6 @@ class HarnessModel(TemplateLM):
             vocab_size=self.loaded.vocab_size,
             batch_size=self.batch_size,
             compile=self.decoding.compile,
-            kernels=self.decoding.kernels,
         )
         samples = decoder.generate(
             planned.plan, planned.tokens, uniforms=planned.uniforms, progress=progress

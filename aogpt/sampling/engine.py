@@ -10,6 +10,7 @@ token of position `order[b, i]`. Nobody reads place T."""
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from .adaptive import adapt
 from .batch import OnUnmasked, Tally
 from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps, ragged
 from .compiled import GraphRunner, Stage, few_shapes, ladder, many_shapes
-from .kernel_check import Kernels, load_kernels
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
 from .scores import rule_of, scores_of
 from .speculation import speculate
@@ -95,10 +95,8 @@ class Decoder:
     # Samples in flight at once, halved while memory runs out; None: all.
     batch_size: int | None = None
     # torch.compile the blocks; worth its minutes for many samples. On a GPU it also
-    # takes Triton kernels and CUDA graphs.
+    # takes ragged attention and CUDA graphs.
     compile: bool = False
-    # Take the kernels without compiling, too; or exactly these.
-    kernels: bool | Kernels = False
 
     @torch.no_grad()
     def generate(
@@ -142,7 +140,6 @@ class Decoder:
                     choice=self.choice,
                     vocab_size=self.vocab_size,
                     compile=self.compile,
-                    kernels=self.kernels,
                     end_token=end_token,
                 )
                 return engine.run(plan, inputs, count)
@@ -173,7 +170,6 @@ def generate(
     vocab_size: int | None = None,
     batch_size: int | None = None,
     compile: bool = False,
-    kernels: bool | Kernels = False,
     end_token: int | None = None,
     progress: OnUnmasked = None,
 ) -> Generation:
@@ -199,7 +195,6 @@ def generate(
         vocab_size=vocab_size,
         batch_size=batch_size,
         compile=compile,
-        kernels=kernels,
     )
     return decoder.generate(
         plan,
@@ -316,7 +311,6 @@ class Engine:
         choice: TokenChoice | None = None,
         vocab_size: int | None = None,
         compile: bool = False,
-        kernels: bool | Kernels = False,
         end_token: int | None = None,
     ):
         """batch_size: B; length: T. The others are those of `Decoder` and
@@ -338,14 +332,8 @@ class Engine:
         if not devices.supports_float64(device):
             self.draw_device = torch.device("cpu")
         # 1. The model, and what its steps run on.
-        self.kernels: Kernels | None = None
-        if isinstance(kernels, Kernels):
-            self.kernels = kernels
-        elif compile or kernels:
-            self.kernels = load_kernels(model, vocab_size)
-        records = False
-        if compile and self.kernels is not None:
-            records = self.kernels.graphs
+        records = compile and devices.can_run_triton(device)
+        self.attention = attention_kernel_for(model) if records else None
         many_sizes = records and not c.is_encoder
         self.model = decoding_copy(model, compile, many_sizes=many_sizes)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
@@ -548,7 +536,7 @@ class Engine:
             step,
             cache=self.cache,
             tables=self.tables,
-            kernel=self.kernels.attention if self.kernels else None,
+            kernel=self.attention,
         )
         place = torch.arange(self.T + 1, device=self.device)
         start = step.count.cumsum(0) - step.count
@@ -661,14 +649,8 @@ class Engine:
     def draw(self, logits: Tensor, row: Tensor, place: Tensor) -> None:
         """Draw tokens (N,) from logits (N, V) and store them."""
         uniforms = self.uniforms_at(row, place)
-        kernel = None if self.kernels is None else self.kernels.choice
-        if kernel is None or not kernel.can_choose(logits, self.choice):
-            tokens = choose_tokens(logits, uniforms, self.choice)
-            self.store(row, place, tokens, logits)
-            return
-        tokens, log_probs = kernel.choose(logits, uniforms, self.choice)
-        self.tokens[row, place] = tokens
-        self.log_probs[row, place] = log_probs
+        tokens = choose_tokens(logits, uniforms, self.choice)
+        self.store(row, place, tokens, logits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (N, V), those of ids that may not be drawn minus infinity."""
@@ -733,7 +715,7 @@ class Engine:
         """Record what the steps of a plan may need, so that none has to wait. Its first
         step, which also computes what is given, runs without a graph if it is larger
         than others."""
-        assert self.graphs is not None and self.kernels is not None
+        assert self.graphs is not None
         if self.forced is not None:
             return
         sizes = group_sizes(plan).sum(dim=0)  # (G,) positions that each step unmasks
@@ -747,7 +729,7 @@ class Engine:
         stages: list[tuple[Stage, int]] = []
         if self.cache is None:
             stages.append((self.predicting, 1))
-        elif self.kernels.attention is not None:
+        elif self.attention is not None:
             stages.append((self.predicting, inputs))
         if plan.pace is None and not plan.draft:
             stages.append((self.unmasking, largest))
@@ -769,6 +751,18 @@ class Engine:
             with torch.compiler.set_stance("force_eager"):
                 return stage.function(self, step, *tensors)
         return self.graphs(self, stage, step, *tensors)
+
+
+def attention_kernel_for(model: AOGPT) -> ModuleType | None:
+    """Return the kernel of a model's ragged attention on a GPU; None: it attends under
+    masks."""
+    if model.config.is_encoder or model.separate_queries:
+        return None
+    from . import attention_kernel  # which imports Triton
+
+    if not attention_kernel.can_attend(model.config.head_dim, model.wte.weight.dtype):
+        return None
+    return attention_kernel
 
 
 def follow(engine: Engine, plan: Plan, tally: Tally) -> None:

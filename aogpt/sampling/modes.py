@@ -127,9 +127,7 @@ class DecodingOptions(TokenChoice):
     this."""
     compile: bool = False
     """torch.compile the model: minutes at the start, worth it for many samples. On a
-    GPU also take Triton kernels and CUDA graphs, if they agree with PyTorch there."""
-    kernels: bool = False
-    """On a GPU: take the Triton kernels without --compile, too."""
+    GPU also take ragged attention and CUDA graphs."""
 
     def __post_init__(self):
         check_values(self)
@@ -542,7 +540,6 @@ def generate_distributed(
         vocab_size=vocab_size,
         batch_size=options.batch_size or BATCH_SIZE,
         compile=options.compile,
-        kernels=options.kernels,
     )
     total = int(plan.generated.sum())
     progress = tqdm(

@@ -112,8 +112,7 @@ def _may_branch(x: Tensor) -> bool:
 def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V) at the temperature, float32 or float64, 0 for tokens
     that top-k leaves out; not normalised again. Everything but top-p, for which
-    `choose_tokens` has a faster way. kernels.py declines fields of `TokenChoice` that
-    it does not know."""
+    `choose_tokens` has a faster way."""
     if logits.dtype != torch.float64:
         logits = logits.float()
     if choice.temperature != 1:
@@ -151,8 +150,7 @@ def _from(
 
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it,
 # the lower id first among equals", in three forms here; change all: `_nucleus`,
-# `_outside_nucleus`, `_nucleus_of_row`. kernels.py has it in integers; it declines new
-# fields of `TokenChoice`.
+# `_outside_nucleus`, `_nucleus_of_row`.
 
 
 def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
