@@ -58,8 +58,8 @@ from aogpt.training.config import Config, refuse
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
-from aogpt.training.saving import Saver, StopRequest, better_of, newest_and_best
-from aogpt.training.state import State, check_epochs, start
+from aogpt.training.saving import Saver, StopRequest, newest_and_best
+from aogpt.training.state import State, better_of, check_epochs, start
 from aogpt.training.val_losses import best_by, evaluate
 
 
@@ -122,11 +122,16 @@ def train(config: Config, procs: Processes) -> int:
             "same command"
         )
     step = state.progress.step
+    skipped = ""
+    if state.progress.skipped:
+        skipped = (
+            f", {state.progress.skipped} of them skipped (loss or gradient not finite)"
+        )
     procs.print0(newest_and_best(config, state.progress))
     if step < config.train.steps:
         procs.print0(
-            f"stopped at step {step} and saved {saved}; run the same command to "
-            "continue"
+            f"stopped at step {step}{skipped} and saved {saved}; run the same command "
+            "to continue"
         )
     else:
         mode = " --temperature 0.7 --top-p 0.9"
@@ -139,7 +144,7 @@ def train(config: Config, procs: Processes) -> int:
             )  # it knows no other orders
         elif not config.model.is_encoder and not config.model.l2r_only:
             mode = " --mode l2r" + mode  # reads best
-        finished = f"finished {step} steps"
+        finished = f"finished {step} steps{skipped}"
         more = "more --train.steps"
         if step == first_step:
             finished = f"{folder} was finished before, at step {step}: no step trained"

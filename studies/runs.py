@@ -14,8 +14,7 @@ from aogpt.runtime.files import json_object, read_lines, write_text
 from aogpt.runtime.outputs import commit
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
-from aogpt.training.metrics import read_metrics
-from aogpt.training.val_losses import best_by
+from aogpt.training.val_losses import best_by, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 # By default glibc returns large tensors to the system as soon as they are freed, and

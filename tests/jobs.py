@@ -16,7 +16,7 @@ from pathlib import Path
 from helpers import ROOT, assert_same, metrics, read_checkpoint, wait_for, write_config
 
 from aogpt.checkpoints import store
-from aogpt.training.metrics import read_metrics
+from aogpt.training.val_losses import read_metrics
 
 MOMENTS = ("step", "evaluation", "checkpoint")
 

@@ -356,7 +356,7 @@ def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(
     best = tmp_path / "run" / "best"
     best.write_text(text)
     with pytest.raises(
-        CheckpointError, match="lacks state.json|does not hold the name"
+        CheckpointError, match="step_00000009, which is gone|does not hold the name"
     ):
         load(best)
 

@@ -31,8 +31,8 @@ from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training import metrics, val_losses
 from aogpt.training.config import ObjectiveConfig, StageConfig, load_toml
-from aogpt.training.metrics import read_metrics
 from aogpt.training.state import Progress
+from aogpt.training.val_losses import read_metrics
 
 RANDOM = OrderConfig("random")
 COSTS = {"grad_norm", "tokens", "tokens_per_second", "memory_bytes", "skipped_steps"}

@@ -1009,6 +1009,97 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
     assert "the newest checkpoint, step 15 (validation loss 1.0000), is the best" in out
 
 
+def validations(monkeypatch, losses):
+    """Make validation give these losses by step."""
+
+    def evaluate(model, averages, val_data, config, procs):
+        (adamw,) = model.optimizers
+        step = int(next(iter(adamw.state.values()))["step"])
+        return {"": {"random": Loss(losses[step], None)}}
+
+    start = train.start
+
+    def start_known(*arguments):
+        state = start(*arguments)
+        object.__setattr__(state.model, "optimizers", state.optimizers)
+        return state
+
+    monkeypatch.setattr(train, "start", start_known)
+    monkeypatch.setattr(train, "evaluate", evaluate)
+
+
+def stopping_at(step):
+    """Return a method of StopRequest that stops a run after this step."""
+
+    def agree(self, config, progress, datasets, save_at):
+        self.requested = progress.step == step
+        self.clock = False
+
+    return agree
+
+
+def test_a_best_checkpoint_that_is_gone_is_replaced_by_the_best_of_those_that_exist(
+    data, tmp_path, script, monkeypatch
+):
+    losses = {2: 1.0, 4: 1.5, 6: 1.25, 8: 1.75, 10: 1.5}
+    validations(monkeypatch, losses)
+    config = tiny_config(data, tmp_path, steps=8, eval__interval=2, checkpoint__keep=9)
+    config = change(config, checkpoint__interval=2)
+    path = write_config(config)
+    assert script(train, path)[0] == 0
+    shutil.rmtree(store.path_of(config.run_folder, 2))
+    status, _, err = script(sample, config.run_folder, "--checkpoint", "best")
+    assert status == 2
+    assert "was step_00000002, which is gone" in err
+    assert "another --checkpoint: last, 4, 6, 8 (" in err
+    # also by a run that has no step left
+    for steps in (8, 10):
+        status, out, _ = script(train, path, "--train.steps", steps)
+        assert status == 0
+        assert "(step 2, loss 1.0000) is gone: now it is step 6 (loss 1.2500)" in out
+        assert "best: step 6 (validation loss 1.2500), --checkpoint best" in out
+        assert store.best_of(config.run_folder).name == "step_00000006"
+    assert newest(config)["best"] == {"step": 6, "loss": 1.25}
+
+
+def test_without_a_validated_checkpoint_left_the_next_validation_chooses_the_best(
+    data, tmp_path, script, monkeypatch
+):
+    validations(monkeypatch, {4: 1.0, 8: 1.5})
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=4)
+    config = change(config, checkpoint__interval=1, checkpoint__keep=1)
+    path = write_config(config)
+    # without a validation at the end
+    monkeypatch.setattr(train.StopRequest, "agree", stopping_at(6))
+    assert script(train, path, "--train.steps", 8)[0] == 0
+    monkeypatch.setattr(train.StopRequest, "agree", stopping_at(8))
+    shutil.rmtree(store.path_of(config.run_folder, 4))
+    status, out, _ = script(train, path, "--train.steps", 8)
+    assert status == 0
+    assert "(step 4, loss 1.0000) is gone: the next validation chooses another" in out
+    assert "step 8 (validation loss 1.5000), is the best" in out
+    assert newest(config)["best"] == {"step": 8, "loss": 1.5}
+
+
+def test_the_end_of_a_run_says_how_many_steps_were_skipped(
+    data, tmp_path, monkeypatch, capsys
+):
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
+    spoil(monkeypatch, {2, 3, 4, 5, 6}, "loss")
+    assert train.train(config, ALONE) == 0
+    out = capsys.readouterr().out
+    assert "finished 6 steps, 5 of them skipped (loss or gradient not finite)" in out
+
+
+def test_a_validation_loss_that_is_not_finite_was_measured(
+    data, tmp_path, monkeypatch, capsys
+):
+    validations(monkeypatch, {6: math.nan})
+    train.train(tiny_config(data, tmp_path, steps=6, eval__interval=6), ALONE)
+    out = capsys.readouterr().out
+    assert "step 6 (validation loss not finite); none has been chosen as the" in out
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driver):
     done = driver.done(

@@ -133,7 +133,15 @@ def candidates(run_folder: Path, checkpoint: str) -> list[Path]:
         raise CheckpointError(
             f"{run_folder} has no checkpoint {checkpoint!r}; it has {names}"
         )
-    return [choices[checkpoint]]
+    path = choices[checkpoint]
+    # Read again: a running job names another before it removes this one.
+    if path == best and not path.is_dir() and best_of(run_folder) == best:
+        names = ", ".join(["last", *(name for name in choices if name != "best")])
+        raise CheckpointError(
+            f"the best checkpoint of {run_folder} was {path.name}, which is gone; give "
+            f"another --checkpoint: {names} (a resume of the run chooses the best anew)"
+        )
+    return [path]
 
 
 def parts(folder: Path) -> list[Path]:

@@ -17,7 +17,6 @@ steps:
 Plots and studies read every key that begins with val_loss as such a loss."""
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -40,7 +39,7 @@ from ..systems import flops_per_token
 from .config import Config
 from .optimizers import learning_rates
 from .state import Progress
-from .val_losses import Losses
+from .val_losses import Losses, read_metrics
 
 ORDER_TITLES = {
     "l2r": "left to right",
@@ -339,22 +338,6 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl; lines that a kill or a full disk has cut short
-    are skipped."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
 
 
 def drop_later_rows(path: Path, step: int) -> None:

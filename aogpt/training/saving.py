@@ -24,9 +24,8 @@ from ..data.loader import TokenDataset
 from ..runtime.errors import UserError, reason_of
 from ..runtime.processes import Processes
 from .config import Config
-from .metrics import read_metrics
 from .state import Progress, State, named_tensors, not_finite, plain_values
-from .val_losses import best_by
+from .val_losses import saved_losses
 
 
 class StopRequest:
@@ -232,14 +231,6 @@ class Saver:
     close = finish_writing  # for contextlib.closing
 
 
-def better_of(best: dict | None, step: int, loss: float) -> dict | None:
-    """Return the best checkpoint, {"step", "loss"}, when that of `step` has this
-    validation loss."""
-    if math.isfinite(loss) and (best is None or loss < best["loss"]):
-        return {"step": step, "loss": loss}
-    return best
-
-
 def last_good(config: Config, step: int) -> Path | None:
     """Return the path of the last checkpoint up to a step that was saved without a
     skipped step pending; None without one."""
@@ -272,18 +263,18 @@ def newest_and_best(config: Config, progress: Progress) -> str:
     """Return the validation losses of the newest and the best checkpoint, for the end
     of a run."""
     best = progress.best
-    if best is None:
-        return "no checkpoint has been validated yet (--eval.interval)"
-    key = f"val_loss_{best_by(config)}"
+    losses = saved_losses(config)
     loss = "not validated"
-    for row in read_metrics(config.run_folder / "metrics.jsonl"):
-        if row["step"] != progress.step or key not in row:
-            continue
-        if row[key] is None:  # how the file holds NaN and infinity
-            loss = "validation loss not finite"
-        else:
-            loss = f"validation loss {row[key]:.4f}"
+    if progress.step in losses:
+        value = losses[progress.step]
+        loss = "validation loss not finite"
+        if value is not None:
+            loss = f"validation loss {value:.4f}"
     newest = f"step {progress.step} ({loss})"
+    if best is None and not losses:
+        return "no checkpoint has been validated yet (--eval.interval)"
+    if best is None:
+        return f"newest checkpoint: {newest}; none has been chosen as the best"
     if best["step"] == progress.step:
         return f"the newest checkpoint, {newest}, is the best"
     return (

@@ -1,5 +1,6 @@
 """The state of a run: start and resume it (saving.py saves it)."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from .adapters import alpha_of, trainable
 from .config import Config
 from .muon import local
 from .optimizers import EMA, allocate_state, learning_rate, make_optimizers, named_state
-from .val_losses import validation_orders
+from .val_losses import saved_losses, validation_orders
 from .warm_start import check_start, differing_keys, warm_start
 
 # Keys (or tables) that differ when a run resumes (docs/training.md). REFUSED: an error;
@@ -125,6 +126,17 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             procs.print0,
         )
         check_same_data(values["data"], data_meta, procs)
+        best = values["best"]
+        values["best"] = procs.gather(existing_best(config, data_meta, values))[0]
+        if best is not None and values["best"] != best:
+            if values["best"] is None:
+                now = "the next validation chooses another"
+            else:
+                now = "now it is step {step} (loss {loss:.4f})".format(**values["best"])
+            procs.print0(
+                f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f}) "
+                f"is gone: {now}"
+            )
 
     weights = None  # random
     adapter = None
@@ -285,9 +297,7 @@ def check_same_run(
             f"{step + 1}"
         )
     best = values["best"]
-    measured = changes.keys() & {"seed", "eval.sequences", "eval.draws", "data.val"}
-    orders = chosen_by(old, values["data"])
-    if best and (measured or orders != chosen_by(config, meta)):
+    if best and measure_of(old, values["data"]) != measure_of(config, meta):
         print0(
             f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f}) was "
             "chosen by another measure: it will be chosen again"
@@ -326,15 +336,53 @@ def checksums_of(meta: Mapping[str, Any], split: str) -> str | None:
     return checksum
 
 
-def chosen_by(config: Config, meta: Mapping[str, Any]) -> tuple:
-    """Return the orders that a run validates with, the name of those that choose its
-    best checkpoint, and the SHA-256 of their file, None without one."""
+def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
+    """Return everything that the validation losses of a run are measured with, for a
+    comparison: also the SHA-256 of a file of orders."""
     orders, name = validation_orders(config)
-    checksum = None
+    orders_sha256 = None
     if orders[name].orders.unmixed == "file":
         record = meta.get("files", {}).get(str(Path(config.order.file)), {})
-        checksum = record.get("sha256")
-    return orders, name, checksum
+        orders_sha256 = record.get("sha256")
+    return (
+        config.seed,
+        config.eval.sequences,
+        config.eval.draws,
+        checksums_of(meta, "val"),
+        orders,
+        name,
+        orders_sha256,
+    )
+
+
+def existing_best(config: Config, meta: Mapping[str, Any], values: dict) -> dict | None:
+    """Return the best checkpoint of the `values` of the newest one, {"step", "loss"}.
+    If it has been removed: the best of those that exist and that were validated as the
+    run validates now, None without one."""
+    folder = config.run_folder
+    best = values["best"]
+    if best is None or store.path_of(folder, best["step"]).is_dir():
+        return best
+    losses = saved_losses(config)
+    best = None
+    for path in store.find(folder, up_to=values["step"]):
+        loss = losses.get(cast(int, store.step_of(path)))
+        if loss is None:
+            continue
+        with contextlib.suppress(CheckpointError):
+            saved = store.read_values(path, share=slice(0))
+            old = configuration.from_dict(saved["config"], str(path))
+            if measure_of(old, saved["data"]) == measure_of(config, meta):
+                best = better_of(best, saved["step"], loss)
+    return best
+
+
+def better_of(best: dict | None, step: int, loss: float) -> dict | None:
+    """Return the best checkpoint, {"step", "loss"}, when that of `step` has this
+    validation loss."""
+    if math.isfinite(loss) and (best is None or loss < best["loss"]):
+        return {"step": step, "loss": loss}
+    return best
 
 
 def entry_of(key: str, table: dict[str, str]) -> str | None:

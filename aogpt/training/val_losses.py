@@ -1,8 +1,10 @@
 """Validation during training: losses of the held-out split."""
 
 import contextlib
+import json
 import math
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -159,3 +161,27 @@ def validation_loss(
     if draws > 1:
         error = statistics.stdev(means) / math.sqrt(draws)
     return Loss(statistics.mean(means), error)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return the rows of metrics.jsonl; lines that a kill or a full disk has cut short
+    are skipped."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def saved_losses(config: Config) -> dict[int, float | None]:
+    """Return the validation losses that select the best checkpoint of a run, by step,
+    as metrics.jsonl has them: None for one that is not finite."""
+    key = f"val_loss_{best_by(config)}"
+    rows = read_metrics(config.run_folder / "metrics.jsonl")
+    return {row["step"]: row[key] for row in rows if key in row}
