@@ -88,9 +88,10 @@ class Arguments(RunOptions, OutputOptions):
     tokens, so that there is room for --new-tokens, or else for half of the length (not
     with masks)."""
     until_end: bool = False
-    """Cut each sample before its end-of-text; for models that were trained on prompts.
-    The default --mode is then l2r, as other modes fill in what follows the end as
-    well."""
+    """Cut each sample before the end-of-text that follows all given text; for models
+    that were trained on prompts. The default --mode is then l2r, as other modes fill in
+    what follows the end as well.
+    Log-probabilities that depended on what is cut are computed once more without it."""
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the
     step and log-probability of each, the order in which they were generated, settings.

@@ -1466,7 +1466,9 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     with mock.patch("aogpt.sampling.engine.STEPS_TO_END", 1):
         short = generate(model, plan, tokens, uniforms=uniforms_for(7), end_token=end)
     for b, (row, step, _) in enumerate(whole.rows()):
-        ends = [p for p, token in enumerate(row) if token == end and step[p] >= 0]
+        # An end is one only after all that is given.
+        last_given = max((p for p in range(len(row)) if step[p] < 0), default=-1)
+        ends = [p for p, token in enumerate(row) if token == end and p > last_given]
         # The first step after which an end is known, and all before it.
         passes = [max(step[: p + 1]) for p in ends if p < LENGTH]
         last = min(passes, default=max(step, default=-1))

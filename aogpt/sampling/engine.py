@@ -183,7 +183,7 @@ def generate(
         forced: LongTensor (B, T): take these tokens instead of drawing any, for
             log-probabilities.
         end_token: a sample in which it and all before it are known is generated no
-            further, where its plan fixes the steps.
+            further, where its plan fixes the steps and nothing given follows.
         progress: called after every step with the number of positions that it unmasked,
             below 0 where a smaller batch begins again.
 
@@ -687,12 +687,15 @@ class Engine:
         self.log_probs[row, place] = log_probs.squeeze(1).float().to(self.device)
 
     def ended(self, tally: Tally) -> Tensor:
-        """Return the rows, BoolTensor (B,), that have generated end-of-text and all
-        before it."""
+        """Return the rows, BoolTensor (B,), that have generated end-of-text after all
+        that is given, and all before it."""
         is_unknown = tally.places >= tally.known[:, None]  # (B, T), by place
         is_generated = (tally.step >= 0) & ~is_unknown
-        is_end = (self.tokens[:, :-1].cpu() == self.end_token) & is_generated
         position = self.order[:, :-1].cpu()
+        is_given = (tally.step < 0) & ~is_unknown
+        last_given = position.where(is_given, -1).amax(dim=1, keepdim=True)
+        is_end = self.tokens[:, :-1].cpu() == self.end_token
+        is_end = is_end & is_generated & (position > last_given)
         first_end = position.where(is_end, self.T).amin(dim=1)
         first_unknown = position.where(is_unknown, self.T).amin(dim=1)
         return first_end < first_unknown

@@ -25,6 +25,7 @@ from ..runtime.validation import LARGEST, Count, check_values, flag
 from ..scoring import check_boolean
 from ..systems.kinds import system_of
 from . import plans
+from .ends import cut_at_end
 from .engine import Decoder, Generation
 from .plans import Plan, Schedule
 from .scores import SCORES, Score
@@ -528,8 +529,8 @@ def generate_distributed(
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process.
 
-    label: before the progress bar. end_token: as of `generate`, which says what is
-    raised, too."""
+    label: before the progress bar. end_token: samples end before it, see `cut_at_end`.
+    Raises what `generate` raises."""
     share = procs.share(len(planned.tokens))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
@@ -559,6 +560,8 @@ def generate_distributed(
                 end_token=end_token,
                 progress=bar.update,
             )
+    if samples is not None and end_token is not None:
+        samples = cut_at_end(decoder, samples, plan, end_token)
     parts = procs.gather(samples)
     return Generation.joined([part for part in parts if part is not None])
 
@@ -647,9 +650,12 @@ def sample_records(
 
 
 def generated_end(tokens: list[int], step: list[int], eot: int) -> int:
-    """Return the place of the first end-of-text that was generated, or else the
-    length."""
-    for place, token in enumerate(tokens):
-        if token == eot and step[place] >= 0:
-            return place
-    return len(tokens)
+    """Return the place of the first end-of-text that was generated after all given
+    tokens, or else the length."""
+    end = len(tokens)
+    for place in reversed(range(len(tokens))):
+        if step[place] < 0:
+            break
+        if tokens[place] == eot:
+            end = place
+    return end

@@ -1,0 +1,116 @@
+"""Samples that are cut at their end-of-text, in every system and mode: the numbers
+that are written are those of the tokens that are written."""
+
+import json
+
+import pytest
+import reference
+import torch
+from helpers import MODES
+from reference import ENCODERS, make_system
+
+import sample
+from aogpt.checkpoints.load import Loaded
+from aogpt.data.tokenizers import AlphabetTokenizer
+from aogpt.scoring import parallel_log_probs, token_log_probs
+
+TOKENIZER = AlphabetTokenizer("abcd")
+END = TOKENIZER.eot
+SYSTEMS = [
+    "AO-GPT",
+    "GPT-2",
+    "two_stream",
+    "mask_query",
+    "target rotary",
+    "encoder AO-GPT",
+    "RADD",
+    "SEDD",
+]
+# The infilling has text on the right of a gap, in which texts may end as well.
+TEXTS = {
+    "no prompt": [],
+    "prompt": ["--prompt", "abc"],
+    "gaps": ["--infill", "a[MASK:3]b[MASK:3]c[MASK:3]"],
+}
+
+
+@pytest.fixture
+def draw(monkeypatch, script, tmp_path):
+    """Sample from a random model of a system with --until-end: the model, and the JSON
+    objects of the samples."""
+
+    def call(system, *arguments):
+        model = make_system(
+            system, seed=1, tokens=TOKENIZER.vocab_size, block_size=12, scale=0.7
+        ).float()
+        loaded = Loaded(
+            model=model,
+            path="",
+            step=0,
+            weights="raw",
+            tokenizer=TOKENIZER.name,
+            vocab_size=TOKENIZER.vocab_size,
+        )
+        monkeypatch.setattr(sample, "load", lambda *_: loaded)
+        file = tmp_path / "samples.jsonl"
+        words = ["--jsonl", file, "--overwrite", "--until-end", "--num-samples", 12]
+        status, _, err = script(sample, tmp_path, *words, *arguments)
+        assert status == 0, err
+        return model, [json.loads(line) for line in file.read_text().splitlines()]
+
+    return call
+
+
+def log_probs_as_written(model, line, mode):
+    """Return log p of the generated tokens of a sample, each given those of earlier
+    steps of the written order, or by speculation given all before it."""
+    tokens = torch.tensor([line["tokens"]])
+    order = torch.tensor([line["order"]])
+    steps = torch.tensor([line["step"]]).gather(1, order)
+    is_generated = steps >= 0
+    if "speculative" in mode:
+        log_probs = token_log_probs(model, tokens, order)
+    elif reference.in_groups(model):
+        positions = torch.arange(len(line["tokens"]))
+        starts = torch.searchsorted(steps, steps)
+        starts = starts.where(is_generated, positions)
+        with torch.no_grad():
+            log_probs = -model(tokens, order, starts)
+    else:
+        log_probs = torch.zeros(order.shape)
+        for step in steps[is_generated].unique():
+            known = (steps < step).sum(dim=1)
+            of_step = parallel_log_probs(
+                model, tokens, order, known=known, steps=steps == step
+            )
+            log_probs = log_probs + of_step
+    return log_probs.where(is_generated, 0).sum().item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_log_probs_are_those_of_the_tokens_that_stay(draw, system, mode):
+    """1e-4: six digits a token."""
+    if system == "GPT-2" and mode != "l2r":
+        pytest.skip("a plain GPT goes from left to right")
+    if system in ENCODERS and "speculative" in mode:
+        pytest.skip("an encoder does not speculate")
+    cut = 0
+    for name, text in TEXTS.items():
+        if system == "GPT-2" and name == "gaps":
+            continue
+        model, lines = draw(system, *MODES[mode], *text)
+        for line in lines:
+            cut += line["length"] < 12
+            assert line["length"] == len(line["tokens"]) == len(line["order"])
+            if line["length"]:
+                expected = log_probs_as_written(model, line, mode)
+                assert sum(line["log_probs"]) == pytest.approx(expected, abs=1e-4)
+            if name == "gaps":  # the given text stays
+                given = {0: 0, 4: 1, 8: 2}
+                for position, token in given.items():
+                    assert line["tokens"][position] == token
+                    assert line["step"][position] == -1
+            last_given = line["step"][::-1].index(-1) if -1 in line["step"] else 0
+            assert END not in line["tokens"][line["length"] - last_given :]
+    assert cut > 3
