@@ -1,7 +1,7 @@
 """Quality of generated text: its perplexity under a judge, a second language model,
 beside its entropy, as repetitive text has a low perplexity.
 
-    python eval_gen.py out/aogpt out/encoder --steps 64 256 --settings 1,1 0.9,0.95
+    python eval_gen.py out/aogpt out/encoder --steps 64 256 --temperature 0.9
     python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4
     python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
@@ -23,18 +23,10 @@ from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation.judges import load_judge
-from aogpt.evaluation.mauve_score import require_mauve
-from aogpt.evaluation.scoring import (
-    NGRAMS,
-    Reference,
-    SampleSet,
-    read_sample_sets,
-    score_samples,
-)
+from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
 from aogpt.runtime.command_line import (
     ModelOptions,
-    counted,
     run_script,
     show,
     with_help,
@@ -66,8 +58,7 @@ JUDGED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(DecodingOptions):
-    """A row of the table for each value of --steps, --group-size or --draft, and of
-    --settings."""
+    """A row of the table for each value of --steps, --group-size or --draft."""
 
     steps: tuple[Count, ...] | None = None
     """Steps of mdm and even; by default one per token."""
@@ -75,32 +66,16 @@ class Sweep(DecodingOptions):
     """Tokens per step of l2r, random, order and adaptive; by default 1."""
     draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
     """speculative: tokens drafted in parallel; by default 8."""
-    settings: tuple[str, ...] = ()
-    """Pairs of temperature and top-p, as in 0.9,0.95."""
 
     def rows(self) -> list[DecodingOptions]:
         """Return the options of each row, with the defaults of their mode."""
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
-        if self.settings and (self.temperature, self.top_p) != (1, 1):
-            raise UserError(
-                "--settings holds temperature and top-p: leave out the options"
-            )
-        pairs = self.settings or (f"{self.temperature},{self.top_p}",)
         # A mode has one of the sizes; `with_mode_defaults` refuses the others.
         values = [getattr(self, name) or (None,) for name in SIZES]
         rows = []
-        for pair, *sizes in itertools.product(pairs, *values):
+        for sizes in itertools.product(*values):
             shared.update(zip(SIZES, sizes, strict=True))
-            try:
-                temperature, top_p = pair.split(",")
-                shared["temperature"] = float(temperature)
-                shared["top_p"] = float(top_p)
-                options = DecodingOptions(**shared)
-            except ValueError as error:
-                raise UserError(
-                    f"--settings {pair}: {error}; give temperature,top-p as in 0.9,0.95"
-                ) from None
-            rows.append(modes.with_mode_defaults(options))
+            rows.append(modes.with_mode_defaults(DecodingOptions(**shared)))
         return rows
 
 
@@ -117,16 +92,6 @@ class Arguments(ModelOptions, ReportOptions):
     """Also score the samples in these files, or only them if there is no RUN: files of
     sample.py --jsonl, or of rows {"text": TEXT}."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
-    reference: str | None = None
-    """Data set of held-out text of the same kind: also report the Jensen-Shannon
-    divergence between its 1-, 2- and 3-grams and those of the samples, 0 to 0.693 nats;
-    repetition raises it."""
-    mauve: bool = False
-    """With --reference: also MAUVE, 0 to 1, of the samples and passages of that text as
-    long as they are on average. Its features are the judge's, the mean of the last
-    hidden state over tokens, not those of GPT-2 Large by default: compare only numbers
-    of one judge and one number of samples, 1,000 or more. It needs pip install
-    mauve-text."""
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block
     size."""
@@ -150,16 +115,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         raise UserError(
             "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"
         )
-    if a.mauve:
-        require_mauve()
-        if not a.reference:
-            raise UserError("--mauve compares samples with text: give --reference, too")
     outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
     sweep = a.decoding.rows()
     read = []
     for path in a.samples:
         read += read_sample_sets(path)
-    reference = Reference(a.reference) if a.reference else None
     judge = load_judge(a.judge, procs.device)
     models = {}
     samplers = []
@@ -189,9 +149,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         procs,
     )
     for samples in itertools.chain(generated, read):
-        row = score_samples(
-            samples, judge, batch_size, procs, reference=reference, mauve=a.mauve
-        )
+        row = score_samples(samples, judge, batch_size, procs)
         result["rows"].append(row)
         if not procs.main:
             continue
@@ -309,9 +267,8 @@ class Column(NamedTuple):
     form: str  # how numbers are written
 
 
-def columns_of(settings: dict) -> list[Column]:
-    """Return the columns of a report with these settings. evaluation/scoring.py makes
-    the rows."""
+def table_columns() -> list[Column]:
+    """Return the columns of a report, whose rows evaluation/scoring.py makes."""
     columns = [
         Column("temperature", "temperature", "g"),
         Column("top-p", "top_p", "g"),
@@ -325,15 +282,9 @@ def columns_of(settings: dict) -> list[Column]:
             columns.append(Column(measure.title, name, measure.form))
     columns += [
         Column("different", "distinct_samples", "d"),
-        Column("self-BLEU", "self_bleu", ".3f"),
         Column("NFE", "nfe", ".1f"),
         Column("seconds", "seconds", ".1f"),
     ]
-    if settings["reference"]:
-        for n in NGRAMS:
-            columns.append(Column(f"JS-{n}", f"js_{n}", ".3f"))
-    if settings["mauve"]:
-        columns.append(Column("MAUVE", "mauve", ".3f"))
     return columns
 
 
@@ -355,17 +306,16 @@ def legend() -> str:
         "its limits. Perplexity: exp of all nats "
         "over all scored tokens, with a 95% interval over samples; of a sample: the "
         "mean of the samples' own. The other columns are means over samples; "
-        f"{'; '.join(meanings)}; different: how many samples differ; self-BLEU: BLEU-4 "
-        "of a sample with all others as references, 1 where another one is equal; it "
-        "grows with the number of samples. NFE: model calls of a sample, none "
-        "for a step that unmasks nothing. Seconds: to generate all samples of a row."
+        f"{'; '.join(meanings)}; different: how many samples differ. NFE: "
+        "model calls of a sample, none for a step that unmasks nothing. Seconds: to "
+        "generate all samples of a row."
     )
 
 
 def lines_of(result: dict) -> list[str]:
     """Return the report: judge, table, legend and notes."""
     judge = result["judge"]
-    columns = columns_of(result["settings"])
+    columns = table_columns()
     cells = []
     for row in result["rows"]:
         cells_of_row = [row["run"], name_of(row["sampler"])]
@@ -401,14 +351,6 @@ def tokens_of_a_sample(row: dict) -> str:
     return f"{shortest} to {longest} tokens a sample"
 
 
-def limit_note(size: int, of_samples: int, unit: str) -> str:
-    """Return the end of a note on other text of this size, if it is smaller than the
-    samples: then it is no limit for them."""
-    if size >= of_samples:
-        return ""
-    return f" (no more is read, and {of_samples:,} {unit} are compared with it)"
-
-
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
     """Return the notes below the table: how the samples were made and judged. shown:
     options that the table shows."""
@@ -424,20 +366,6 @@ def notes(rows: list[dict], shown: set[str]) -> list[str]:
             parts.append(f"{row['unscored_samples']} of them too short to be scored")
         judged = JUDGED[row["tokens_judged"]]
         lines.append(f"{row['run']}: {', '.join(parts)}{judged}.")
-        if "js_1" in row:
-            near = ", ".join(f"{row[f'js_{n}_text']:.3f}" for n in NGRAMS)
-            size = row["js_text_tokens"]
-            lines.append(
-                f"JS of {size:,} tokens of other held-out text: {near}"
-                f"{limit_note(size, row['js_tokens'], 'tokens')}."
-            )
-        if "mauve" in row:
-            size = row["mauve_text_passages"]
-            lines.append(
-                f"MAUVE of {counted(size, 'passages')} of other held-out text: "
-                f"{number(row['mauve_text'], '.3f')}; features of the judge"
-                f"{limit_note(size, row['samples'], 'samples')}."
-            )
     lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
     given = sum(row["given_tokens"] for row in rows)
     if given:

@@ -354,13 +354,15 @@ def sizes(o: Options, folder: str) -> list[Job]:
             jobs.append(Job(name, 240, command))
             job = evaluate(o, folder, f"{name}_ppl", f"{folder}/{name}")
             jobs.append(replace(job, needs=(name,)))
-    command = (
-        f"eval_gen.py {folder}/aogpt_{size} {folder}/encoder_{size} "
-        f"--judge {folder}/gpt_{size} {samples} --settings 0.8,0.95 0.9,0.95 1,1 "
-        f"--json {folder}/samples.json --overwrite"
-    )
     needs = tuple(f"{kind}_{size}" for kind in KINDS)
-    jobs.append(Job("samples", 240, command, needs=needs))
+    for temperature, top_p in ((0.8, 0.95), (0.9, 0.95), (1, 1)):
+        name = f"samples_{temperature}"
+        command = (
+            f"eval_gen.py {folder}/aogpt_{size} {folder}/encoder_{size} "
+            f"--judge {folder}/gpt_{size} {samples} --temperature {temperature} "
+            f"--top-p {top_p} --json {folder}/{name}.json --overwrite"
+        )
+        jobs.append(Job(name, 80, command, needs=needs))
     return jobs
 
 

@@ -4,7 +4,7 @@ worth.
     python -m studies.speculation          # what is missing, then the page; an hour
     python -m studies.speculation --quick  # does it run? Results go to out/speculation
 
-Every row is one run of eval_gen.py on the books model, saved in
+Every row is one run of sample.py on the books model, judged by eval_gen.py, saved in
 results/speculation.runs.jsonl. The model judges its own samples from left to right; the
 divergence of n-grams from held-out books is beside it, since a judge alone rewards text
 that is too likely. The page names its numbers, as {speculative, draft 16: perplexity
@@ -19,15 +19,24 @@ token is kept with probability 1 - TV(p, q): p is its distribution given the con
 alone, q that given the drafts before it too."""
 
 import re
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 
 from aogpt.runtime.command_line import run_script, show, with_help
-from aogpt.runtime.files import write_atomically, write_jsonl, write_text
+from aogpt.runtime.files import (
+    json_object,
+    read_lines,
+    write_atomically,
+    write_jsonl,
+    write_text,
+)
 from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
 from studies.figures import PALETTE
-from studies.runs import ROOT, report_of, rows_by
+from studies.ngrams import divergences
+from studies.runs import ROOT, report_of, rows_by, run_well
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"
@@ -38,7 +47,7 @@ TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
 LEFT_TO_RIGHT = "one token a pass, left to right"
-# By name: the words of eval_gen.py. Exact methods draw from the joint distribution of
+# By name: the words of sample.py. Exact methods draw from the joint distribution of
 # one token a pass along their order; the others are approximations.
 EXACT = {
     ONE_AT_A_TIME: "--mode random",
@@ -154,14 +163,19 @@ def main() -> None:
 
 
 def measured(name: str, words: str, samples: int, length: int) -> dict:
-    """Return one row of eval_gen.py, without what it says of each sample."""
-    command = (
-        f"eval_gen.py {MODEL} --judge {MODEL} --reference {REFERENCE} "
-        f"--length {length} --num-samples {samples} {words}"
-    )
-    report = report_of(*command.split())
+    """Return the scores of samples of the model by itself, and their divergence from
+    held-out text."""
+    command = f"sample.py {MODEL} --length {length} --num-samples {samples} {words}"
     row = {"name": name, "command": f"python {command}", "commit": commit()}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.jsonl"
+        run_well(*command.split(), "--jsonl", str(file))
+        report = report_of("eval_gen.py", "--samples", str(file), "--judge", MODEL)
+        tokens = []
+        for place, line in read_lines(file, "samples"):
+            tokens.append(json_object(line, place)["tokens"])
     row.update(report["rows"][0])
+    row.update(divergences(tokens, REFERENCE))
     row.pop("per_sample")
     return row
 

@@ -5,14 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import jensenshannon
 
 from aogpt.evaluation.text_measures import (
     corpus_perplexity,
     distinct,
-    jensen_shannon,
-    ngrams,
-    self_bleu,
     unigram_entropy,
 )
 
@@ -41,44 +37,6 @@ def test_distinct_counts_types_among_the_n_grams():
 def test_what_is_too_short_has_no_measure():
     assert unigram_entropy([]) is None
     assert distinct([1, 2], 3) is None
-
-
-@pytest.mark.parametrize("samples", [[[1, 2]], [[], [1]]])
-def test_one_sample_or_an_empty_one_has_no_self_bleu(samples):
-    assert math.isnan(self_bleu(samples)[0])
-
-
-def test_self_bleu_is_that_of_nltk():
-    bleu = pytest.importorskip("nltk.translate.bleu_score")
-    smoothing = bleu.SmoothingFunction().method1
-    draw = np.random.default_rng(0)
-    samples = []
-    for length in (2, 6, 9, 9, 14, 30, 31):
-        samples.append(draw.integers(0, 4, length).tolist())
-    samples.append(samples[-1])  # a copy: 1
-    samples.append([8, 9])  # no token of another sample: 0
-    expected = []
-    for i, own in enumerate(samples):
-        references = samples[:i] + samples[i + 1 :]
-        score = bleu.sentence_bleu(references, own, smoothing_function=smoothing)
-        expected.append(score)
-    assert self_bleu(samples) == pytest.approx(expected, rel=1e-12)
-    assert expected[-2:] == [1, 0]
-    assert len({round(value, 3) for value in expected}) > 4
-
-
-def test_divergence_of_n_grams_is_scipys_and_lies_between_0_and_log_2():
-    one = ngrams([[1, 2, 1, 2], [3]], 2)
-    other = ngrams([[1, 2, 3]], 2)
-    disjoint = ngrams([[8, 9]], 2)
-    empty = ngrams([[8]], 2)
-    assert one == {(1, 2): 2, (2, 1): 1}
-    assert other == {(1, 2): 1, (2, 3): 1}
-    expected = jensenshannon([2 / 3, 1 / 3, 0], [1 / 2, 0, 1 / 2]) ** 2
-    assert jensen_shannon(one, other) == pytest.approx(expected)
-    assert jensen_shannon(one, one) == 0
-    assert jensen_shannon(one, disjoint) == pytest.approx(math.log(2))
-    assert math.isnan(jensen_shannon(one, empty))
 
 
 def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():

@@ -10,9 +10,7 @@ import abc
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,10 +55,6 @@ class Judge(abc.ABC):
         """Return -log p of each of the tokens (B, T) given those before it, nats,
         (B, T). Without a start token the first column means nothing."""
 
-    @abc.abstractmethod
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the last hidden states (B, T, D) of tokens (B, T)."""
-
     def score(
         self, samples: Sequence[Sequence[int]], batch_size: int, quiet: bool = True
     ) -> list[tuple[float, int]]:
@@ -103,22 +97,6 @@ class Judge(abc.ABC):
                 totals[sample] += total
                 counts[sample] += max(0, len(ids) - first)
         return list(zip(totals, counts, strict=True))
-
-    @torch.no_grad()
-    def features(
-        self, samples: Sequence[Sequence[int]], batch_size: int
-    ) -> list[np.ndarray]:
-        """Return the mean over tokens of the last hidden state, (D,), of the first
-        window of each sample that is not empty, in the judge's ids."""
-        windows = [torch.tensor(ids[: self.context]) for ids in samples if len(ids)]
-        features = []
-        for start in range(0, len(windows), batch_size):
-            batch = windows[start : start + batch_size]
-            tokens = pad_sequence(batch, batch_first=True).to(self.device)
-            for ids, states in zip(batch, self.hidden(tokens), strict=True):
-                mean = states[: len(ids)].mean(dim=0)
-                features.append(mean.cpu().numpy())
-        return features
 
     def describe(self) -> dict:
         """Return the properties of the judge on which a reported number depends."""
@@ -188,12 +166,6 @@ class DecoderJudge(Judge):
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         left_to_right = steps.expand_as(tokens)
         return -token_log_probs(self.model, tokens, left_to_right)
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the last hidden states (B, T, D) of tokens (B, T)."""
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        model: Any = self.model
-        return model.hidden(tokens, steps.expand_as(tokens))
 
 
 class TransformersJudge(Judge):
@@ -304,12 +276,3 @@ class TransformersJudge(Judge):
         if self.start:
             return nll
         return F.pad(nll, (1, 0))
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the last hidden states (B, T, D) of tokens (B, T)."""
-        if self.start:
-            tokens = F.pad(tokens, (1, 0), value=self._bos)
-        output = self.model.base_model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
-        )
-        return output.last_hidden_state[:, int(self.start) :]

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired
 
-import numpy as np
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
-from ..data.loader import evaluation_split, find_dataset, load_meta, read_tokens, spread
 from ..data.tokenizers import FILES, TOKENIZERS, get_tokenizer
 from ..runtime.errors import UserError
 from ..runtime.files import read_lines
@@ -21,12 +19,7 @@ from ..runtime.processes import Processes
 from ..runtime.validation import Amount, from_json, schema
 from . import text_measures
 from .judges import Judge
-from .mauve_score import mauve_score
-from .text_measures import jensen_shannon, ngrams
 
-NGRAMS = (1, 2, 3)
-CHUNK = 256
-MOST_CHUNKS = 2**13
 ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": TEXT}'
 
 
@@ -106,123 +99,14 @@ def _fits(tokenizer: str, sample: Sample) -> bool:
     return decoder.decode(tokens) == sample["text"]
 
 
-class Reference:
-    """The n-grams of held-out text, with which those of samples are compared (arXiv
-    2606.08417), from chunks spread over the split. Every other chunk shows how near
-    text itself comes."""
-
-    def __init__(self, name: str):
-        folder = find_dataset(name)
-        meta = load_meta(folder)
-        self.tokenizer = meta["tokenizer"]
-        tokenizer = get_tokenizer(self.tokenizer, folder=folder)
-        self.encode = tokenizer.encode_documents
-        self.decode = tokenizer.decode
-        split = evaluation_split(meta)
-        if "roles" in meta["splits"][split]:
-            raise UserError(
-                f"--reference {name} holds examples, padded to one length, of which "
-                "the n-grams are no language: give a data set of texts"
-            )
-        self.tokens = read_tokens(folder, split)
-        number_of_chunks = self.tokens.size // CHUNK
-        if number_of_chunks < 2:
-            raise UserError(
-                f"--reference {name} has {self.tokens.size} tokens to compare with; it "
-                f"needs {2 * CHUNK}"
-            )
-        chunked = self.tokens[: number_of_chunks * CHUNK]
-        chunks = chunked.reshape(-1, CHUNK)
-        places = spread(MOST_CHUNKS, number_of_chunks)
-        chunks = chunks[places].tolist()
-        self.other = chunks[1::2]
-        self.counts = {n: ngrams(chunks[::2], n) for n in NGRAMS}
-
-    def divergences(self, samples: SampleSet) -> dict[str, float]:
-        """Return js_N: the Jensen-Shannon divergence of the samples' N-grams from those
-        of the text, nats; js_N_text: that of about as much other text, below which no
-        samples need to come, or of all that is read; js_tokens and js_text_tokens: the
-        tokens of both."""
-        sequences = self._tokens_of(samples)
-        total = sum(len(tokens) for tokens in sequences)
-        count = -(-total // CHUNK)  # rounded up
-        places = spread(count, len(self.other))
-        text = [self.other[place] for place in places]
-        row: dict[str, float] = {
-            "js_tokens": total,
-            "js_text_tokens": CHUNK * len(text),
-        }
-        for n, counts in self.counts.items():
-            of_samples = ngrams(sequences, n)
-            of_text = ngrams(text, n)
-            row[f"js_{n}"] = jensen_shannon(of_samples, counts)
-            row[f"js_{n}_text"] = jensen_shannon(of_text, counts)
-        return row
-
-    def _tokens_of(self, samples: SampleSet) -> list[list[int]]:
-        """Return the samples as tokens of the reference's tokenizer. In text
-        "<|endoftext|>" is its end-of-text."""
-        # Two files of one name may hold two vocabularies.
-        is_known = self.tokenizer not in FILES
-        if is_known and samples.tokenizer == self.tokenizer:
-            return [sample["tokens"] for sample in samples.samples]
-        return [self.encode(sample["text"]).tolist() for sample in samples.samples]
-
-    def passages(self, samples: SampleSet) -> list[str]:
-        """Return passages of the text, two for each sample or all that there are, as
-        long as samples on average, spread over the split."""
-        lengths = [len(tokens) for tokens in self._tokens_of(samples)]
-        mean = sum(lengths) / len(lengths)
-        length = max(1, round(mean))
-        places = spread(2 * len(lengths), len(self.tokens) // length)
-        texts = []
-        for place in places:
-            start = place * length
-            texts.append(self.decode(self.tokens[start : start + length]))
-        return texts
-
-
-def mauve_scores(
-    samples: SampleSet,
-    judged: list[list[int]],
-    reference: Reference,
-    judge: Judge,
-    batch_size: int,
-    procs: Processes,
-) -> dict[str, float]:
-    """Return two numbers by the judge's features. mauve: of the samples and passages of
-    the reference; mauve_text: of other passages and these, an upper limit for as
-    many samples, and mauve_text_passages, the number of either. judged: this process's
-    share of the samples, in the judge's ids."""
-    passages = reference.passages(samples)
-    share = procs.share(len(passages))
-    own = passages[share.start : share.stop]
-    own_tokens = [judge.encode(text) for text in own]
-    sample_features = judge.features(judged, batch_size)
-    sample_features = np.array(_joined(procs.gather(sample_features)))
-    text_features = judge.features(own_tokens, batch_size)
-    text_features = np.array(_joined(procs.gather(text_features)))
-    if not procs.main:
-        return {}
-    compared = text_features[::2]
-    return {
-        "mauve": mauve_score(compared, sample_features),
-        "mauve_text": mauve_score(compared, text_features[1::2]),
-        "mauve_text_passages": len(text_features) // 2,
-    }
-
-
 def score_samples(
     samples: SampleSet,
     judge: Judge,
     batch_size: int,
     procs: Processes,
-    reference: Reference | None = None,
-    mauve: bool = False,
 ) -> dict:
     """Return the scores of a set: over all samples, and of each in `per_sample`; every
-    process scores its share. batch_size: as in `Judge.score`. mauve: also compare the
-    samples with the reference by MAUVE."""
+    process scores its share. batch_size: as in `Judge.score`."""
     judged_as = _judged_as(samples, judge)
     share = procs.share(len(samples.samples))
     own = samples.samples[share.start : share.stop]
@@ -244,18 +128,7 @@ def score_samples(
 
     results = _joined(procs.gather(results))
     measured = _joined(procs.gather(measured))
-    self_bleu = text_measures.self_bleu(measured)
-    for result, bleu in zip(results, self_bleu, strict=True):
-        result["self_bleu"] = None if math.isnan(bleu) else bleu
     distinct_samples = {tuple(tokens) for tokens in measured}
-    divergences = {}
-    if reference is not None and procs.main:
-        divergences = reference.divergences(samples)
-    mauve_row = {}
-    if reference is not None and mauve:
-        mauve_row = mauve_scores(
-            samples, judged, reference, judge, batch_size=batch_size, procs=procs
-        )
     of_all = summary(results)
     if len(results) > 1 and len(distinct_samples) == 1:
         # One sample, drawn several times, shows no error.
@@ -266,8 +139,6 @@ def score_samples(
         "tokens_judged": judged_as,
         **of_all,
         "distinct_samples": len(distinct_samples),
-        **divergences,
-        **mauve_row,
         "seconds": samples.seconds,
         "tokenizer": samples.tokenizer,
         "sampler": samples.settings,
@@ -332,7 +203,7 @@ def summary(results: list[dict]) -> dict:
         **text_measures.corpus_perplexity(columns["nll"], scored),
         "mean_sample_perplexity": perplexity,
     }
-    for name in (*text_measures.MEASURES, "self_bleu", "nfe"):
+    for name in (*text_measures.MEASURES, "nfe"):
         mean, error = text_measures.mean_and_error(columns[name])
         row[name] = mean
         row[f"{name}_standard_error"] = error

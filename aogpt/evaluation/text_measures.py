@@ -5,7 +5,7 @@ add one: a function, and a row of
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,104 +74,6 @@ MEASURES = {
         meaning="the share of 4-grams that occurred before",
     ),
 }
-
-
-def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:
-    """Count how often each n-gram occurs within samples."""
-    counts = Counter()
-    for tokens in samples:
-        shifted = [tokens[start:] for start in range(n)]
-        counts.update(zip(*shifted, strict=False))
-    return counts
-
-
-BLEU_NGRAMS = 4
-BLEU_EPSILON = 0.1  # matches of an n-gram order that has none
-
-
-def self_bleu(samples: Sequence[Sequence[int]]) -> list[float]:
-    """Return the self-BLEU of each sample: its BLEU-4 with all other samples as
-    references (Texygen, arXiv 1802.01886), 1 where another one is equal.
-
-    It is smoothed as NLTK's `method1`: equal samples of fewer than 4 tokens have less
-    than 1, as they have no 4-grams; 0 for a sample that shares no token with another
-    one, NaN where there is no other or it is empty."""
-    if len(samples) < 2:
-        return [math.nan] * len(samples)
-    lengths = Counter(len(tokens) for tokens in samples)
-    scores = [_brevity_penalty(len(tokens), lengths) for tokens in samples]
-    for n in range(1, BLEU_NGRAMS + 1):
-        counts = [ngrams([tokens], n) for tokens in samples]
-        largest = _two_largest(counts)
-        for number, own in enumerate(counts):
-            matches = _clipped_matches(own, largest)
-            if n == 1 and matches == 0 and own:
-                scores[number] = 0.0
-            total = max(1, own.total())
-            precision = (matches or BLEU_EPSILON) / total
-            scores[number] *= precision ** (1 / BLEU_NGRAMS)
-    return scores
-
-
-def _two_largest(counts: Sequence[Counter]) -> dict[tuple, tuple[int, int]]:
-    """Return the largest and second largest count of each n-gram in one sample."""
-    largest: dict[tuple, tuple[int, int]] = {}
-    for own in counts:
-        for ngram, count in own.items():
-            first, second = largest.get(ngram, (0, 0))
-            if count > first:
-                largest[ngram] = (count, first)
-            elif count > second:
-                largest[ngram] = (first, count)
-    return largest
-
-
-def _clipped_matches(own: Counter, largest: dict[tuple, tuple[int, int]]) -> int:
-    """Return the number of a sample's n-grams that are in the others, each clipped by
-    its largest count in one of the others: the second largest of all for the sample
-    that has the largest."""
-    matches = 0
-    for ngram, count in own.items():
-        first, second = largest[ngram]
-        in_others = second if count == first else first
-        matches += min(count, in_others)
-    return matches
-
-
-def _brevity_penalty(length: int, lengths: Counter) -> float:
-    """Return BLEU's penalty of a sample that is shorter than the other one whose length
-    is nearest, the shorter of two. lengths: how many samples, this one too, have
-    each."""
-    if length == 0:
-        return math.nan
-    if lengths[length] > 1:
-        nearest = length
-    else:
-        other_lengths = [other for other in lengths if other != length]
-        nearest = min(other_lengths, key=lambda other: (abs(other - length), other))
-    if length > nearest:
-        return 1.0
-    return math.exp(1 - nearest / length)
-
-
-def jensen_shannon(one: Counter, other: Counter) -> float:
-    """Return the Jensen-Shannon divergence of two distributions of counts in nats, 0 to
-    log 2; NaN if one is empty."""
-    one_total = one.total()
-    other_total = other.total()
-    if one_total == 0 or other_total == 0:
-        return math.nan
-    divergence = 0.0
-    for key in one.keys() | other.keys():
-        p = one[key] / one_total
-        q = other[key] / other_total
-        term = 0.0
-        if p > 0:
-            term += p * math.log(2 * p / (p + q))
-        if q > 0:
-            term += q * math.log(2 * q / (p + q))
-        divergence += term / 2
-    return divergence
 
 
 def corpus_perplexity(
