@@ -33,6 +33,7 @@ from studies import prepare as studies_prepare
 from studies.bench_common import cpu_name
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure, targets_figure
+from studies.front_figures import FIGURES as FRONT_FIGURES
 from studies.puzzles import TASKS
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
@@ -141,18 +142,25 @@ def write_pages() -> None:
     write_text(pages.RESULTS / "README.md", pages.overview())
     if "E21" in experiment_names():
         write_targets_page()
-    front = pages.filled((CONFIGS / "front.md").read_text())
-    write_text(pages.RESULTS.parent / "README.md", front)
-    show("wrote results/README.md and results/findings")
+        write_front_figures()
+    for name, page in pages.FRONT.items():
+        text = pages.filled((CONFIGS / name).read_text())
+        write_text(pages.RESULTS.parent / page, text)
+    show("wrote results/README.md, results/audit.md and results/findings")
 
 
 def write_targets_page() -> None:
     """Write the page and figure on conditioning and context orders, of E21's runs."""
     _, recipes = pages.load_results("E21")
-    image = targets_figure(recipes["chorales"])
-    write_atomically(pages.RESULTS / "targets.png", lambda f: f.write(image))
+    write_image(pages.RESULTS / "targets.png", targets_figure(recipes["chorales"]))
     text = pages.filled((CONFIGS / "targets.md").read_text())
     write_text(pages.RESULTS / "targets.md", text)
+
+
+def write_front_figures() -> None:
+    """Write the figures of the front pages."""
+    for name, make in FRONT_FIGURES.items():
+        write_image(pages.RESULTS.parent / name, make())
 
 
 def write_page(experiment: Experiment, recipes: Recipes) -> None:
@@ -163,9 +171,12 @@ def write_page(experiment: Experiment, recipes: Recipes) -> None:
 
 def write_figure(folder: Path, experiment: Experiment, recipes: Recipes) -> None:
     file = folder / f"{experiment.name}.png"
-    image = figure(experiment, recipes)
-    write_atomically(file, lambda f: f.write(image))
+    write_image(file, figure(experiment, recipes))
     show(f"wrote {file}")
+
+
+def write_image(file: Path, image: bytes) -> None:
+    write_atomically(file, lambda stream: stream.write(image))
 
 
 def prepare_quick_data(experiment: Experiment) -> None:

@@ -12,8 +12,11 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
                                    Fisher's, not corrected
     {fast: a - b, p by ranks}      by ranks, not corrected
     {fast: a - b, Holm's p}        of the marked claim of these two sides, corrected
+    {fast: a - b, verdict}         the verdict on the marked claim that a is above b
     {fast: a - b, seeds 8 to 15}   of these seeds alone
     {E20 fast: random - fixed}     of another experiment
+    <<it is {fast: a} || not run>> a passage, or another one as long as a run config
+                                   that it names has not all its runs
 """
 
 import functools
@@ -40,15 +43,20 @@ from studies.runner import (
 )
 from studies.runs import ROOT
 from studies.verdicts import (
+    CONFIRMED,
+    OPPOSITE,
     Claim,
     deciding_p,
     figure_of,
+    is_number,
     judged,
     tokens_to,
     with_verdicts,
 )
 
 RESULTS = ROOT / "results" / "findings"
+FRONT = {"front.md": "README.md", "audit.md": "audit.md"}
+"""The pages in results/ on all experiments, by their texts in CONFIGS."""
 TOKENS = {
     "reversal": "character",
     "books_bytes": "byte",
@@ -57,6 +65,8 @@ TOKENS = {
     "sudoku6": "cell",
 }
 """What a token of prepared data is, by folder, where it has a name."""
+CONTRARY = {CONFIRMED: OPPOSITE, OPPOSITE: CONFIRMED}
+"""The verdict on the contrary of a claim, where it is another one."""
 SHARE = "share of test records"
 FEW = 4  # below that many seeds their values are shown, not a mean
 
@@ -274,7 +284,8 @@ def cost_cell(entry: dict, kind: str) -> str:
 
 
 NUMBER = re.compile(r"\{(E\d+ )?([^{}:]+): ([^{},]+)((?:, [^{},]+)*)\}")
-P_VALUES = ("p", "p by ranks", "Holm's p")
+PASSAGE = re.compile(r"<<(.*?)\|\|(.*?)>>", re.S)
+JUDGED = ("p", "p by ranks", "Holm's p", "verdict")
 
 
 @dataclass(frozen=True)
@@ -282,7 +293,7 @@ class Shown:
     """What a text wants to show of a number that it names."""
 
     digits: int = 3  # after the point
-    p_value: str = ""  # one of P_VALUES, in place of the number
+    judged: str = ""  # one of JUDGED, in place of the number
     seeds: range | None = None  # of these runs alone
 
 
@@ -299,8 +310,8 @@ def shown_by(words: str) -> Shown:
             if first > last or shown.seeds is not None:
                 raise UserError(f"a number of a text cannot be of {option}")
             shown = replace(shown, seeds=range(first, last + 1))
-        elif option in P_VALUES:
-            shown = replace(shown, p_value=option)
+        elif option in JUDGED:
+            shown = replace(shown, judged=option)
         else:
             raise UserError(f"a number of a text has no option {option!r}")
     return shown
@@ -310,7 +321,7 @@ def filled(
     text: str, experiment: Experiment | None = None, recipes: Recipes | None = None
 ) -> str:
     """Return a text with its numbers. Raises UserError for one that names what is not
-    there."""
+    there, MissingRow if that is for want of runs."""
 
     def number(match: re.Match) -> str:
         name, recipe, sides, options = match.groups()
@@ -333,12 +344,24 @@ def filled(
         if entries:
             cell = cell_of(sides, shown, source, recipe, results)
         if cell is None:
-            raise UserError(
+            known = {*source.recipes.get(recipe, {}), *source.best_of}
+            names = {side.partition(":")[0] for side in (higher, lower) if side}
+            is_known = all(name in known or is_number(name) for name in names)
+            all_run = all(name in entries or is_number(name) for name in names)
+            error = MissingRow if is_known and not all_run else UserError
+            raise error(
                 f"{source.name} has no {match[0]}; see its run configs and measures"
             )
         return cell
 
-    return NUMBER.sub(number, text)
+    def passage(match: re.Match) -> str:
+        with_numbers, otherwise = match.groups()
+        try:
+            return NUMBER.sub(number, with_numbers).strip()
+        except MissingRow:
+            return otherwise.strip()
+
+    return NUMBER.sub(number, PASSAGE.sub(passage, text))
 
 
 def cell_of(
@@ -348,20 +371,20 @@ def cell_of(
     entries = with_best(experiment.best_of, recipes[recipe])
     higher, _, lower = sides.removesuffix(" each").partition(" - ")
     run_config, _, kind = higher.partition(":")
-    if shown.p_value and not lower:
+    if shown.judged and not lower:
         return None
     if kind in ("parameters", "mflops") and run_config in entries:
         return cost_cell(entries[run_config], kind)
-    if shown.p_value == "Holm's p":
-        return holm_cell(higher, lower, experiment, recipe, recipes)
+    if shown.judged in ("Holm's p", "verdict"):
+        return marked_cell(shown.judged, higher, lower, experiment, recipe, recipes)
     # counts of runs that succeed are compared by Fisher's test
     success = experiment.success if lower and ":" not in sides else None
     claim = Claim("", lower or "0", higher, success=success)
     judgement = judged(claim, experiment.kind, entries)
     if not judgement or judgement["mean"] is None:
         return None
-    if shown.p_value:
-        p = judgement["p_rank" if shown.p_value == "p by ranks" else "p"]
+    if shown.judged:
+        p = judgement["p_rank" if shown.judged == "p by ranks" else "p"]
         return p_cell(p) or None
     form = f".{shown.digits}f"
     if lower:
@@ -387,18 +410,29 @@ def of_seeds(recipes: Recipes, seeds: range) -> Recipes:
     return result
 
 
-def holm_cell(
-    higher: str, lower: str, experiment: Experiment, recipe: str, recipes: Recipes
+def marked_cell(
+    option: str,
+    higher: str,
+    lower: str,
+    experiment: Experiment,
+    recipe: str,
+    recipes: Recipes,
 ) -> str | None:
     """Return Holm's p of the marked claim of two sides, whichever it says is the lower
-    one; None if there is none."""
-    says = []
+    one, or the verdict on the statement that `lower` is; None if there is none."""
+    turned = {}
     for claim in experiment.claims:
         if {claim.higher, claim.lower} == {higher, lower}:
-            says.append(claim.says)
+            turned[claim.says] = claim.higher != higher
     for claim in judgements(experiment, recipes)[recipe]:
-        if not claim["primary"] or claim["says"] not in says:
+        if not claim["primary"] or claim["says"] not in turned:
             continue
+        if option == "verdict":
+            is_turned = turned[claim["says"]]
+            if is_turned and claim["margin"]:
+                return None  # the contrary of "as good within a margin" is no claim
+            verdict = claim["verdict"]
+            return CONTRARY.get(verdict, verdict) if is_turned else verdict
         if deciding_p(claim) is not None:
             return p_cell(claim["p_holm"])
     return None

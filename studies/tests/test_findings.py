@@ -28,7 +28,16 @@ from aogpt.runtime.validation import FileError
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies import experiment as experiments
-from studies import figures, findings, measures, pages, runner, runs, verdicts
+from studies import (
+    figures,
+    findings,
+    front_figures,
+    measures,
+    pages,
+    runner,
+    runs,
+    verdicts,
+)
 from studies.experiment import RunConfig, load_experiment
 from studies.measures import unigram
 from studies.verdicts import (
@@ -154,8 +163,9 @@ def test_the_overviews_are_those_of_the_runs_that_are_shipped():
     assert (pages.RESULTS / "README.md").read_text() == pages.overview()
     text = pages.filled((experiments.CONFIGS / "targets.md").read_text())
     assert (pages.RESULTS / "targets.md").read_text() == text
-    front = pages.filled((experiments.CONFIGS / "front.md").read_text())
-    assert (pages.RESULTS.parent / "README.md").read_text() == front
+    for name, page in pages.FRONT.items():
+        text = pages.filled((experiments.CONFIGS / name).read_text())
+        assert (pages.RESULTS.parent / page).read_text() == text
 
 
 def by_seed(*losses, **measured):
@@ -878,6 +888,7 @@ def tiny(data, tmp_path, monkeypatch, run_here):
     (tmp_path / "common.toml").write_text("[base]\n[recipes]\n")
     (tmp_path / "page.md").write_text("# Findings\n\nTABLE\n")
     (tmp_path / "front.md").write_text("It learns: {E7 slow: moving:l2r}\n")
+    (tmp_path / "audit.md").write_text("Every number.\n")
     (tmp_path / "E7.toml").write_text(tomli_w.dumps(values))
     return tmp_path
 
@@ -1123,9 +1134,45 @@ def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
     ):
         with pytest.raises(ValueError, match="E22 has no"):
             shown(text)
+    assert shown("{fast: a - b, verdict, seeds 0 to 3}") == CONFIRMED
+    assert shown("{fast: b - a, verdict, seeds 0 to 3}") == OPPOSITE  # of the contrary
     for text in ("{fast: a, seeds 3 to 0}", "{fast: a, seeds 0 to 1, seeds 2 to 3}"):
         with pytest.raises(ValueError, match="a number of a text cannot be of seeds"):
             shown(text)
+
+
+def test_a_passage_stands_where_its_runs_are_there():
+    experiment = load_experiment("E22")
+    recipes = {"fast": {"adaln": by_seed(2.0, 2.2, eval_random=(2.0, 0.0))}}
+
+    def shown(text):
+        return pages.filled(text, experiment, recipes)
+
+    assert shown("It is <<{fast: adaln} || not run>>.") == "It is 2.000, 2.000."
+    assert shown("It is <<{fast: adaln} and {fast: rotary} || not run>>.") == (
+        "It is not run."
+    )
+    for misspelt in ("<<{fast: adeln} || not run>>", "<<{slow: adaln} || not run>>"):
+        with pytest.raises(UserError, match="E22 has no"):
+            shown(misspelt)
+    with pytest.raises(runner.MissingRow, match="E22 has no"):
+        shown("{fast: rotary}")
+
+
+def test_front_figures_are_of_the_rows():
+    """Of each decoder its difference from the encoder, filled where it was claimed."""
+    experiment, recipes = pages.load_results("E21")
+    claim = front_figures.difference(experiment, recipes["sudoku"], "rotary")
+    shown = pages.filled("{E21 sudoku: rotary - encoder}")
+    assert shown == f"{claim['mean']:.3f} ± {claim['half_width']:.3f}"
+    marked = {
+        name: front_figures.is_marked(experiment, "sudoku", name)
+        for name in front_figures.WAYS
+    }
+    assert marked.pop("adaln_rotary")
+    assert not any(marked.values())
+    for make in front_figures.FIGURES.values():
+        assert make().startswith(b"\x89PNG")
 
 
 def test_an_experiment_that_is_partly_run_has_a_page_that_names_the_rest(

@@ -30,9 +30,9 @@ def test_the_rows_name_no_folder_of_a_machine():
     }
 
 
-def test_the_front_page_has_the_numbers_of_the_rows():
+def test_the_audit_has_the_numbers_of_the_rows():
     rows = json.loads(ROWS.read_text())
-    front = (ROOT / "results" / "README.md").read_text()
+    front = (ROOT / "results" / "audit.md").read_text()
     (l2r, random) = [row["nll"] for row in rows["a3_one"]["differences"]]
     assert f"{-random['difference']:.3f} ± {random['half_width_95']:.3f} nats" in front
     assert f"{l2r['difference']:.3f} ± {l2r['half_width_95']:.3f} ahead" in front

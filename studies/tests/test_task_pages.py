@@ -325,7 +325,7 @@ def test_the_shares_of_the_front_table_are_among_those_of_the_rows(title, task):
         ),
     ],
 )
-def test_the_results_page_has_the_gaps_between_all_orders_and_left_to_right(
+def test_the_audit_has_the_gaps_between_all_orders_and_left_to_right(
     experiment, recipe, place, sentence
 ):
     """Means over seeds on validation text, each along its training orders."""
@@ -336,18 +336,18 @@ def test_the_results_page_has_the_gaps_between_all_orders_and_left_to_right(
         means[name] = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
     pairs = zip(means["random"], means["l2r"], strict=True)
     gaps = [all_orders - left_to_right for all_orders, left_to_right in pairs]
-    text = (ROOT / "results" / "README.md").read_text()
+    text = (ROOT / "results" / "audit.md").read_text()
     pattern = re.escape(sentence.format(gaps[place], gaps[-1]))
     assert re.search(pattern.replace(r"\.\.\.", r"0\.\d{3}"), text)
     if experiment == "E23":
         assert max(gaps) == gaps[place]
 
 
-def test_the_results_page_has_the_times_of_decoding_sudokus():
+def test_the_audit_has_the_times_of_decoding_sudokus():
     """One token a pass in random order, beside rotation."""
     entries = tasks.load_results({"sudoku6": KNOWN["sudoku6"]}, DECODERS)["sudoku6"]
     rotation = mean_of(entries["aogpt"], "random", "seconds")
-    lines = (ROOT / "results" / "README.md").read_text().splitlines()
+    lines = (ROOT / "results" / "audit.md").read_text().splitlines()
     (two_streams,) = [line for line in lines if "| `two_stream` |" in line]
     (encoder,) = [line for line in lines if "`--model.attention full` |" in line]
     for line, system in ((two_streams, "two_stream"), (encoder, "encoder")):

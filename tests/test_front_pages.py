@@ -1,0 +1,151 @@
+"""The front pages say no more than the pages that they link to: each number and each
+verdict of a row stands on one of them."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import pytest
+from helpers import ROOT
+
+FRONT = {"results/README.md": (1200, 2200)}
+"""The least and largest number of words of each page."""
+NUMBER = re.compile(
+    r"""-?\d+\.\d+\ ±\ \d+\.\d+     # a difference with its interval
+    |\b\d+\ of\ \d+\b               # a count
+    |\b\d+(?:\.\d+)?%               # a share
+    |(?<![\w.])-?\d+\.\d+(?![\w.])  # a decimal that is no size, such as 0.14M
+    """,
+    re.X,
+)
+LINK = re.compile(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)")
+VERDICT = re.compile(r"\*\*(confirmed|opposite|undecided)\*\*", re.I)
+CONTRARY = {"confirmed": "opposite", "opposite": "confirmed"}
+
+
+class Statement(NamedTuple):
+    """A cell with links of its own, a row of a table, an item of a list or a
+    paragraph."""
+
+    text: str
+    links: tuple[str, ...]
+
+
+def statements_of(page: str) -> list[Statement]:
+    """Return the statements of a page, without code, pictures and what needs no source:
+    the scale, the meaning of the words, and the first cell of a row."""
+    text = re.sub(r"(?m)^    .*$", "", page)
+    text = re.sub(r"(?ms)^## The words\n.*?(?=^## )", "", text)
+    text = re.sub(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\[arXiv [\d.]+\]\([^)]*\)", "", text)
+    statements = []
+    for block in re.split(r"\n\s*\n", text):
+        if block.startswith("**Scale.**"):
+            continue
+        if block.lstrip().startswith("|"):
+            for row in block.strip().splitlines():
+                statements += statements_of_row(row)
+        else:
+            for part in re.split(r"\n(?=- |\d\. )", block):
+                statements.append(statement_of(part))
+    return statements
+
+
+def statements_of_row(row: str) -> list[Statement]:
+    cells = row.strip().strip("|").split("|")
+    *texts, last = cells[1:]
+    rest = []
+    statements = []
+    for cell in texts:
+        if LINK.search(cell) and NUMBER.search(without_links(cell)):
+            statements.append(statement_of(cell))
+        else:
+            rest.append(cell)
+    return [*statements, statement_of(" | ".join([*rest, last]))]
+
+
+def statement_of(text: str) -> Statement:
+    return Statement(" ".join(without_links(text).split()), tuple(LINK.findall(text)))
+
+
+def without_links(text: str) -> str:
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+@functools.cache
+def words_of(path) -> str:
+    return " ".join(path.read_text().split())
+
+
+def stands_on(number: str, page: str) -> bool:
+    """Return whether a page has a number, also as a negative one, or a count in other
+    words, such as 1 against 20 of 20."""
+    number = number.lstrip("-")
+    if re.search(rf"(?<![\d.]){re.escape(number)}(?![\d]|\.\d)", page):
+        return True
+    if count := re.fullmatch(r"(\d+) of (\d+)", number):
+        first, second = count.groups()
+        return bool(re.search(rf"\b{first} (against \d+ )?of {second}\b", page))
+    return False
+
+
+def faults_of(page: str) -> list[str]:
+    """Return what the page at this path says without a source."""
+    path = ROOT / page
+    faults = []
+    for statement in statements_of(path.read_text()):
+        sources = [(path.parent / link).resolve() for link in statement.links]
+        pages = [words_of(source) for source in sources]
+        for number in NUMBER.findall(statement.text):
+            if not any(stands_on(number, one) for one in pages):
+                faults.append(f"{number} is on no linked page: {statement.text}")
+        for word in VERDICT.findall(statement.text):
+            if not any(has_claim(word.lower(), source) for source in sources):
+                faults.append(f"no claim is {word} on a linked page: {statement.text}")
+    return faults
+
+
+@functools.cache
+def has_claim(verdict: str, path) -> bool:
+    """Return whether a page has a claim with a verdict, or with the contrary one, since
+    a front page may make the contrary statement."""
+    words = {verdict, CONTRARY.get(verdict, verdict)}
+    for line in path.read_text().splitlines():
+        if line.startswith("- *") and any(f"**{word}" in line for word in words):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("page", FRONT)
+def test_numbers_and_verdicts_stand_on_a_linked_page(page):
+    assert faults_of(page) == []
+
+
+@pytest.mark.parametrize("page", FRONT)
+def test_a_front_page_is_short(page):
+    """Also in its parts: no cell has more than 40 words."""
+    text = (ROOT / page).read_text()
+    least, largest = FRONT[page]
+    assert least <= len(text.split()) <= largest
+    for line in text.splitlines():
+        if line.startswith("|"):
+            for cell in line.strip("|").split("|"):
+                assert len(without_links(cell).split()) <= 40, cell
+
+
+def test_a_number_or_a_verdict_without_a_source_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_front_pages.ROOT", tmp_path)
+    claim = "- *fast*: a is better: +0.411 ± 0.005: **opposite**\n"
+    (tmp_path / "E1.md").write_text(f"Found by 13 of 20 runs, 99.7%.\n\n{claim}")
+    for text, faults in (
+        ("| 0.5 | by 0.411 ± 0.005, **confirmed**, 13 of 20 | [E1](E1.md) |", 0),
+        ("| a | **undecided** | [E1](E1.md) |", 1),
+        ("| a | by 0.41 | [E1](E1.md) |", 1),
+        ("By 0.411 ± 0.005, 9.7%, 3 of 20 ([E1](E1.md)).", 2),
+        ("By 0.411 ± 0.005.", 1),
+        ("- By 99.7% ([E1](E1.md)).\n- By 99.7%.", 1),
+        ("| a | 99.7% ([E1](E1.md)) | 99.7% |", 1),
+        ("**Scale.** 0.1 nats, 0.14M.\n\n## The words\n\n0.2\n\n## Next\n\n0.14M", 0),
+    ):
+        (tmp_path / "page.md").write_text(text)
+        has_claim.cache_clear()
+        assert len(faults_of("page.md")) == faults, text
