@@ -321,7 +321,7 @@ def filled(
     text: str, experiment: Experiment | None = None, recipes: Recipes | None = None
 ) -> str:
     """Return a text with its numbers. Raises UserError for one that names what is not
-    there, MissingRow if that is for want of runs."""
+    there, MissingRow if its runs are missing."""
 
     def number(match: re.Match) -> str:
         name, recipe, sides, options = match.groups()
@@ -344,11 +344,11 @@ def filled(
         if entries:
             cell = cell_of(sides, shown, source, recipe, results)
         if cell is None:
-            known = {*source.recipes.get(recipe, {}), *source.best_of}
+            declared = {*source.recipes.get(recipe, {}), *source.best_of}
             names = {side.partition(":")[0] for side in (higher, lower) if side}
-            is_known = all(name in known or is_number(name) for name in names)
+            is_declared = all(name in declared or is_number(name) for name in names)
             all_run = all(name in entries or is_number(name) for name in names)
-            error = MissingRow if is_known and not all_run else UserError
+            error = MissingRow if is_declared and not all_run else UserError
             raise error(
                 f"{source.name} has no {match[0]}; see its run configs and measures"
             )
