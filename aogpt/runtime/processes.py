@@ -5,8 +5,6 @@ import datetime
 import os
 import re
 import secrets
-import socket
-import sys
 import time
 from dataclasses import dataclass
 
@@ -18,8 +16,7 @@ from .devices import pick_device
 from .errors import UserError
 
 # for the processes of a job to start: some import PyTorch from a slow disk
-MEETING_SECONDS = 300.0
-PATIENCE = 10.0  # seconds until a process says that it waits for others
+START_SECONDS = 300.0
 LEFT_OVER = (
     "for a single process unset RANK, LOCAL_RANK and WORLD_SIZE, which another job may "
     "have left in this shell; for several start them with torchrun"
@@ -96,7 +93,7 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     try:
         store: dist.Store = dist.HashStore()
         if world_size > 1:
-            store = fresh_store(max(timeout, MEETING_SECONDS))
+            store = fresh_store(rank, world_size, max(timeout, START_SECONDS))
         dist.init_process_group(
             backend,
             timeout=datetime.timedelta(seconds=timeout),
@@ -140,101 +137,42 @@ def job_variable(
     return number
 
 
-def fresh_store(timeout: float) -> dist.Store:
+def fresh_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     """Return torchrun's store, under a prefix of this attempt: a restarted job gets the
     old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Each other
     rank leaves a random name in the store, under which rank 0 answers with the prefix.
-    timeout: seconds. Waits in slices, between which Ctrl-C is noticed. Raises
-    ConnectionError."""
-    rank = job_variable("RANK", default=0)
-    world_size = job_variable("WORLD_SIZE", default=1)
-    meeting = Meeting(world_size, timeout)
-    store = job_store(rank, meeting)
+    timeout: seconds. Raises ConnectionError, and UserError without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, but torchrun did not start this process: "
+            f"{LEFT_OVER}"
+        )
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
     name = secrets.token_hex(8)
     if rank > 0:
         store.set(f"name/{rank}", name)
-        while not store.check([f"prefix/{name}"]):
-            meeting.wait()
-        prefix = store.get(f"prefix/{name}").decode()
+        prefix = store.get(f"prefix/{name}").decode()  # waits for rank 0
         store.set(f"{prefix}/joined/{rank}", "")
         return dist.PrefixStore(prefix, store)
     missing = range(1, world_size)
+    deadline = time.monotonic() + timeout
     while missing := [r for r in missing if not store.check([f"{name}/joined/{r}"])]:
+        if time.monotonic() > deadline:
+            raise ConnectionError(
+                f"the job's processes did not all start in {timeout:g} seconds"
+            )
         # Again and again, for the name may be that of a dead process.
         for other in missing:
             if store.check([f"name/{other}"]):
                 store.set(f"prefix/{store.get(f'name/{other}').decode()}", name)
-        meeting.wait()
-    return dist.PrefixStore(name, store)
-
-
-def job_store(rank: int, meeting: "Meeting") -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT: that of torchrun, or else of
-    rank 0."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise UserError(
-                f"WORLD_SIZE is {meeting.world_size}, but the environment has no "
-                f"{name}: {LEFT_OVER}"
-            )
-    host = os.environ["MASTER_ADDR"]
-    port = job_variable("MASTER_PORT", default=0, most=2**16 - 1)
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = rank == 0 and not of_torchrun
-    while not is_server and not is_open(host, port):  # TCPStore would wait in C++
-        meeting.wait()
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=is_server,
-            timeout=datetime.timedelta(seconds=meeting.timeout),
-            wait_for_workers=False,
-            multi_tenant=is_server,
-        )
-    except dist.DistNetworkError as error:  # another program has the port
-        raise ConnectionError(
-            f"no processes can meet at {host}:{port} "
-            f"({' '.join(str(error).split())[:120]}): {LEFT_OVER}"
-        ) from None
-
-
-def is_open(host: str, port: int) -> bool:
-    """Return whether something answers at a port."""
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-class Meeting:
-    """The wait of this process for the others of its job to start. timeout: seconds."""
-
-    def __init__(self, world_size: int, timeout: float):
-        self.world_size = world_size
-        self.timeout = timeout
-        self.started = time.monotonic()
-        self.has_shown = False
-
-    def wait(self) -> None:
-        """Sleep for a moment. Prints a note after PATIENCE seconds; raises
-        ConnectionError after `timeout`."""
-        waited = time.monotonic() - self.started
-        if waited > self.timeout:
-            raise ConnectionError(
-                f"the job's processes did not all start in {self.timeout:g} seconds"
-            )
-        if waited > PATIENCE and not self.has_shown:
-            self.has_shown = True
-            show(
-                f"waiting for the other processes of a job of {self.world_size} at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; "
-                f"{LEFT_OVER}",
-                file=sys.stderr,
-                flush=True,
-            )
         time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def lost_process(error: BaseException, timeout: float | None = None) -> str | None:
