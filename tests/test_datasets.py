@@ -485,7 +485,7 @@ FILES = {
             "openwebtext",
             "good.txt",
             {},
-            "unknown kind of file; known here are .jsonl, .json, .csv, .tsv, .parquet",
+            "unknown kind of file; known here are .jsonl, .json, .parquet",
         ),
         ("ptb", "good.jsonl", {}, "line 1: no field 'sentence', but 'text'"),
         (
@@ -531,7 +531,6 @@ FILES = {
         ),
         ("text", "good.txt", {"skip_long": True}, "--skip-long is for records"),
         ("text", "good.txt", {"prompt_field": "q"}, "--prompt-field is for records"),
-        ("ptb", "good.txt", {"split_at": "|"}, "--split-at is for text, not for ptb"),
         ("text", "*.doc", {}, "doc: there is no file of a known kind"),
         ("text", "My", {}, "there is no file .*My; a name with spaces needs quotes"),
         (__file__, "My", {}, "is a file: python data/prepare.py text --source "),
@@ -572,15 +571,10 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
     rows = [{"text": "a\r\nb", "id": 1, "title": "t"}] * 3
     write_rows(tmp_path / "in" / "r.jsonl", rows)
     folder = prepared("text", tmp_path / "o", tmp_path / "in", split="test")
-    cut = [
-        text
-        for name in ("a.txt", "c.MD", "deep/b.txt.gz")
-        for text in (f"{name} one\ntwo", "three")
-    ]
     said = capsys.readouterr().out
     for note in (
         "note: 6 Windows line ends are converted",
-        "note: 3 times <|endoftext|> is read as ordinary text (--split-at",
+        "note: 3 times <|endoftext|> is read as ordinary text",
         "note: 3 rows have a field 'id', which is left out (see --field and "
         "--prompt-field)",
         "note: 3 rows have a field 'title', which is left out",
@@ -593,10 +587,8 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         tmp_path / "p",
         tmp_path / "in" / "**" / "*.[tT]*",
         split="test",
-        split_at="<|endoftext|>",
     )
-    assert documents(folder) == [*cut[:2], *cut[4:]]
-    assert "ordinary text" not in capsys.readouterr().out
+    assert load_meta(folder)["splits"]["test"]["documents"] == 2
     for number in range(101):  # meta.json does not grow with the number of files
         write(tmp_path / "in" / f"{number}.txt", "text")
     folder = prepared("text", tmp_path / "q", tmp_path / "in", split="test")
@@ -625,11 +617,16 @@ def test_data_of_earlier_versions_is_found_finished(tmp_path, capsys):
         (prepared("text", tmp_path / "o", source) / "meta.json").read_text()
     )
     del meta["tokenizer_sha256"]
-    for key in ("prompt_field", "split_at", "skip_long"):
+    for key in ("prompt_field", "skip_long"):
         del meta["settings"][key]
+    meta["settings"]["split_at"] = None  # of a removed option
     write(tmp_path / "o" / "meta.json", json.dumps(meta))
     prepared("text", tmp_path / "o", source)
     assert "nothing to do" in capsys.readouterr().out
+    meta["settings"]["split_at"] = "|"
+    write(tmp_path / "o" / "meta.json", json.dumps(meta))
+    with pytest.raises(UserError, match="made with another split_at"):
+        prepared("text", tmp_path / "o", source)
 
 
 def test_the_help_names_every_dataset(printed):

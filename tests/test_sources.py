@@ -1,7 +1,5 @@
 """What users bring: files of every kind, bad rows, odd text, splits that overlap."""
 
-import csv
-import gzip
 import json
 import os
 
@@ -24,30 +22,9 @@ def test_rows_are_text_in_every_kind_of_file(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": rows}))
     write_rows(tmp_path / "c.json", rows)
-    for name, delimiter in (("d.csv", ","), ("e.tsv", "\t")):
-        with (tmp_path / name).open("w", newline="") as file:
-            table = csv.DictWriter(file, ["n", "text"], delimiter=delimiter)
-            table.writeheader()
-            table.writerows(rows)
     for number, path in enumerate(sorted(tmp_path.iterdir())):
         out = prepared("text", tmp_path / f"o{number}", path, split="test")
         assert documents(out) == TEXTS, path
-
-
-def test_rows_that_quotes_join_in_a_tsv_file_are_noted(tmp_path, capsys):
-    """Many such files quote nothing: two texts that begin and end with a quote swallow
-    the rows between them. Others quote what is of several lines."""
-    note = "note: 1 cell of .tsv files"
-    path = tmp_path / "a.tsv"
-    for content, number in (
-        ('n\ttext\n1\t"He left\n2\tfoo\n3\tshe said"\n4\tbar\n', 2),
-        ('text\n"He left\nshe said"\nbar\n', 2),
-        ("n\ttext\n1\tone\n", 1),
-    ):
-        path.write_text(content)
-        out = prepared("text", tmp_path / f"o{len(content)}", path, split="test")
-        assert len(documents(out)) == number
-        assert (note in capsys.readouterr().out) == (number == 2)
 
 
 def test_hidden_files_of_a_folder_are_not_read(tmp_path):
@@ -110,41 +87,19 @@ def test_zst_files_are_read_and_damage_is_noticed(tmp_path):
 
 BAD = {
     "a.jsonl": ('{"text": "ok"}\n{"text": null}\n{"text": 3}\n{\n[1]\n{"a": "b"}\n', 2),
-    "b.csv": ("text,n\nok,1\nmore,2,3\n", 2),
     "c.json": ('[{"text": "ok"}, {"text": ["list"]}, 5]', 2),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, capsys, name):
+def test_a_bad_row_is_named(tmp_path, name):
     content, first = BAD[name]
     path = tmp_path / name
     path.write_text(content)
     place = "line" if name == "a.jsonl" else "row"
-    with pytest.raises(UserError, match=f"{name} {place} {first}: .*--skip-bad-rows"):
+    with pytest.raises(UserError, match=f"{name} {place} {first}: "):
         prepared("text", tmp_path / "o", path, split="test")
-    out = prepared("text", tmp_path / "o", path, split="test", skip_bad_rows=True)
-    assert documents(out) == ["ok"]
-    said = capsys.readouterr().out
-    count = {"a.jsonl": 5, "b.csv": 1, "c.json": 2}[name]
-    assert f"note: {count} bad row" in said
-    assert f"the first bad rows: {path} {place} {first}: " in said
-    assert said.count(str(path)) == min(3, count)
-
-
-def test_a_column_that_is_read_stands_once_in_a_table(tmp_path):
-    """Else the first of two would vanish. Columns that are not read may have any
-    name."""
-    path = tmp_path / "a.csv"
-    path.write_text("text,n,text\none,1,two\n")
-    with pytest.raises(UserError, match="a.csv: 2 columns are named 'text'; rename"):
-        prepared("text", tmp_path / "o", path, split="test")
-    path.write_text("prompt,text,prompt\n1+1=,2,1+2=\n")
-    with pytest.raises(UserError, match="a.csv: 2 columns are named 'prompt'; rename"):
-        prepared("records", tmp_path / "o", path, split="test", block_size=8)
-    path.write_text("text,,\none,1,2\n")
-    out = prepared("text", tmp_path / "o", path, split="test")
-    assert documents(out) == ["one"]
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_column_that_is_read_stands_once_in_a_parquet_file(tmp_path):
@@ -158,37 +113,20 @@ def test_a_column_that_is_read_stands_once_in_a_parquet_file(tmp_path):
         prepared("text", tmp_path / "o", path, split="test")
 
 
-def test_nulls_in_a_table_are_bad_rows(tmp_path, capsys):
+def test_nulls_in_a_table_are_bad_rows(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), path)
     with pytest.raises(UserError, match="a.parquet row 2: .*holds NoneType"):
         prepared("text", tmp_path / "o", path, split="test")
-    out = prepared("text", tmp_path / "o", path, split="test", skip_bad_rows=True)
-    assert documents(out) == ["one", "two"]
-    assert "1 bad row is skipped" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_text_with_the_mark_of_another_encoding_is_converted(
-    tmp_path, capsys, encoding
-):
-    text = "naïve 🤖\nтекст"
-    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode(encoding)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows))
-    out = prepared("text", tmp_path / "o", tmp_path / "a.txt", split="test")
-    assert documents(out) == [text]
-    out = prepared("text", tmp_path / "p", tmp_path / "b.jsonl.gz", split="test")
-    assert documents(out) == [text]
-    assert "note: 1 file in UTF-16 or UTF-32 is converted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["plain text ", "naïve text – "])
 @pytest.mark.parametrize("encoding", ["utf-16le", "utf-16be"])
-def test_text_in_utf16_without_its_mark_is_told(tmp_path, text, encoding):
-    (tmp_path / "c.txt").write_bytes((text * 9).encode(encoding))
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_text_in_utf16_is_refused(tmp_path, text, encoding, mark):
+    (tmp_path / "c.txt").write_bytes((mark + text * 9).encode(encoding))
     words = f"c.txt: every other byte is 0.*iconv -f {encoding} -t utf-8"
     with pytest.raises(UserError, match=words):
         prepared("text", tmp_path / "q", tmp_path / "c.txt")
@@ -276,25 +214,6 @@ def test_rows_of_two_splits_are_counted(tmp_path, capsys):
     other = write_jsonl(tmp_path / "d.jsonl", [f"row {i}" for i in range(200)])
     prepared("text", tmp_path / "q", other)
     assert "in train, too" not in capsys.readouterr().out
-
-
-def test_a_separator_that_occurs_nowhere_is_a_mistake(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
-    with pytest.raises(UserError, match=r"--split-at '\\\\n\\\\n' occurs nowhere in"):
-        prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at=r"\n\n")
-    with pytest.raises(UserError, match="--split-at is empty"):
-        prepared("text", tmp_path / "o", tmp_path / "a.txt", split_at="")
-    out = prepared(
-        "text", tmp_path / "o", tmp_path / "a.txt", split_at="\n\n", split="test"
-    )
-    assert documents(out) == ["one", "two", "three"]
-    # A validation file may hold a single document.
-    val = tmp_path / "b.txt"
-    val.write_text("four")
-    out = prepared(
-        "text", tmp_path / "p", tmp_path / "a.txt", split_at="\n\n", val=(val,)
-    )
-    assert documents(out, "val") == ["four"]
 
 
 @needs_gpt2

@@ -8,7 +8,7 @@ behind; a finished dataset is not made twice.
 examples:
   python data/prepare.py stories
   python data/prepare.py text --source a.txt b.md.gz --tokenizer bytes --out data/books
-  python data/prepare.py text --source train.jsonl.xz --val val.csv --field text
+  python data/prepare.py text --source train.jsonl.xz --val val.parquet --field text
   python data/prepare.py records --source rows.jsonl --block-size 128 --out data/rows
   python data/prepare.py ptb
   python data/prepare.py wikitext103 --source wiki.test.raw --block-size 512"""
@@ -90,7 +90,7 @@ class Prepare:
     """Folder to write."""
     source: _option(tuple[Path, ...], "FILE ...", "none") = ()
     """Files, folders, or patterns such as "texts/**/*.txt".
-    .jsonl, .json (a list), .csv, .tsv (first line: names), .parquet: a document a row;
+    .jsonl, .json (a list), .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
     All can end in .gz, .xz or .zst, too."""
@@ -113,11 +113,6 @@ class Prepare:
     """Field that holds the text in a row."""
     prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
     """records: field that holds the prompt in a row."""
-    skip_bad_rows: bool = False
-    """Leave out rows that hold no text: damaged ones, or a number or nothing in
-    --field."""
-    split_at: _option(str | None, "TEXT", "none") = None
-    """text: separator of the documents in a file, such as "<|endoftext|>"."""
     skip_long: bool = False
     """records: skip those that are longer than a block."""
     split: _option(str | None, "train|val|test", "the published one") = None
@@ -201,8 +196,6 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
             reading(
                 field=args.field,
                 prompt_field=args.prompt_field,
-                split_at=args.split_at,
-                skip_bad_rows=args.skip_bad_rows,
             ),
             source=args.source,
             val=args.val,
@@ -340,11 +333,6 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
             args.prompt_field and not examples,
             "--prompt-field is for records; leave it out",
         ),
-        (args.split_at == "", "--split-at is empty; leave it out"),
-        (
-            args.split_at and (source != "always" or examples),
-            f"--split-at is for text, not for {name}; leave it out",
-        ),
         (examples and not (args.block_size or size), f"{name} needs --block-size N"),
         (
             size and args.block_size not in (None, size),
@@ -382,9 +370,7 @@ def metadata(
         "val_fraction": args.val_fraction,
         "limit": args.limit,
         "prompt_field": args.prompt_field,
-        "split_at": args.split_at,
         "skip_long": args.skip_long,
-        "skip_bad_rows": args.skip_bad_rows,
     }
     settings.update(args.of_dataset)
     sources = []
@@ -457,11 +443,6 @@ class Writer:
             raise UserError(
                 f"{long_records} ({places}; the longest has {max(self.long)[0]} "
                 "tokens): give a larger --block-size, or --skip-long"
-            )
-        if args.split_at and not next(iter(corpora.values())).reading.separators:
-            raise UserError(
-                f"--split-at {args.split_at!r} occurs nowhere in the files; a line end "
-                "is typed as --split-at $'\\n'"
             )
         if not self.files:
             raise UserError(f"no document of {args.name} is left: give more text")
@@ -562,8 +543,6 @@ class Writer:
         for message, count in reading.counts.items():
             if count > 0:
                 notes.append(counted(count, message))
-        if reading.bad_rows:
-            notes.append(f"the first bad rows: {'; '.join(reading.bad_rows)}")
         if self.long:
             notes.append(
                 counted(len(self.long), "records longer than a block are skipped")
@@ -595,11 +574,14 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     for split in old_meta["splits"]:
         read_tokens(target, split, verify=True)
     before = old_meta.get("settings", {})
+    settings = meta["settings"]
     changed = []
-    for key, value in meta["settings"].items():
-        # An older folder lacks newer keys, whose options were off.
-        if before.get(key) != value and (key in before or value):
-            changed.append(key)
+    # An older folder lacks newer keys, and has keys of removed options.
+    for key in settings | before:
+        if before.get(key) != settings.get(key):
+            is_off = not before.get(key) and not settings.get(key)
+            if not is_off or (key in before and key in settings):
+                changed.append(key)
     if old_meta.get("source") != meta["source"]:
         changed.append("source")
     other = other_tokenizer(old_meta, meta)

@@ -1,13 +1,11 @@
 """Where documents come from: files of the user's, published files, the Hugging Face
 hub.
 
-Rows of .jsonl, .csv, .tsv and .parquet files are read one at a time; text files and
-.json files are held whole. The package `datasets` reads the hub. Its readers of local
-files are not used: they turn "NA" into a missing value and a date into a time, and one
-bad row ends a file."""
+Rows of .jsonl and .parquet files are read one at a time; text files and .json files are
+held whole. The package `datasets` reads the hub. Its readers of local files are not
+used: they turn "NA" into a missing value and a date into a time."""
 
 import contextlib
-import csv
 import glob
 import gzip
 import hashlib
@@ -33,30 +31,12 @@ OFFLINE = (
     "python data/prepare.py {} --source FILE.parquet ..."
 )
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
-MOST_NAMED = 3  # bad rows in a note
-LONGEST_CELL = 2**31 - 1  # bytes, of a .csv file
 PACKED = (".gz", ".xz", ".zst")  # suffixes of compressed files
-# Marks at the beginning of a file, and the encodings that Python knows by these names.
-MARKS_OF_ENCODINGS = {
-    b"\xff\xfe\0\0": "utf-32",
-    b"\0\0\xfe\xff": "utf-32",
-    b"\xff\xfe": "utf-16",
-    b"\xfe\xff": "utf-16",
-}
 # Notes, each after a count.
-MARKED = (
-    f"times {END_OF_TEXT} is read as ordinary text "
-    f"(--split-at '{END_OF_TEXT}' divides there)"
-)
+MARKED = f"times {END_OF_TEXT} is read as ordinary text"
 LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
-CONVERTED = "files in UTF-16 or UTF-32 are converted"
 WINDOWS = "Windows line ends are converted"
 EMPTY = "empty files are skipped"
-# Many .tsv files quote nothing, and two quotes of a text join all cells between them.
-JOINED = (
-    "cells of .tsv files have several lines, as quotes around them say (if they are of "
-    "the text: save it as .jsonl)"
-)
 COPIES = "files have the same bytes as another one"
 
 
@@ -66,12 +46,8 @@ class Reading:
 
     field: str  # the field of a row that holds the text
     prompt_field: str | None = None  # the field of a row with its prompt (prompts.py)
-    split_at: str | None = None  # the separator of documents in a text
-    skip_bad_rows: bool = False  # whether a row without a text is left out
     counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
     left_out: Counter[str] = field(default_factory=Counter)  # other fields, how often
-    bad_rows: list[str] = field(default_factory=list)  # errors of the first ones
-    separators: int = 0  # how often `split_at` occurred
 
     @property
     def fields(self) -> set[str]:
@@ -82,26 +58,6 @@ class Reading:
         """Return the document of a row. Raises UserError, which begins with `place`."""
         self.left_out.update(row.keys() - self.fields)
         return text_of(row, self.field, place)
-
-    def skip(self, error: UserError) -> None:
-        """Leave out a bad row. Raises the error without --skip-bad-rows."""
-        if not self.skip_bad_rows:
-            raise UserError(f"{error} (--skip-bad-rows leaves such rows out)")
-        self.counts["bad rows are skipped"] += 1
-        if len(self.bad_rows) < MOST_NAMED:
-            self.bad_rows.append(str(error))
-
-    def documents(self, text: str) -> Iterator[str]:
-        """Yield the documents in a text, which `split_at` separates."""
-        if not self.split_at:
-            self.counts[MARKED] += text.count(END_OF_TEXT)
-            yield text
-            return
-        parts = text.split(self.split_at)
-        self.separators += len(parts) - 1
-        for part in parts:
-            if document := part.strip("\n"):
-                yield document
 
 
 # (stream, its name for messages, how) -> documents
@@ -183,9 +139,10 @@ def local_files(
         empty = 0
         for path, read in files.items():
             is_empty = True
-            with unpacked(path, reading) as stream:
+            with unpacked(path) as stream:
                 for text in read(stream, str(path), reading):
-                    yield from reading.documents(text)
+                    reading.counts[MARKED] += text.count(END_OF_TEXT)
+                    yield text
                     is_empty = False
             empty += is_empty
         if empty == len(files):
@@ -247,8 +204,8 @@ def _open_zst(path: Path, mode: str) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def unpacked(path: Path, reading: Reading) -> Iterator[BinaryIO]:
-    """Open a file, unpacked, and where its first bytes say UTF-16, as UTF-8."""
+def unpacked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, unpacked."""
     openers = {
         ".gz": gzip.open,
         ".xz": partial(lzma.open, format=lzma.FORMAT_XZ),  # .lzma has no checksum
@@ -260,7 +217,7 @@ def unpacked(path: Path, reading: Reading) -> Iterator[BinaryIO]:
         damage += (OSError,)  # also of gzip and pyarrow
     try:
         with opener(path, "rb") as file:
-            yield _as_utf8(io.BufferedReader(file), str(path), reading)
+            yield io.BufferedReader(file)
     except damage as error:
         if isinstance(error, OSError) and error.errno:  # such as a missing file
             raise
@@ -269,32 +226,14 @@ def unpacked(path: Path, reading: Reading) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _as_utf8(
-    stream: io.BufferedReader, name: str, reading: Reading
-) -> io.BufferedReader | io.BytesIO:
-    """Return a stream of UTF-8: itself, unless it begins with the mark of another
-    encoding."""
-    start = stream.peek(4)[:4]
-    for mark, encoding in MARKS_OF_ENCODINGS.items():
-        if start.startswith(mark):
-            reading.counts[CONVERTED] += 1
-            try:
-                return io.BytesIO(stream.read().decode(encoding).encode())
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name} begins as {encoding}, but is not ({error.reason}); "
-                    "save it as UTF-8"
-                ) from None
-    return stream
-
-
 def decoded(data: bytes, name: str) -> str:
     """Return the text of a file in UTF-8. Raises UserError, which begins with its
     name."""
     if data.count(0) > len(data) / 4:
-        order = "be" if data[0] == 0 else "le"
+        # A mark of UTF-16 has no 0.
+        order = "be" if data[0] == 0 or data[:2] == b"\xfe\xff" else "le"
         raise UserError(
-            f"{name}: every other byte is 0, as in UTF-16 without its mark; "
+            f"{name}: every other byte is 0, as in UTF-16; "
             f"convert it first, e.g. iconv -f utf-16{order} -t utf-8"
         )
     try:
@@ -338,12 +277,7 @@ def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
 def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     """Yield a document for each row of JSON."""
     for place, line in lines_of(stream, name):
-        try:
-            document = reading.document(json_object(line, place), place)
-        except UserError as error:
-            reading.skip(error)
-            continue
-        yield document
+        yield reading.document(json_object(line, place), place)
 
 
 def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
@@ -372,30 +306,6 @@ def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
             f"{name}: this is a {type(values).__name__}, not a list of rows"
         )
     yield from texts_of(enumerate(values, 1), reading, name)
-
-
-def read_csv(
-    stream: BinaryIO, name: str, reading: Reading, delimiter: str = ","
-) -> Iterator[str]:
-    """Yield a document for each row of a table whose first line names the fields."""
-    csv.field_size_limit(LONGEST_CELL)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    table = csv.DictReader(text, delimiter=delimiter, strict=True)
-
-    def rows() -> Iterator[tuple[int, dict]]:
-        try:
-            check_read_once(table.fieldnames or [], reading, name)
-            for number, row in enumerate(table, 1):
-                if delimiter == "\t":
-                    cells = [cell for cell in row.values() if isinstance(cell, str)]
-                    reading.counts[JOINED] += sum("\n" in cell for cell in cells)
-                yield number, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{name} line {table.line_num + 1}: {reason_of(error)}"
-            ) from None
-
-    yield from texts_of(rows(), reading, name)
 
 
 def check_read_once(
@@ -476,18 +386,11 @@ def texts_of(
     """Yield the document of each row. rows: rows with their numbers."""
     for number, row in rows:
         place = f"{name} row {number}"
-        try:
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{place}: this is a {type(row).__name__}, not an object of JSON"
-                )
-            if None in row:  # where `csv` puts cells without a name
-                raise UserError(f"{place}: it has more cells than the first line")
-            document = reading.document(row, place)
-        except UserError as error:
-            reading.skip(error)
-            continue
-        yield document
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{place}: this is a {type(row).__name__}, not an object of JSON"
+            )
+        yield reading.document(row, place)
 
 
 def hub_rows(
@@ -549,8 +452,6 @@ def downloaded_file(
 ROW_FILES: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
-    ".csv": read_csv,
-    ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
 }
 TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole}
