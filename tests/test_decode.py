@@ -54,6 +54,7 @@ from aogpt.sampling import (
     token_choice,
 )
 from aogpt.sampling.plans import Pace, Rule
+from aogpt.sampling.scores import best_first
 from aogpt.scoring import masked_log_probs, token_log_probs
 
 # positions and tokens of the enumerable models: 81 sequences
@@ -1478,6 +1479,35 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     if "l2r" in mode:
         assert short.nfe.sum() < whole.nfe.sum()
         assert short.token_forwards < whole.token_forwards
+
+
+@pytest.mark.parametrize("mode", ["confidence", "entropy", "margin --group-size 3"])
+@pytest.mark.parametrize("system", ["RADD", "SEDD"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_scores_follow_the_order_of_the_plan(system, mode, dtype):
+    """Where nothing is given, every position is alike to a model with relative
+    positions alone, whatever the rounding of its place in the batch."""
+    model = copy.deepcopy(text_model(system, seed=3)).to(dtype)
+    plan = make_plan(mode, 16, LENGTH, None, seed=5)
+    got = generate(model, plan, uniforms=uniforms_for(16))
+    size = int((plan.step[0] == 0).sum())
+    assert torch.equal(got.order[:, :size], plan.order[:, :size])
+    assert len(got.order[:, 0].unique()) > 4
+    # Beside longer samples.
+    lengths = torch.full((16,), LENGTH)
+    lengths[8:] = 16
+    longer = make_plan(mode, 16, lengths, None, seed=5)
+    longer.order[:8, :LENGTH] = plan.order[:8]
+    got = generate(model, longer, uniforms=uniforms_for(16, 16))
+    assert torch.equal(got.order[:8, :size], plan.order[:8, :size])
+
+
+def test_the_best_come_first_and_equals_stay_in_order():
+    scores = torch.tensor([[0.5, 2.0, torch.inf, 1.9, 0.5, -torch.inf, 1.85, 2.1]])
+    assert best_first(scores, 0.0).tolist() == [[2, 7, 1, 3, 6, 0, 4, 5]]
+    # 2.1 and what is within 0.12 of it, then 1.9.
+    assert best_first(scores, 0.058).tolist() == [[2, 1, 7, 3, 6, 0, 4, 5]]
+    assert best_first(scores, 9.0).tolist() == [[2, 0, 1, 3, 4, 6, 7, 5]]
 
 
 def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():

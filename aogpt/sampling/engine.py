@@ -27,7 +27,7 @@ from .batch import OnUnmasked, Tally
 from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps, ragged
 from .compiled import GraphRunner, Stage, few_shapes, ladder, many_shapes
 from .plans import Plan, group_sizes, l2r_plan, stack_plans
-from .scores import rule_of, scores_of
+from .scores import best_first, rounding_of, rule_of, scores_of
 from .speculation import speculate
 from .token_choice import TokenChoice, choose_tokens
 
@@ -599,8 +599,8 @@ class Engine:
             parts.append(scores_of(self.logits(states), names, chunk_targets))
         candidate_scores = torch.cat(parts).to(self.device)
 
-        # 2. The scores by place. Known places stay in front (infinity; the sort is
-        #    stable), places that come later or that a row does not have stay behind,
+        # 2. The scores by place. Known places stay in front (infinity; equals stay in
+        #    order), places that come later or that a row does not have stay behind,
         #    and so does place T.
         places = torch.arange(self.T + 1, device=self.device)
         is_unknown = places >= step.known[:, None]
@@ -613,8 +613,9 @@ class Engine:
             scores = scores.where(exists, -torch.inf)
             by_place.append(scores)
 
-        # 3. Highest score first.
-        preferred = by_place[0].argsort(dim=1, descending=True, stable=True)
+        # 3. Highest score first; equals in the order of the plan.
+        tolerance = rounding_of(self.model.wte.weight.dtype)
+        preferred = best_first(by_place[0], tolerance)
         self.order.copy_(self.order.gather(1, preferred))
         sorted_scores = torch.stack(
             [scores.gather(1, preferred) for scores in by_place]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -102,3 +103,33 @@ def scores_of(
             score = rule.function(log_probs)
         scores.append(score)
     return torch.stack(scores, dim=-1)
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return how far apart the scores of a model in this dtype may be, relative to
+    their size or to 1, if they are equal but for rounding."""
+    return max(2**-16, 2 * torch.finfo(dtype).eps)
+
+
+def best_first(scores: Tensor, tolerance: float) -> Tensor:
+    """Return the places of scores (B, T), highest score first, LongTensor (B, T).
+
+    Places with equal scores stay in order: a group of equals is the highest score that
+    is left and all within the tolerance of it, which is relative to scores above 1."""
+    by_score = scores.argsort(dim=1, descending=True, stable=True)
+    loss = -scores.gather(1, by_score)  # ascending
+    margin = tolerance * loss.abs().clamp(min=1)
+    limit = torch.where(loss.isinf(), loss, loss + margin)
+    # The first group begins at 0, and each other one where the one before ends. T is the
+    # end of the last one. Those beginnings are found that 1, 2, 4, ... steps reach.
+    T = scores.shape[1]
+    end = torch.searchsorted(loss, limit, right=True)
+    end = F.pad(end, (0, 1), value=T)
+    begins = torch.zeros_like(end)
+    begins[:, 0] = 1
+    for _ in range(T.bit_length()):
+        begins = begins.scatter_reduce(1, end, begins, "amax")
+        end = end.gather(1, end)
+    number = begins[:, :T].cumsum(dim=1)
+    group = torch.empty_like(number).scatter_(1, by_score, number)
+    return group.argsort(dim=1, stable=True)
