@@ -203,8 +203,8 @@ def orders_figure() -> bytes:
     left.set_xlim(1.6, 2.15)
     left.set_xlabel("trained and scored along the same orders,\nnats a byte (16 seeds)")
     left.set_title("Books: left to right is learned best of three", fontweight="bold")
-    known, decoders = tasks.load_tasks()
-    entries = tasks.load_results({"sudoku6": known["sudoku6"]}, decoders)["sudoku6"]
+    of_tasks, decoders = tasks.load_tasks()
+    entries = tasks.load_results({"sudoku6": of_tasks["sudoku6"]}, decoders)["sudoku6"]
     colors = {"gpt": BLACK, "aogpt": BLUE, "encoder": ORANGE}
     for row, (system, decoder, _) in enumerate(SUDOKU):
         shares = []

@@ -170,8 +170,8 @@ def numbers_in(cell: str) -> list[str]:
         ("colouring", "colouring"),
     ],
 )
-def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
-    shown = cells_of(ROOT / "README.md", title)
+def test_the_table_of_the_audit_has_the_numbers_of_the_page_of_tasks(title, task):
+    shown = cells_of(ROOT / "results" / "audit.md", title)
     gpt, aogpt, _, encoder = cells_of(ROOT / "results" / "tasks" / "README.md", task)
     for cell, source in zip(shown, (gpt, aogpt, encoder), strict=True):
         values = numbers_in(cell)
@@ -189,8 +189,10 @@ def test_the_front_table_has_the_numbers_of_the_page_of_tasks(title, task):
         ("E22", "fast", "bytes of books", ["rotary", "adaln_rotary", "adaln"]),
     ],
 )
-def test_the_front_table_has_the_numbers_of_the_runs(experiment, recipe, row, names):
-    _, aogpt, encoder = cells_of(ROOT / "README.md", row)
+def test_the_table_of_the_audit_has_the_numbers_of_the_runs(
+    experiment, recipe, row, names
+):
+    _, aogpt, encoder = cells_of(ROOT / "results" / "audit.md", row)
     shown = [*numbers_in(aogpt), *numbers_in(encoder)]
     names = ["mask_query", "mask_query_half", *names, "encoder"]
     for name, value in zip(names, shown, strict=True):
@@ -206,8 +208,8 @@ def audited_figures(
     return [audit_findings.figure(run, kind) for run in runs]
 
 
-def test_the_numbers_below_the_front_table_are_those_of_the_runs():
-    text = " ".join((ROOT / "README.md").read_text().split())
+def test_the_numbers_below_the_table_of_the_audit_are_those_of_the_runs():
+    text = " ".join((ROOT / "results" / "audit.md").read_text().split())
 
     def mean(experiment, recipe, run_config, kind="eval_random"):
         return statistics.mean(audited_figures(experiment, recipe, run_config, kind))
@@ -255,7 +257,7 @@ def test_the_pages_say_how_adaln_does_on_colouring():
     entry = entries["colouring"]["adaln_rotary"]
     shares = values_of(entry, "confidence", "exact_match")
     words = ", ".join(f"{100 * share:.0f}" for share in shares)
-    for page_file in (ROOT / "README.md", RESULTS / "README.md"):
+    for page_file in (ROOT / "results" / "audit.md", RESULTS / "README.md"):
         text = " ".join(page_file.read_text().split())
         assert f"adaLN beside rotation {words}%" in text
 
@@ -266,8 +268,8 @@ def runs_that_find_the_path(run_config: str) -> int:
     return sum(answer >= 0.9 for answer in answers)
 
 
-def test_the_front_table_has_the_numbers_of_runs_that_find_the_path():
-    cells = cells_of(ROOT / "README.md", "star graph")
+def test_the_table_of_the_audit_has_the_numbers_of_runs_that_find_the_path():
+    cells = cells_of(ROOT / "results" / "audit.md", "star graph")
     gpt, aogpt, encoder = [cell.strip() for cell in cells]
     assert gpt == str(runs_that_find_the_path("gpt"))
     assert encoder == str(runs_that_find_the_path("encoder"))
@@ -287,7 +289,7 @@ def test_the_front_table_has_the_numbers_of_runs_that_find_the_path():
     ("title", "task"),
     [("6x6 Sudoku", "sudoku6"), ("colouring", "colouring")],
 )
-def test_the_shares_of_the_front_table_are_among_those_of_the_rows(title, task):
+def test_the_shares_of_the_table_of_the_audit_are_among_those_of_the_rows(title, task):
     """Rows say which run was decoded, their keys hide how: so each share that is shown
     has to be one of its run, in the order of seeds 1 to 3."""
     by_run = {}
@@ -297,7 +299,7 @@ def test_the_shares_of_the_front_table_are_among_those_of_the_rows(title, task):
             by_run.setdefault(row["run"].split("/")[-1], []).append(
                 row["result"]["exact_match"]
             )
-    cells = cells_of(ROOT / "README.md", title)
+    cells = cells_of(ROOT / "results" / "audit.md", title)
     for system, cell in zip(("gpt", "aogpt", "encoder"), cells, strict=True):
         for seed, shown in enumerate(numbers_in(cell)[:3], start=1):
             unit = 10.0 ** -len(shown.partition(".")[2])
@@ -375,8 +377,8 @@ def test_the_page_of_tasks_says_how_much_the_best_order_can_hurt():
     assert f"two streams on shuffle, {loss} (two seeds" in text
 
 
-def test_the_front_table_has_the_losses_of_the_page_of_books():
+def test_the_table_of_the_audit_has_the_losses_of_the_page_of_books():
     text = (ROOT / "results" / "books.md").read_text()
     losses = [f"{float(number):.3f}" for number in re.findall(r"\d\.\d{4}\b", text)]
-    for cell in cells_of(ROOT / "README.md", "loss on [books]"):
+    for cell in cells_of(ROOT / "results" / "audit.md", "loss on [books]"):
         assert set(numbers_in(cell)) <= set(losses)
