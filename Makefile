@@ -1,7 +1,7 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
 # make test:       from a bare clone to lint and the tests, without those marked as slow.
-# make test-all:   the same with all tests, also those of the studies.
-# make test-studies: the tests of the studies, which make test leaves out.
+# make test-all:   the same with all tests, also those of extras and studies.
+# make test-studies: the tests of extras and studies, which make test leaves out.
 # make types:      mypy on the model, orders, objectives, scoring, sampling and training.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
@@ -54,10 +54,10 @@ test: $(VENV)/.requirements-dev lint
 	$(PY) -m pytest -m "not slow"
 
 test-all: $(VENV)/.requirements-dev lint
-	$(PY) -m pytest tests studies/tests
+	$(PY) -m pytest tests extras/tests studies/tests
 
 test-studies: $(VENV)/.requirements-dev
-	$(PY) -m pytest -m "not slow" studies/tests
+	$(PY) -m pytest -m "not slow" extras/tests studies/tests
 
 lint: $(VENV)/.requirements-dev
 	$(PY) -m ruff check .
@@ -120,10 +120,10 @@ eval-smoke: $(VENV)/.requirements-dev
 	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \
 		studies/configs/tasks/lambada_$$task.yaml > $(SMOKE)/lambada_$$task.yaml || exit; done
-	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml $(SMOKE)/lambada_word.yaml --limit 200 \
+	$(PY) -m extras.harness $(RUN) --tasks $(SMOKE)/lambada_file.yaml $(SMOKE)/lambada_word.yaml --limit 200 \
 		--json $(SMOKE)/tasks.json --overwrite
-	$(PY) eval_tasks.py $(SMOKE)/encoder --tasks $(SMOKE)/lambada_file.yaml --limit 200
-	$(PY) eval_tasks.py $(RUN) --tasks $(SMOKE)/lambada_file.yaml --limit 200 --order random
+	$(PY) -m extras.harness $(SMOKE)/encoder --tasks $(SMOKE)/lambada_file.yaml --limit 200
+	$(PY) -m extras.harness $(RUN) --tasks $(SMOKE)/lambada_file.yaml --limit 200 --order random
 	@echo "== done: tables are in $(SMOKE)"
 
 $(VENV)/.requirements: requirements.txt pyproject.toml

@@ -1,24 +1,17 @@
-"""Accuracy on tasks: prompts of a prepared data set, or tasks of lm-evaluation-harness.
+"""Accuracy on tasks: prompts of a prepared data set.
 
     python eval_tasks.py out/own --tasks data/questions --mode confidence --html FILE
     python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
-    python eval_tasks.py out/quickstart --tasks my_task --include-path my_tasks
-    python eval_tasks.py out/aogpt --tasks hellaswag --order random --num-orders 16
-    torchrun --nproc_per_node=8 eval_tasks.py gpt2/ --tasks gsm8k
+    torchrun --nproc_per_node=8 eval_tasks.py out/own --tasks data/questions
 
 A task is a prepared data set with prompts, by name or folder (data/prepare.py records;
-puzzles with several right answers: python -m studies.puzzle_answers), or a task of the
-harness, which needs: pip install -r requirements/harness.txt.
-
-The YAML file of a task can run code (Python functions, Jinja templates): use only files
-that you trust."""
+puzzles with several right answers: python -m studies.puzzle_answers)."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +19,6 @@ import torch
 import tyro
 
 from aogpt.checkpoints import Loaded, load
-from aogpt.data.catalogue import OF_STUDIES, command_for
-from aogpt.data.loader import find_dataset, load_meta
-from aogpt.evaluation import harness
 from aogpt.evaluation.answers import (
     Judge,
     Questions,
@@ -41,13 +31,12 @@ from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.validation import Count, NonNegative, check_values, flag
+from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.modes import (
     DecodingOptions,
     Mode,
     changed_settings,
     check_mode,
-    end_note,
     with_mode_defaults,
 )
 from aogpt.sampling.token_choice import Temperature
@@ -63,43 +52,27 @@ COLUMNS = {
     "nfe": ".1f",
     "seconds": ".1f",
 }
-OF_DATA = ("split", "html")  # options that the tasks of the harness do not have
-OF_HARNESS = ("num_orders", "include_path", "num_fewshot", "gen_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(DecodingOptions):
-    """Prompts: by default --mode confidence, and l2r for a plain GPT. The harness:
-    --mode is that of generation, by default l2r, and mdm for encoders; --order that of
-    log-likelihoods, l2r (default) or random, an estimate of the ELBO (encoders'
-    default)."""
+    """By default --mode confidence, and l2r for a plain GPT."""
 
     temperature: Temperature | None = None
-    """Prepared data: by default 0 (the most probable token). The harness: by default
-    1."""
+    """By default 0 (the most probable token)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(harness.Settings, RunOptions, OutputOptions):
+class Arguments(RunOptions, OutputOptions):
     tasks: tuple[str, ...]
-    """Prepared data, by name or folder; or tasks, groups or tags of the harness by name
-    (* matches any text), or YAML files of tasks."""
+    """Prepared data, by name or folder."""
     decoding: Annotated[Decoding, tyro.conf.arg(name="")]
     limit: Count | None = None
-    """Use only this many rows of every task: of prepared data evenly spread, of the
-    harness the first. By default all."""
+    """Use only this many rows of every task, evenly spread. By default all."""
     split: str | None = None
-    """Prepared data: the split; by default test, if there is one."""
+    """The split; by default test, if there is one."""
     html: Path | None = None
-    """Prepared data: write a page on which the first answers fill in, step by step."""
-    include_path: Path | None = None
-    """Harness: folder with the YAML files of your own tasks."""
-    num_fewshot: NonNegative | None = None
-    """Harness: examples before every context; by default the number that the task
-    sets."""
-    gen_kwargs: str | None = None
-    """Harness: settings of generation that replace those of the tasks, such as
-    "max_gen_toks=64,temperature=0.7,do_sample=True"."""
+    """Write a page on which the first answers fill in, step by step."""
     json: Path | None = None
     """Write results, settings and versions to this file."""
     samples: Path | None = None
@@ -115,39 +88,8 @@ def main(judges: Mapping[str, Judge] | None = None) -> None:
         raise UserError(
             "--tasks names no task; give at least one, such as --tasks data/questions"
         )
-    of_data = is_prepared(a.tasks[0])
-    if of_data:
-        refuse_options(a, OF_HARNESS, kind="tasks of the harness")
-    else:
-        refuse_options(a, OF_DATA, kind="prepared data")
-        harness.require_lm_eval()
     with processes(a.device) as procs:
-        if of_data:
-            answer_prompts(a, procs, judges)
-        else:
-            evaluate(a, procs)
-
-
-def refuse_options(a: Arguments, names: tuple[str, ...], kind: str) -> None:
-    """Raise UserError if one of these options, which are for tasks of another kind, is
-    given."""
-    for name in names:
-        if getattr(a, name) != getattr(Arguments, name):
-            raise UserError(
-                f"{flag(name)} is for {kind}, not for {a.tasks[0]}: leave it out"
-            )
-
-
-def is_prepared(task: str) -> bool:
-    """Return whether a task is a prepared data set, not a task of the harness."""
-    if task in OF_STUDIES:  # a message says how to make it
-        return True
-    try:
-        meta = load_meta(find_dataset(task))
-    except FileNotFoundError:
-        return False
-    # The harness has tasks with the names of evaluation sets, such as lambada.
-    return meta.get("protocol") == "records" or Path(task).is_dir()
+        answer_prompts(a, procs, judges)
 
 
 def answer_prompts(
@@ -254,115 +196,6 @@ def origin_of(
     return provenance(
         a, dtype, procs.device, procs.world_size, checkpoint=loaded.origin()
     )
-
-
-def evaluate(a: Arguments, procs: Processes) -> None:
-    """Have the harness evaluate its tasks; the main process prints and writes the
-    results."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    if a.include_path is not None and not a.include_path.is_dir():
-        raise UserError(
-            f"--include-path {a.include_path} is no folder; name the one that holds "
-            "the YAML files of your tasks"
-        )
-    inputs = [a.run, *a.tasks, a.include_path]
-    outputs = Outputs({"--json": a.json, "--samples": a.samples}, inputs, a.overwrite)
-    # 1. The model, as the harness knows it.
-    settings = {f.name: getattr(a, f.name) for f in fields(harness.Settings)}
-    settings.update(vars(a.decoding))
-    if a.decoding.temperature is None:
-        settings["temperature"] = 1.0
-    model = harness.HarnessModel(a.run, procs, **settings)
-
-    # 2. Its results.
-    manager = TaskManager(include_path=a.include_path)
-    results = lm_eval.simple_evaluate(
-        model,
-        tasks=find_tasks(manager, a.tasks, a.include_path),
-        task_manager=manager,
-        num_fewshot=a.num_fewshot,
-        limit=a.limit,
-        gen_kwargs=a.gen_kwargs,
-        log_samples=a.samples is not None,
-    )
-    requests = model.request_counts()
-    if not procs.main:
-        return
-
-    # 3. The printed tables and notes. The order and the mode are those that were
-    #    used, where the user left them to the model.
-    mode = a.decoding.mode or model.decoding.mode
-    show(
-        f"{model.loaded.description}, log-likelihoods: {model.order}, generation: "
-        f"{mode}\n{make_table(results)}"
-    )
-    if results.get("groups"):
-        show(make_table(results, "groups"))
-    if requests["spanning"] or requests["truncated"]:
-        show(
-            f"of {requests['all']:,} requests, {requests['truncated']:,} contexts lost "
-            f"their beginning (the block size is {model.block_size}); in "
-            f"{requests['spanning']:,} a token spans context and continuation"
-        )
-    if requests["generated"]:
-        note = end_note(model.decoding)
-        if note:
-            show(note, file=sys.stderr)
-    if requests["windows"]:
-        show(
-            f"whole texts: {requests['windows']:,} windows of at most "
-            f"{model.block_size} tokens, context included"
-        )
-
-    # 4. The files.
-    origin = origin_of(a, model.loaded, model.dtype, procs)
-    document = {"requests": requests, **origin}
-    document["settings"]["order"] = model.order
-    document["settings"]["mode"] = mode
-    document["versions"]["lm_eval"] = lm_eval.__version__
-    document["task_versions"] = results["versions"]
-    for name in (
-        "results",
-        "groups",
-        "n-samples",
-        "n-shot",
-        "higher_is_better",
-        "configs",
-    ):
-        if name in results:
-            document[name] = results[name]
-    rows = []
-    for task, of_task in results.get("samples", {}).items():
-        for row in of_task:
-            rows.append({"task": task, **row})
-    with outputs:
-        outputs.write_jsonl(a.samples, rows)
-        outputs.write_json(a.json, document)
-
-
-def find_tasks(
-    manager, wanted: tuple[str, ...], include_path: Path | None
-) -> list[str]:
-    """Return the task names and YAML files that `wanted`, names or patterns, stand for.
-    include_path: the folder of the user's own tasks."""
-    tasks = []
-    for name in wanted:
-        matching = [name] if Path(name).is_file() else manager.match_tasks([name])
-        if not matching and include_path is not None:
-            raise UserError(
-                f"neither the harness nor a file in {include_path} has a task "
-                f"{name!r}: give what follows `task:` in its YAML file"
-            )
-        if not matching:
-            raise UserError(
-                f"there is no task or prepared data {name!r}; make it with: "
-                f"{command_for(name)}; your own tasks need --include-path"
-            )
-        tasks += matching
-    return tasks
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from torch import Tensor
 
 import aogpt
 from aogpt.data.loader import TokenDataset, find_dataset
-from aogpt.evaluation import harness
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
@@ -199,9 +198,12 @@ class Lambada:
                 for i, text in enumerate(texts)
             ]
         if self.reader == "ours":
-            scores = harness.HarnessModel(
-                self.model, device="cpu", dtype=self.dtype, batch_size=8
-            )
+            from extras.harness import HarnessModel  # needs lm_eval
+
+            model = aogpt.load(self.model)
+            if self.dtype == "bfloat16":
+                model.model.bfloat16()
+            scores = HarnessModel(model)
         else:
             from lm_eval.models.huggingface import HFLM
 

@@ -24,6 +24,7 @@ from aogpt import commands
 from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
+from extras import harness
 from studies import (
     bench,
     findings,
@@ -67,6 +68,7 @@ SCRIPTS = {
     "aogpt blanks": commands,
     "aogpt generate": commands,
     "aogpt playground": app,
+    "extras.harness": harness,
     "studies.bench": bench,
     "studies.findings": findings,
     "studies.fuzz": fuzz,
@@ -133,7 +135,9 @@ def commands_on(pages):
 
 
 COMMANDS = commands_on(PAGES)
-PARSED = COMMANDS | commands_on([*RESULTS, ROOT / "studies" / "README.md"])
+PARSED = COMMANDS | commands_on(
+    [*RESULTS, ROOT / "extras" / "README.md", ROOT / "studies" / "README.md"]
+)
 
 
 def script_of(words):

@@ -19,6 +19,7 @@ SOURCES = [
     for path in [
         *ROOT.glob("*.py"),
         *(ROOT / "aogpt").rglob("*.py"),
+        *(ROOT / "extras").rglob("*.py"),
         *(ROOT / "studies").rglob("*.py"),
     ]
     if not path.is_symlink() and "tests" not in path.parts

@@ -7,9 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -33,7 +31,6 @@ import train
 from aogpt.checkpoints import CheckpointError, load, pretrained
 from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.evaluation.harness import HarnessModel
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import TokenChoice, generate, l2r_plan
@@ -557,74 +554,6 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
         path.write_text(text) if text else path.unlink()
         with pytest.raises(ValueError, match=words):
             get_tokenizer(str(path))
-
-
-def test_the_harness_divides_a_pair_before_the_next_word():
-    """Also where the tokenizer writes a space before a text."""
-    for tokenizer, _ in TOKENIZERS.values():
-        asked = SimpleNamespace(
-            tokenizer=tokenizer, tok_encode=tokenizer.encode, counts=Counter()
-        )
-        for context, continuation in (("the quick", " fox"), ("a", " zebra")):
-            before, after = HarnessModel._encode_pair(asked, context, continuation)
-            assert tokenizer.decode(before) == context
-            assert asked.counts["spanning"] == 0
-            assert tokenizer.to_bytes(after).decode() == continuation
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2"])
-@torch.no_grad()
-def test_the_harness_reads_an_empty_context_as_the_model_was_trained(tmp_path, kind):
-    """After begin-of-text where the tokenizer writes one, and nothing else; else after
-    end-of-text."""
-    pytest.importorskip("lm_eval")
-    theirs = write_model(tmp_path, kind)
-    lm = HarnessModel(str(tmp_path), device="cpu")
-    starts = lm.tokenizer.starts or [lm.tokenizer.eot]
-
-    def expected(text):
-        ids = torch.tensor([starts + lm.tokenizer.encode(text)])
-        log_probs = theirs(ids).logits.double().log_softmax(dim=-1)[0, :-1]
-        return float(log_probs.gather(1, ids[0, 1:, None]).sum())
-
-    for text in ("the quick brown fox", "a"):
-        asked = SimpleNamespace(args=("", text))
-        (value, _) = lm.loglikelihood([asked])[0]
-        assert value == pytest.approx(expected(text), abs=1e-3)
-        whole = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
-        assert whole == [pytest.approx(expected(text), abs=1e-3)]
-    greedy = {"max_gen_toks": 5, "do_sample": False, "until": []}
-    (text,) = lm.generate_until([SimpleNamespace(args=("", greedy))])
-    ids = torch.tensor([starts])
-    for _ in range(5):
-        best = theirs(ids).logits[0, -1, : lm.tokenizer.vocab_size].argmax()
-        ids = torch.cat([ids, best.view(1, 1)], dim=1)
-    new = ids[0, len(starts) :].tolist()
-    end = new.index(lm.tokenizer.eot) if lm.tokenizer.eot in new else None
-    assert text == lm.tokenizer.decode(new[:end])
-
-
-@torch.no_grad()
-def test_rolling_windows_after_begin_of_text_fill_a_block(llama):
-    """A text of one block is one window, as in the harness's own models; of a longer
-    one every token is predicted once."""
-    pytest.importorskip("lm_eval")
-    model, folder = llama
-    lm = HarnessModel(str(folder), device="cpu")
-    tokens = lm.tokenizer.encode(TEXT[0] * 9)
-    assert len(tokens) > 3 * lm.block_size
-    ((context, whole),) = lm._windows(tokens[: lm.block_size])
-    assert context == []
-    assert whole == tokens[: lm.block_size]
-    windows = list(lm._windows(tokens))
-    assert sum((new for _, new in windows), []) == tokens
-    assert all(len(old) + len(new) <= lm.block_size for old, new in windows)
-    assert all(old for old, _ in windows[1:])
-    (value, _) = lm._loglikelihood_tokens([(None, [], tokens[: lm.block_size])])[0]
-    ids = torch.tensor([lm.tokenizer.starts + tokens[: lm.block_size]])
-    logits = model(ids[:, :-1]).logits.double().log_softmax(dim=-1)[0]
-    expected = float(logits.gather(1, ids[0, 1:, None]).sum())
-    assert value == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,2 +1,2 @@
-"""Likelihood with its errors, order ensembles, judges and measures of generated text,
-the adapter for lm-evaluation-harness."""
+"""Likelihood with its errors, order ensembles, judges and measures of generated
+text."""

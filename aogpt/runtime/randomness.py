@@ -14,7 +14,6 @@ TOKENS = 5  # of samples
 SCORED_ORDERS = 6  # of likelihoods
 SCORED_MASKS = 7  # of likelihoods
 ENSEMBLES = 8
-REQUESTS = 9  # of likelihoods in lm-evaluation-harness
 DROPOUT = 10
 MIXTURE = 11
 RESAMPLED_TOKENS = 12  # of a plain GPT's continuations, which fill a gap

@@ -120,7 +120,7 @@ def best_first(scores: Tensor, tolerance: float) -> Tensor:
     loss = -scores.gather(1, by_score)  # ascending
     margin = tolerance * loss.abs().clamp(min=1)
     limit = torch.where(loss.isinf(), loss, loss + margin)
-    # The first group begins at 0, and each other one where the one before ends. T is the
+    # The first group begins at 0, each other one where the one before ends. T is the
     # end of the last one. Those beginnings are found that 1, 2, 4, ... steps reach.
     T = scores.shape[1]
     end = torch.searchsorted(loss, limit, right=True)

@@ -111,24 +111,6 @@ def test_a_run_decodes_in_every_way_of_a_study(trained):
     assert decoded["threshold 0.9"]["limit"] is None
 
 
-def test_names_of_the_harness_are_not_taken_for_data(monkeypatch):
-    protocols = {"lambada": "sedd", "questions": "records"}
-    monkeypatch.setattr(
-        eval_tasks, "load_meta", lambda name: {"protocol": protocols[name]}
-    )
-
-    def find(name):
-        if name not in protocols:
-            raise FileNotFoundError(name)
-        return name
-
-    monkeypatch.setattr(eval_tasks, "find_dataset", find)
-    assert eval_tasks.is_prepared("questions")
-    assert eval_tasks.is_prepared("sudoku6")
-    assert not eval_tasks.is_prepared("lambada")
-    assert not eval_tasks.is_prepared("hellaswag")
-
-
 def test_what_cannot_be_answered_is_said(trained, mistake, data):
     run = trained[0].run_folder
     shuffle = trained[2]["shuffle"]
@@ -136,7 +118,6 @@ def test_what_cannot_be_answered_is_said(trained, mistake, data):
         (["--tasks", data], "holds text without prompts"),
         (["--tasks", "colouring"], "make it with: python -m studies.prepare colouring"),
         (["--tasks", shuffle, "--mode", "mdm", "--threshold", 0.5], "no meaning"),
-        (["--tasks", shuffle, "--num-fewshot", 2], "is for tasks of the harness"),
         (["--tasks", shuffle, "--mode", "margin", "--unmask-by", "entropy"], "leave"),
     ):
         assert says in mistake(eval_tasks, run, *words)
