@@ -107,7 +107,7 @@ def scores_of(
 
 def rounding_of(dtype: torch.dtype) -> float:
     """Return how far apart the scores of a model in this dtype may be, relative to
-    their size or to 1, if they are equal but for rounding."""
+    their size or to 1, if they differ by rounding alone."""
     return max(2**-16, 2 * torch.finfo(dtype).eps)
 
 
