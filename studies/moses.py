@@ -224,13 +224,24 @@ def activations(smiles: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(axis=0), np.cov(values.T)
 
 
+def frechet(
+    mean: np.ndarray, covariance: np.ndarray, other: np.ndarray, others: np.ndarray
+) -> float:
+    """Return the squared Frechet distance of two normal distributions,
+    |m - m'|^2 + tr(C + C' - 2 (C C')^(1/2)); other, others: m' and C'."""
+    values, vectors = np.linalg.eigh(covariance)
+    root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    # C C' has the eigenvalues of this symmetric matrix.
+    product = np.linalg.eigvalsh(root @ others @ root)
+    distance = np.square(mean - other).sum() + np.trace(covariance) + np.trace(others)
+    return float(distance - 2 * np.sqrt(product.clip(min=0)).sum())
+
+
 def measures(
     generated: Sequence[str], moses: Moses, known: frozenset[str]
 ) -> dict[str, float]:
     """Return the row of MOSES' table for these molecules. known: the training molecules
     in canonical form, which are not novel."""
-    import fcd
-
     molecules, texts = canonical(generated)
     row = {"valid": len(molecules) / len(generated)}
     if not molecules:
@@ -247,7 +258,7 @@ def measures(
     frames = scaffolds(molecules)
     for split, name in (("test", "test"), ("test_scaffolds", "scaffolds")):
         reference = moses.statistics(split)
-        row[f"FCD {name}"] = fcd.calculate_frechet_distance(
+        row[f"FCD {name}"] = frechet(
             mean, covariance, reference["FCD"]["mu"], reference["FCD"]["sigma"]
         )
         similar = torch.from_numpy(reference["SNN"]["fps"])

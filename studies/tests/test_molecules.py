@@ -21,6 +21,7 @@ from studies.moses import (
     diversity,
     fingerprints,
     fragments,
+    frechet,
     measures,
     nearest,
     passes,
@@ -121,6 +122,18 @@ def test_similarity_is_bits_of_both_by_bits_of_either():
     assert nearest(a, torch.cat([b, a])) == 1
     # Of four pairs two are equal, two have nothing in common.
     assert diversity(a) == pytest.approx(1 / 2)
+
+
+def test_the_frechet_distance_of_normal_distributions_with_one_basis():
+    """Their covariances commute: |m - m'|^2 + the sum of (s - s')^2."""
+    rng = np.random.default_rng(0)
+    basis, _ = np.linalg.qr(rng.normal(size=(6, 6)))
+    a, b, m, n = rng.uniform(0, 3, size=(4, 6))
+    a[0] = 0
+    covariances = [(basis * spread**2) @ basis.T for spread in (a, b)]
+    distance = np.square(m - n).sum() + np.square(a - b).sum()
+    found = frechet(m, covariances[0], n, covariances[1])
+    assert found == pytest.approx(distance, rel=1e-9)
 
 
 def test_scaffolds_have_two_rings_and_no_side_chains():
