@@ -15,23 +15,20 @@ import torch
 import tyro
 from torch import Tensor
 
-from aogpt.checkpoints import CheckpointError, adapters, load, store
-from aogpt.checkpoints.adapters import FILE
+from aogpt.checkpoints import CheckpointError, load
 from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
-from aogpt.data.tokenizers import FILES, RECORDED, get_tokenizer
+from aogpt.data.tokenizers import FILES
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.files import staging, write_json
-from aogpt.runtime.validation import expand_home
 
 
 def convert(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     weights: Literal["ema", "raw"] = "ema",
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     checkpoint: str = "last",
-    adapter: bool = False,
 ) -> None:
     """Convert any supported weights to this project's format: DST/model.safetensors and
     DST/config.json.
@@ -42,30 +39,15 @@ def convert(
         destination: New folder; written completely or not at all.
         weights: ema: the averaged weights, if the source has them; raw: those of the
             last step.
-        dtype: Type of the weights; float32, of adapters bfloat16, unless given.
-            bfloat16 takes half the space and rounds to 8 significant bits; this project
-            loads both as float32.
+        dtype: Type of the weights. bfloat16 takes half the space and rounds to 8
+            significant bits; this project loads both as float32.
         checkpoint: Which one of a run: last, best (lowest validation loss) or the
             number of a step.
-        adapter: Write the adapters of a run with --train.lora-rank alone, not merged
-            into their base, and the sha256 of the base.
     """
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"
         )
-    if dtype is None:
-        dtype = "bfloat16" if adapter else "float32"
-    if adapter:
-        count = write_adapter(
-            source=source,
-            destination=destination,
-            weights=weights,
-            checkpoint=checkpoint,
-            dtype=dtype,
-        )
-        show(f"wrote {destination}: {FILE} ({count:,} parameters) and config.json")
-        return
     loaded = load(source, weights, checkpoint=checkpoint)
     tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
 
@@ -112,16 +94,13 @@ def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
 
 
 def write_folder(
-    destination: Path,
-    data: bytes,
-    write_settings: Callable[[Path, bytes], Any],
-    name: str = "model.safetensors",
+    destination: Path, data: bytes, write_settings: Callable[[Path, bytes], Any]
 ) -> None:
     """Write a folder with a file of weights, and with the files of `write_settings`,
     completely or not at all. Raises CheckpointError."""
     try:
         with staging(destination, replace=False) as folder:
-            (folder / name).write_bytes(data)
+            (folder / "model.safetensors").write_bytes(data)
             write_settings(folder, data)
     except OSError as error:
         if os.path.lexists(destination):
@@ -130,51 +109,6 @@ def write_folder(
                 "it, or give a new folder"
             ) from error
         raise CheckpointError(f"could not write {destination}: {error}") from error
-
-
-def write_adapter(
-    source: str, destination: Path, weights: str, checkpoint: str, dtype: str
-) -> int:
-    """Write the adapters of a run, and return their number of parameters. Raises
-    CheckpointError for a run without adapters."""
-    prefix = "ema." if weights == "ema" else "model."
-
-    def read(path: Path) -> tuple[store.StateFile, dict[str, Tensor]]:
-        values = store.read_values(path, prefix=prefix)
-        if not values.get("adapter"):
-            return values, {}
-        return values, store.read_all(path, values, prefix)
-
-    # Values and tensors are read together: a run that is training may replace the
-    # checkpoint at any time, and then its newest one is read.
-    newest = store.read_newest(expand_home(source), read, checkpoint=checkpoint)
-    if newest is not None:
-        path, (values, stored) = newest
-    if newest is None or not values.get("adapter"):
-        raise CheckpointError(f"{source} is not a run with --train.lora-rank")
-    tensors = {}
-    for name, tensor in stored.items():
-        tensors[name.replace(".default.", ".")] = tensor
-    data = file_of(tensors, getattr(torch, dtype))
-    settings = {
-        "format": adapters.FORMAT,
-        "model": values["model_config"],
-        "adapter": values["adapter"],
-        "step": values["step"],
-        "weights": weights,
-        "files": {FILE: hashlib.sha256(data).hexdigest()},
-    }
-    for key in RECORDED:
-        settings[key] = values["data"].get(key)
-    settings["sha256"] = digest(settings)
-
-    def write_settings(folder: Path, data: bytes) -> None:
-        if settings["tokenizer"] in FILES:
-            get_tokenizer(settings["tokenizer"], folder=path).keep(folder)
-        write_json(folder / "config.json", settings)
-
-    write_folder(destination, data, write_settings, FILE)
-    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def write_export(folder: Path, loaded: Loaded, source: str, data: bytes) -> None:

@@ -46,8 +46,6 @@ class Command(ModelOptions, OutputOptions, abc.ABC):
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")
     ]
     """One text or several."""
-    adapter: Path | None = None
-    """Folder of a LoRA adapter for the model."""
     json: Path | None = None
     """Also write all results to this file."""
 
@@ -407,7 +405,6 @@ def run(command: str) -> None:
         show(f"loading {a.model}", file=sys.stderr)  # ten seconds of a large model
     model = aogpt.load(
         a.model,
-        adapter=a.adapter,
         weights=a.weights,
         device=device,
         block_size=a.block_size,

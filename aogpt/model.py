@@ -298,7 +298,7 @@ def inverse_permutation(order: Tensor) -> Tensor:
 #     init_std       std of the initial values of a matrix, if not 0.02
 #     initial        {parameter: value} of parameters that start at one value
 #     conditions     parameters that tell the model which position to predict
-#     matrices()     what Muon orthogonalises and LoRA adapts, with rows of each part
+#     matrices()     what Muon orthogonalises, with rows of each part
 #     make_neutral() sets values with which the layer changes no output of a model
 
 Matrices = list[tuple[Tensor, list[int]]]

@@ -145,7 +145,6 @@ class Likely(NamedTuple):
 def load(
     path: str | Path,
     *,
-    adapter: str | Path | None = None,
     weights: Literal["ema", "raw"] = "ema",
     device: str | torch.device = "cpu",
     block_size: int | None = None,
@@ -156,7 +155,6 @@ def load(
     Args:
         path: a run folder, a checkpoint, exported or released weights, or a Hugging
             Face repo id.
-        adapter: the folder of a LoRA adapter, which is merged into the weights.
         weights: "ema" for averaged weights, where there are any, or "raw" for the last
             ones.
         device: "auto" for a GPU if there is one, "cpu", "cuda", "cuda:1", "mps", or
@@ -174,7 +172,6 @@ def load(
             device=pick_device(device),
             block_size=block_size,
             checkpoint=checkpoint,
-            adapter=adapter,
         )
         return TextModel(loaded)
 

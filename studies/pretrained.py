@@ -4,8 +4,7 @@ and what does any-order training of it buy?
     python -m studies.pretrained agree FOLDER --data DATA --json agree.json
     python -m studies.pretrained lambada FOLDER --source FILE --rows lambada_ours.jsonl
     python -m studies.pretrained fill FOLDER --json plain.json
-    python -m studies.pretrained fill FOLDER --adapter ADAPTER --json adapter.json
-    python -m studies.pretrained gather REPORTS --starts RUN --long RUN --adapter DIR
+    python -m studies.pretrained gather REPORTS --starts RUN RUN
     python -m studies.pretrained page
 
 `agree` compares with `transformers`; `lambada` predicts the last words of LAMBADA;
@@ -28,7 +27,6 @@ from torch import Tensor
 import aogpt
 from aogpt.data.loader import TokenDataset, find_dataset
 from aogpt.runtime.command_line import run_script, show, with_help
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import commit
 from aogpt.scoring import token_log_probs
@@ -39,7 +37,7 @@ from studies.runs import ROOT
 ROWS = ROOT / "results" / "pretrained.json"
 PAGE = ROOT / "results" / "pretrained.md"
 
-LOCAL = ("command", "settings", "device", "model", "adapter", "configs")
+LOCAL = ("command", "settings", "device", "model", "configs")
 PROMPTS = (
     "The capital of France is",
     "Once upon a time there was a",
@@ -262,7 +260,6 @@ class Fill:
     """Fill in ten fixed sentences; the fillings are the best ones of one seed."""
 
     model: Path_
-    adapter: Path | None = None
     mode: str | None = None
     temperature: float | None = None
     num_samples: int | None = None
@@ -272,7 +269,7 @@ class Fill:
 
     def run(self) -> None:
         started = time.process_time()
-        model = aogpt.load(self.model, adapter=self.adapter)
+        model = aogpt.load(self.model)
         loaded = time.process_time()
         rows = []
         for sentence in SENTENCES:
@@ -295,7 +292,6 @@ class Fill:
             show(f"{row['cpu_seconds']:.1f} s: {row['fillings']}")
         report = {
             "model": self.model,
-            "adapter": str(self.adapter or ""),
             "mode": self.mode,
             "temperature": self.temperature,
             "seed": self.seed,
@@ -314,14 +310,8 @@ class Gather:
     """Folder of the reports, NAME.json, and of the rows of `lambada`, NAME.jsonl."""
     starts: tuple[Path, ...] = ()
     """Run folders of short runs on the same tokens in the same orders."""
-    long: Path | None = None
-    """Folder of the run that went on."""
-    adapter: Path | None = None
-    """Its adapter, as convert.py wrote it, which filled in the sentences."""
 
     def run(self) -> None:
-        if (self.long is None) != (self.adapter is None):
-            raise UserError("give --long and --adapter together: a run and its adapter")
         rows = json.loads(ROWS.read_text()) if ROWS.exists() else {"starts": {}}
         for path in sorted(self.reports.glob("*.jsonl")):
             rows[path.stem] = columns_of(path)
@@ -332,10 +322,6 @@ class Gather:
             }
         for run in self.starts:
             rows["starts"][run.name] = losses_of(run)
-        if self.long and self.adapter:
-            rows["long"] = losses_of(self.long)
-            settings = json.loads((self.adapter / "config.json").read_text())
-            rows["long"]["exported_step"] = settings["step"]
         write_json(ROWS, without_folders(rows))
 
 
@@ -374,7 +360,6 @@ def losses_of(run: Path) -> dict:
     return {
         "target": config.model.target,
         "query_at": config.model.query_at,
-        "lora_rank": config.train.lora_rank,
         "lr": config.optim.lr,
         "mixed": config.order.mixed,
         "share": config.order.l2r_prob,

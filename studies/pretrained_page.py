@@ -618,25 +618,11 @@ SHORT="--train.init-from FOLDER --data.folder data/books_smollm2 \\
     --optim.min-lr-ratio 1 --optim.warmup-steps 6 --eval.interval 0"
 python train.py configs/smollm2.toml $SHORT --name adaln --model.target adaln \\
     --optim.lr 2e-4 --train.steps 24
-python train.py configs/smollm2.toml $SHORT --name uniform --train.lora-rank 16 \\
-    --optim.lr 1e-3 --train.steps 200
-python train.py configs/smollm2.toml $SHORT --name infill --train.lora-rank 16 \\
-    --optim.lr 1e-3 --train.steps 600 --order.mixed infill --order.l2r-prob 0.8 \\
-    --checkpoint.interval 100 --checkpoint.keep 10
 python train.py configs/smollm2.toml $SHORT --name BEFORE --optim.lr 0 \\
     --optim.warmup-steps 0 --train.steps 1
-python convert.py out/infill ADAPTER --adapter
-python eval_ppl.py out/BEFORE out/infill --datasets data/books_smollm2 --split val \\
-    --orders l2r random infill --num-orders 1 --max-sequences 32 --dtype bfloat16
-python eval_ppl.py out/infill out/uniform --checkpoint 200 --weights raw \\
-    --datasets data/books_smollm2 --split val --orders l2r random infill \\
-    --num-orders 1 --max-sequences 32 --dtype bfloat16
 INFILL="--data data/books_smollm2 --split val --num-passages 40 --shortest 6 \\
     --longest 20 --dtype bfloat16 --block-size 128"
 python eval_infill.py FOLDER $INFILL --draws 16
-python eval_infill.py out/infill $INFILL --mode l2r --draws 16
-python eval_infill.py out/infill $INFILL --mode l2r --checkpoint 200
-python eval_infill.py out/uniform $INFILL --mode l2r --checkpoint 200
 python train.py studies/configs/smollm2_a3.toml --name a3 --train.init-from FOLDER \\
     --train.dtype bfloat16
 python eval_ppl.py out/a3_direct out/a3 --weights raw --datasets data/books_smollm2 \\
@@ -654,18 +640,7 @@ python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_hf.jsonl \\
     --passages 60 --reader hf
 python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_both.jsonl \\
     --passages 60 --reader both_sides
-python -m studies.pretrained lambada out/infill $LAMBADA --passages 60 \\
-    --rows lambada_adapter_both.jsonl --reader both_sides --mode l2r \\
-    --temperature 0.7 --num-samples 4
-python -m studies.pretrained lambada out/infill $LAMBADA --passages 60 \\
-    --rows lambada_adapter_resampling.jsonl --reader both_sides --mode resampling
-python -m studies.pretrained lambada out/infill $LAMBADA --passages 1320 \\
-    --rows lambada_adapter.jsonl --dtype bfloat16
-python -m studies.pretrained fill FOLDER --json fill_plain.json
-python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode resampling \\
-    --json fill_adapter_resampling.json
-python -m studies.pretrained fill FOLDER --adapter ADAPTER --mode l2r \\
-    --temperature 0.7 --num-samples 4 --json fill_adapter.json"""
+python -m studies.pretrained fill FOLDER --json fill_plain.json"""
 
 
 def commands() -> str:
@@ -688,7 +663,9 @@ def commands() -> str:
         "together. The exports elsewhere and the whole process were measured by the "
         "commands `fresh` and `whole`, which studies/pretrained.py had up to commit "
         "506b180, at commit 31b3ef3 with changes that were not committed; the "
-        "adapter's sentences at 73488ff with such changes.",
+        "adapter's sentences at 73488ff with such changes. This "
+        "page at commit 4349f6ec, the last one that trains adapters, has their "
+        "commands.",
         "\n".join(lines),
     )
 

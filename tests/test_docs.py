@@ -323,7 +323,6 @@ USER_FILES = (
     "samples.jsonl",
 )
 LEFT_OUT = {
-    "--adapter": "no run with adapters at hand",
     "transformers": "no run of a Llama at hand",
     "ENCODER": "no encoder at hand",
     "score_entropy": "no SEDD at hand",

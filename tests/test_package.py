@@ -113,7 +113,6 @@ def test_every_optional_import_has_an_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for extra, package in (
-        ("adapters", "peft"),
         ("playground", "gradio"),
         ("eval", "transformers"),
     ):

@@ -428,7 +428,6 @@ def test_blocks_that_were_cut_by_default_are_not_said_to_be_trained_on(
 def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
     tmp_path, monkeypatch, capsys
 ):
-    """Neither one of all weights nor one of adapters, which are merged into it."""
     folder = tmp_path / "model"
     write_model(folder, "Mistral")
     settings = json.loads((folder / "config.json").read_text())
@@ -439,22 +438,9 @@ def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
     words += ["--train.init-from", folder, "--train.steps", 1, "--name", "tuned"]
     words += "--train.batch-size 4 --eval.sequences 4 --train.device cpu".split()
     words += ["--optim.warmup-steps", 0]
-    words += ["--train.lora-rank", 2, "--model.block-size", 16]
-    run_main(train, monkeypatch, capsys, *words)
-    assert load(tmp_path / "tuned", block_size=16).model.config.block_size == 16
-    settings["sliding_window"] = 8  # as if the run were of a version that took any
-    (folder / "config.json").write_text(json.dumps(settings))
-    assert load(tmp_path / "tuned").model.config.block_size == 16
-    assert load(tmp_path / "tuned", block_size=16).model.config.block_size == 16
-    settings["sliding_window"] = 16
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
-        load(tmp_path / "tuned", block_size=17)
-    for rank in (0, 2):
-        words += ["--model.block-size", 17, "--name", "longer"]
-        words += ["--train.lora-rank", rank]
-        with pytest.raises(UserError, match="sliding window of 16 tokens"):
-            run_main(train, monkeypatch, capsys, *words)
+    words += ["--model.block-size", 17]
+    with pytest.raises(UserError, match="sliding window of 16 tokens"):
+        run_main(train, monkeypatch, capsys, *words)
 
 
 PEAK = """

@@ -92,7 +92,6 @@ KEYS = {
     "train.batch_size": (16, "goes on after the 160 sequences"),
     "train.micro_batch_size": (2, FREE),
     "train.dtype": ("bfloat16", NOW),
-    "train.lora_rank": (4, REFUSED),
     "train.init_from": ("x", "without effect"),
     "train.activation_checkpointing": ("block", FREE),
     **{f"train.{key}": (True, FREE) for key in ("compile", "deterministic")},

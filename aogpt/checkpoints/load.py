@@ -34,8 +34,8 @@ from ..runtime.validation import (
     read_json,
     schema,
 )
-from ..systems import build_model, position_tables, set_block_size
-from . import adapters, pretrained, released, store
+from ..systems import build_model, set_block_size
+from . import pretrained, released, store
 from .store import CheckpointError
 from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
 
@@ -91,8 +91,6 @@ def load(
     device="cpu",
     block_size: int | None = None,
     checkpoint: str = "last",
-    adapter: str | Path | None = None,
-    base: str | Path | None = None,
 ) -> Loaded:
     """Load a model in eval mode. Raises CheckpointError.
 
@@ -103,20 +101,7 @@ def load(
             ones.
         block_size: another sequence length than the model was trained with.
         checkpoint: which one of a run folder: "last", "best" or the number of a step.
-        adapter: adapters of this model, which are merged: a run or folder of
-            convert.py --adapter. Their own path loads them with the base that they
-            name.
-        base: where `path` leads to adapters, another place of their base.
     """
-    if adapter is not None:
-        return load(
-            adapter,
-            weights=weights,
-            device=device,
-            block_size=block_size,
-            checkpoint=checkpoint,
-            base=path,
-        )
     if weights not in ("ema", "raw"):
         raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
     path = local_path(path)
@@ -127,13 +112,8 @@ def load(
         raise CheckpointError(f"--checkpoint {checkpoint}: {path} is not a run folder")
     file = path
     try:
-        newest = newest_checkpoint(path, weights, checkpoint, base)
-        if newest is None and (path / adapters.FILE).is_file():
-            file = path / adapters.FILE
-            model, origin = from_adapter(file, weights, base)
-        elif newest is None and base is not None:
-            raise UserError("it holds no adapters")
-        elif newest is None:
+        newest = newest_checkpoint(path, weights, checkpoint)
+        if newest is None:
             file = weights_file(path) if path.is_dir() else path
             model, origin = from_file(file, weights)
         else:
@@ -201,13 +181,11 @@ def local_path(
     return download(str(path), weights)
 
 
-def newest_checkpoint(
-    path: Path, weights: str, checkpoint: str, base: str | Path | None
-) -> tuple | None:
+def newest_checkpoint(path: Path, weights: str, checkpoint: str) -> tuple | None:
     """Read the newest usable checkpoint of a run folder, or the checkpoint at `path`.
 
     Returns its path and the result of `from_checkpoint`; None if there is none."""
-    read = partial(from_checkpoint, weights=weights, base=base)
+    read = partial(from_checkpoint, weights=weights)
     if (path / store.STATE).is_file():
         return path, read(path)
     if not path.is_dir():
@@ -265,78 +243,25 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
     return local
 
 
-def from_checkpoint(
-    path: Path, weights: str, base: str | Path | None = None
-) -> tuple[Transformer, dict]:
-    """Read the model of a checkpoint and the other fields of `Loaded`. base: the base
-    of its adapters; None: the one that the checkpoint names."""
+def from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
+    """Read the model of a checkpoint and the other fields of `Loaded`."""
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
+    if values.get("adapter"):
+        raise UserError(
+            "it holds adapters (train.lora_rank), which were removed; the last commit "
+            "that has them is 4349f6ec"
+        )
     tensors = store.read_all(path, values, prefix)
-    adapter = values.get("adapter")
-    window = None
-    if adapter:
-        model, window = merged_model(config, tensors, adapter, base)
-    elif base is not None:
-        raise UserError("its run trained all weights: it holds no adapters")
-    else:
-        model = make_model(config, tensors)
+    model = make_model(config, tensors)
     origin = {key: values["data"].get(key) for key in RECORDED}
     origin["step"] = values["step"]
     origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
-    origin["window"] = window
     splits = values["data"].get("splits", {})
     origin["of_records"] = any("roles" in split for split in splits.values())
     return model, origin
-
-
-def from_adapter(
-    file: Path, weights: str, base: str | Path | None
-) -> tuple[Transformer, dict]:
-    """Read a folder of convert.py --adapter, merge it into its base, and return the
-    other fields of `Loaded`."""
-    place = file.with_name("config.json")
-    settings = read_json(place, dict[str, Any], ADVICE)
-    if settings.get("format") != adapters.FORMAT:
-        raise UserError(f"{place} is not of adapters of format {adapters.FORMAT}")
-    if settings.get("sha256") != store.digest(settings):
-        raise CheckpointError(f"{place} is damaged (checksum); copy the folder again")
-    export = from_values(settings, adapters.AdapterExport, str(place), ADVICE)
-    if export["files"].get(file.name) != sha256_file(file):
-        raise CheckpointError(f"{file} is damaged (checksum); copy the folder again")
-    if weights == "raw" and export["weights"] != "raw":
-        raise UserError(
-            "it holds the ema weights only; convert its run with --weights raw"
-        )
-    tensors = read_weights(file)
-    model, window = merged_model(export["model"], tensors, export["adapter"], base)
-    origin = {name: export[name] for name in ("step", "weights", *RECORDED)}
-    origin["window"] = window
-    return model, origin
-
-
-def merged_model(
-    config: ModelConfig,
-    parts: MutableMapping[str, Tensor],
-    adapter: dict,
-    base: str | Path | None,
-) -> tuple[Transformer, int | None]:
-    """Load the base of adapters, add them, and make the model of `config`, whose blocks
-    may be shorter. Returns it and the base's `Loaded.window`."""
-    source = load(base or adapter["base"])
-    window = source.window
-    adapters.check_base(source.model, adapter, source.path)
-    tensors = {name: p.detach() for name, p in source.model.named_parameters()}
-    with torch.device("meta"):
-        model = build_model(config)
-    for name in position_tables(model):
-        table = source.model.get_submodule(name)
-        tensors[f"{name}.weight"] = table.rows_for(model.get_submodule(name)).detach()
-    adapters.merge(tensors, parts, adapter)
-    del source
-    return make_model(config, tensors), window
 
 
 def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:

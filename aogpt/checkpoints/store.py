@@ -36,7 +36,6 @@ from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
 from ..runtime.processes import Processes
 from ..runtime.validation import Count, NonNegative, from_values, read_json, schema
-from .adapters import Adapter
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -67,7 +66,7 @@ class StateFile(TypedDict):
     config: dict[str, Any]
     data: Data  # meta.json of the dataset
     best: Best | None
-    adapter: NotRequired[Adapter | None]  # of a run that trains adapters alone
+    adapter: NotRequired[dict[str, Any] | None]  # of earlier versions' adapters
     skipped: NonNegative
     skipped_in_a_row: NonNegative
     sequences: NotRequired[NonNegative]  # trained on so far

@@ -100,7 +100,7 @@ def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
 
 def matrices_of(model: nn.Module) -> Matrices:
     """Return the weights that the layers of the model list as matrices, with the rows
-    of each part: Muon orthogonalises them, and LoRA adapts them."""
+    of each part: Muon orthogonalises them."""
     matrices: Matrices = []
     for layer in model.modules():
         of_layer = getattr(layer, "matrices", None)

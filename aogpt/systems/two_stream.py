@@ -103,15 +103,10 @@ class TwoStreamBlock(nn.Module):
         neither keys nor values, so they need the first rows of the projection only."""
         attn = self.attn
         rows = attn.heads_of[0] * attn.head_dim
-        if isinstance(attn.qkv, nn.Linear):
-            weight = attn.qkv.weight[:rows]
-            bias = None
-            if attn.qkv.bias is not None:
-                bias = attn.qkv.bias[:rows]
-            q = F.linear(normed, weight, bias)
-        else:
-            # A layer of peft, whose weight is the frozen base's, without the adapter.
-            q = attn.qkv(normed)[..., :rows]
+        bias = None
+        if attn.qkv.bias is not None:
+            bias = attn.qkv.bias[:rows]
+        q = F.linear(normed, attn.qkv.weight[:rows], bias)
         q = q.unflatten(-1, (-1, attn.head_dim))
         q = attn.q_norm(q)
         if p.target_angles is not None:

@@ -104,9 +104,6 @@ class TrainConfig(Table):
     # the keys of [model] that are not set and that its weights depend on: all but
     # dropout, block_size, and target and query_at of a plain GPT
     init_from: str = ""
-    # train adapters (LoRA) of this rank alone, on matrices of init_from, which stay as
-    # they are; 0: all weights
-    lora_rank: NonNegative = 0
     # with several processes: ddp: each holds the whole state; fsdp: weights, averages,
     # optimizer state and checkpoints are sharded
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -373,16 +370,6 @@ def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
         "optim.ema_decay and optim.more_ema_decays must differ in their first six "
         "digits",
     )
-    if t.lora_rank:
-        refuse(not t.init_from, "train.lora_rank needs a base: set train.init_from")
-        refuse(
-            t.parallel == "fsdp",
-            "train.lora_rank trains little: set train.parallel to 'ddp'",
-        )
-        refuse(
-            o.kind == "muon",
-            "train.lora_rank needs optim.kind = 'adamw', as its matrices are thin",
-        )
 
 
 def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:

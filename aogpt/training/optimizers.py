@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..model import Matrices, Transformer
 from ..runtime.devices import supports_float64
 from ..systems import matrices_of
-from .adapters import trainable
 from .config import Config
 from .muon import Muon, local
 
@@ -65,7 +64,7 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
     orthogonalised = {p for p, _ in matrices}
     decayed = []
     undecayed = []
-    for p in trainable(model).values():
+    for p in model.parameters():
         if p in orthogonalised:
             continue
         if p.dim() >= 2:
@@ -130,7 +129,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
-        self.parameters = trainable(model)
+        self.parameters = dict(model.named_parameters())
         self.weights: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
             self.weights[name] = p.detach().clone()

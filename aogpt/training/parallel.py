@@ -19,7 +19,6 @@ from ..runtime.devices import has_compiler
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..systems import build_model, init_weight
-from .adapters import add_adapters
 from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which
@@ -82,8 +81,6 @@ def build(
     model.make_angles(procs.device)
     if config.model.tied_head:  # each has a tensor of its own by now
         model.head.weight = model.wte.weight
-    if config.train.lora_rank:
-        add_adapters(model, config.train.lora_rank)
     if shard is not None:
         shard(model)
     return model

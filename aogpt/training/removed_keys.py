@@ -9,6 +9,7 @@ LAST_COMMIT = "4349f6ec"  # the last one that has all of these keys
 # Removed keys and the defaults that they had.
 DEFAULTS: dict[str, Any] = {
     "train.compile_mode": "default",
+    "train.lora_rank": 0,
     "train.fused_norm": False,
     "train.flash3": False,
 }

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import CheckpointError, load, store
-from ..checkpoints.adapters import check_base, weights_sha256
 from ..checkpoints.load import Loaded
 from ..data.loader import changed_files
 from ..data.tokenizers import HUB, other_tokenizer
@@ -22,7 +21,6 @@ from ..runtime.processes import Processes
 from ..systems import build_model
 from . import config as configuration
 from . import parallel
-from .adapters import alpha_of, trainable
 from .config import Config
 from .muon import local
 from .optimizers import EMA, allocate_state, learning_rate, make_optimizers, named_state
@@ -36,7 +34,6 @@ REFUSED = {
     "model": "architecture",
     "optim.kind": "optimizer",
     "optim.more_ema_decays": "list of averages",
-    "train.lora_rank": "rank of the adapters",
     "data.tokenizer": "tokenizer",
     "data.tokenizer_sha256": "tokenizer",
     "data.vocab_size": "tokenizer",
@@ -96,8 +93,6 @@ class State:
     averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
     optimizers: list[torch.optim.Optimizer]  # AdamW, and Muon if optim.kind says so
     progress: Progress
-    # checkpoints.adapters.Adapter, where it alone is trained
-    adapter: dict | None = None
 
 
 def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> State:
@@ -139,26 +134,19 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             )
 
     weights = None  # random
-    adapter = None
-    if config.train.init_from and (newest is None or config.train.lora_rank):
+    if config.train.init_from and newest is None:
         source = load(config.train.init_from)
-        if newest is None:
-            check_window(config, source)
-            check_same_tokenizer(config, source, data_meta)
+        check_window(config, source)
+        check_same_tokenizer(config, source, data_meta)
         weights = initial_weights(config, source.model)
-        if newest is None:
-            procs.print0(f"started from the weights of {config.train.init_from}")
-            changed = []
-            for name, before, now in differing_keys(source.model.config, config.model):
-                changed.append(f"model.{name} = {now!r} (was {before!r})")
-            if changed:
-                procs.print0(f"other than in its source: {', '.join(changed)}")
-            if source.scored_from:
-                procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
-        if config.train.lora_rank:
-            adapter = adapter_of(config, source.model, weights)
-            if newest is not None:
-                check_base(source.model, values["adapter"], source.path)
+        procs.print0(f"started from the weights of {config.train.init_from}")
+        changed = []
+        for name, before, now in differing_keys(source.model.config, config.model):
+            changed.append(f"model.{name} = {now!r} (was {before!r})")
+        if changed:
+            procs.print0(f"other than in its source: {', '.join(changed)}")
+        if source.scored_from:
+            procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
         del source
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
@@ -168,7 +156,6 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         averages=[EMA(model, decay) for decay in decays],
         optimizers=make_optimizers(model, config),
         progress=Progress(),
-        adapter=adapter,
     )
     if procs.main:
         store.remove_partial(folder)
@@ -226,25 +213,6 @@ def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
     initial = build_model(config.model)
     warm_start(initial, source)
     return dict(initial.named_parameters())
-
-
-def adapter_of(config: Config, base: Transformer, weights: dict[str, Tensor]) -> dict:
-    """Return the record of the adapters of a run. Raises UserError for a model with
-    weights that the base does not have."""
-    added = weights.keys() - dict(base.named_parameters()).keys()
-    if added:
-        raise UserError(
-            "train.lora_rank trains adapters alone, but the model adds "
-            f"{sorted(added)[0]}: set model.target = 'rotary' and model.query_at = "
-            "'before_target', or 'none'"
-        )
-    rank = config.train.lora_rank
-    return {
-        "rank": rank,
-        "alpha": alpha_of(rank),
-        "base": config.train.init_from,
-        "base_sha256": weights_sha256(base),
-    }
 
 
 def history_in(folder: Path) -> str | None:
@@ -432,7 +400,7 @@ def check_epochs(
 def named_tensors(state: State) -> dict[str, Tensor]:
     """Return the tensors of a state, not copied, by their names in a checkpoint."""
     tensors = {}
-    for name, p in trainable(state.model).items():
+    for name, p in state.model.named_parameters():
         tensors[f"model.{name}"] = p.detach()
     for i, ema in enumerate(state.averages):
         prefix = f"ema{ema.decay:g}" if i else "ema"
@@ -451,7 +419,6 @@ def plain_values(
     ema = state.averages[0]
     values = asdict(state.progress)
     values["best"] = best
-    values["adapter"] = state.adapter
     values["ema"] = {"updates": int(ema.updates), "decay": ema.decay}
     values["model_config"] = asdict(state.model.config)
     values["config"] = asdict(config)
