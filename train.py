@@ -23,7 +23,6 @@ python -m studies.plot draws its curves."""
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
-import math
 import shlex
 import sys
 from contextlib import closing, nullcontext
@@ -56,7 +55,7 @@ from aogpt.training import config as configuration
 from aogpt.training.batches import PendingLosses, micro_batches
 from aogpt.training.config import Config, refuse
 from aogpt.training.metrics import Log, in_units, size_notes
-from aogpt.training.optimizers import learning_rate
+from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
 from aogpt.training.saving import Saver, StopRequest, newest_and_best
 from aogpt.training.state import State, better_of, check_epochs, start
@@ -80,7 +79,6 @@ def train(config: Config, procs: Processes) -> int:
     data = open_training_data(
         source,
         config.model.block_size,
-        config.data.verify,
         config.data.max_tokens,
         config.data.mix,
     )
@@ -89,7 +87,7 @@ def train(config: Config, procs: Processes) -> int:
     val_data = None
     files = data.files()
     if config.eval.interval > 0:
-        val_data = TokenDataset(source, "val", data.block_size, config.data.verify)
+        val_data = TokenDataset(source, "val", data.block_size)
         files.update(val_data.files())
     if any(orders.unmixed == "file" for orders in config.all_orders()):
         read_orders(config.order.file, config.model.block_size)  # to say what is wrong
@@ -169,7 +167,6 @@ def training_loop(
     micro_batch_size = config.micro_batch_size(procs.world_size)
     micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
     precision = autocast(procs.device, config.dtype_on(procs.device))
-    largest_norm = config.optim.grad_clip or math.inf
     is_sharded = t.parallel == "fsdp"
     has_peers = procs.world_size > 1 or is_sharded
 
@@ -209,25 +206,24 @@ def training_loop(
                 batch = next(batches)
                 if has_peers:
                     is_last = micro_step == micro_steps - 1
-                    exchange_gradients(model, is_last or t.reduce_every_micro_batch)
+                    exchange_gradients(model, is_last)
                 with precision:
                     part = objective.loss(model, batch, config.model) / micro_steps
                 part.backward()
                 loss += part.detach()
-            # The norm shows gradients that are not finite, also without clipping.
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             if has_peers:
                 loss = procs.mean(loss)
             if is_sharded:
                 norm = cast(DTensor, norm).full_tensor()
-            # The optimizers' step and the averages; adds 1 to progress.step.
+            # The optimizers' step and the average; adds 1 to progress.step.
             update(state, loss, norm)
 
             losses.add(progress.step, loss, norm)
             # Adds to progress.sequences, tokens and skipped steps, and logs.
             log.count_and_log(losses.arrived())
             # All processes must stop, and save, after the same step.
-            stop.agree(config, progress, datasets, saver.next_by_clock)
+            stop.agree(config, progress, datasets)
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
@@ -255,9 +251,9 @@ def validate(
 ) -> dict | None:
     """Validate and log the losses. Returns what the best checkpoint is if this step is
     saved, {"step", "loss"}: the best one so far, or this step."""
-    losses = evaluate(state.model, state.averages, val_data, config, procs)
+    losses = evaluate(state.model, state.average, val_data, config, procs)
     log.validation(losses, val_data.num_blocks)
-    selecting = losses[""][best_by(config)]  # of the first average
+    selecting = losses[""][best_by(config)]  # of the averaged weights
     return better_of(state.progress.best, state.progress.step, selecting.mean)
 
 
@@ -276,7 +272,7 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
 
 def update(state: State, loss: Tensor, norm: Tensor) -> None:
-    """Update weights and averages; a loss or gradient that is not finite changes
+    """Update weights and their average; a loss or gradient that is not finite changes
     neither. As in torch.amp.GradScaler, the device decides, so that nothing waits for
     it."""
     finite = (loss + norm).isfinite().float()  # 1 or 0
@@ -285,8 +281,7 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
         optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    for ema in state.averages:
-        ema.update(finite)
+    state.average.update(finite)
     state.progress.step += 1
 
 

@@ -10,10 +10,9 @@ Shapes: B sequences, T positions."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from annotated_types import Interval
 from torch import Tensor, nn
 
 from .model import ModelConfig, Transformer
@@ -28,7 +27,7 @@ from .runtime.randomness import (
 )
 from .runtime.validation import Count, Probability, Table, check_values
 from .scoring import group_starts, masked_log_probs, token_log_probs
-from .systems import log_linear_noise
+from .systems import NOISE_EPS, log_linear_noise
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
 NEVER = 2.0  # in place of a random number, for positions that are never masked
@@ -209,66 +208,66 @@ def score_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
 #     lambda_dce     at rate l ~ U(0, 1)               1 / l
 #     masked_ce      as lambda_dce                     2: no bound, a mean over masks
 #     k_dce          exactly k ~ U{1..n} positions     n / k
-#     t_dce          at rate (1 - eps) t, t ~ U(0, 1)  sigma'(t) / expm1(sigma(t)),
-#                                                      which is 1 / t
+#     t_dce          at rate (1 - NOISE_EPS) t,        sigma'(t) / expm1(sigma(t)),
+#                    t ~ U(0, 1)                       which is 1 / t
 #     score_entropy  as t_dce                          sigma'(t)
 #
 # n is T, or the number of predicted tokens of a sequence with a prompt.
 
 
 def masks_of_rate(
-    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+    row_uniforms: Tensor, position_uniforms: Tensor, lengths: Tensor | None
 ) -> Masks:
     """Return the masks of lambda_dce."""
     rate = row_uniforms.clamp(min=SMALLEST_RATE)
     masked = position_uniforms < rate[:, None]
-    return Masks(masked, 1 / rate, log_linear_noise(rate, eps), lengths)
+    return Masks(masked, 1 / rate, log_linear_noise(rate), lengths)
 
 
 def unweighted_masks(
-    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+    row_uniforms: Tensor, position_uniforms: Tensor, lengths: Tensor | None
 ) -> Masks:
     """Return the masks of masked_ce."""
-    masks = masks_of_rate(row_uniforms, position_uniforms, eps, lengths)
+    masks = masks_of_rate(row_uniforms, position_uniforms, lengths)
     masks.weight = torch.full_like(masks.weight, 2.0)
     return masks
 
 
 def masks_of_count(
-    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+    row_uniforms: Tensor, position_uniforms: Tensor, lengths: Tensor | None
 ) -> Masks:
     """Return the masks of k_dce."""
     n = predicted_tokens(position_uniforms)
     k = (row_uniforms * n).long() + 1
     rank = position_uniforms.argsort(dim=1).argsort(dim=1)
-    return Masks(rank < k[:, None], n / k, log_linear_noise(k / n, eps), lengths)
+    return Masks(rank < k[:, None], n / k, log_linear_noise(k / n), lengths)
 
 
 def masks_of_time(
-    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+    row_uniforms: Tensor, position_uniforms: Tensor, lengths: Tensor | None
 ) -> Masks:
     """Return the masks of t_dce."""
     t = row_uniforms.clamp(min=SMALLEST_RATE)
-    rate = (1 - eps) * t
+    rate = (1 - NOISE_EPS) * t
     masked = position_uniforms < rate[:, None]
-    return Masks(masked, 1 / t, log_linear_noise(t, eps), lengths)
+    return Masks(masked, 1 / t, log_linear_noise(t), lengths)
 
 
 def masks_of_scores(
-    row_uniforms: Tensor, position_uniforms: Tensor, eps: float, lengths: Tensor | None
+    row_uniforms: Tensor, position_uniforms: Tensor, lengths: Tensor | None
 ) -> Masks:
     """Return the masks of score_entropy."""
-    masks = masks_of_time(row_uniforms, position_uniforms, eps, lengths)
+    masks = masks_of_time(row_uniforms, position_uniforms, lengths)
     t = row_uniforms.clamp(min=SMALLEST_RATE)
     if lengths is None:
-        rate = (1 - eps) * t
-        masks.weight = (1 - eps) / (1 - rate)
+        rate = (1 - NOISE_EPS) * t
+        masks.weight = (1 - NOISE_EPS) / (1 - rate)
         return masks
     # The network gets the noise level of the masked share of all tokens, as when it
     # generates. Score entropy then weights a token by its ratio, 1 / expm1(sigma); this
     # makes it 1 / t.
     n = predicted_tokens(position_uniforms)
-    masks.sigma = log_linear_noise(t * n / lengths, eps)
+    masks.sigma = log_linear_noise(t * n / lengths)
     masks.weight = masks.sigma.expm1() / t
     return masks
 
@@ -286,7 +285,7 @@ class Objective(NamedTuple):
 
     loss: Callable[[nn.Module, Batch, ModelConfig], Tensor]
     # None: for decoders, along orders
-    masks: Callable[[Tensor, Tensor, float, Tensor | None], Masks] | None = None
+    masks: Callable[[Tensor, Tensor, Tensor | None], Masks] | None = None
     in_groups: bool = False  # predicts groups of steps
     of_scores: bool = False  # the outputs are scores, at a noise level
     # mask rates, or numbers of masked positions, over the sequences of a batch
@@ -322,8 +321,6 @@ class ObjectiveConfig(Table):
     # the batch), t_dce (time on the log-linear noise schedule); score_entropy (SEDD).
     kind: ObjectiveKind = "ao_ar"
     group: Count = 4  # steps in a group (groupwise only)
-    # At most 1 - noise_eps of the tokens are masked (t_dce and score_entropy only).
-    noise_eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
     # Share of the sequences whose unmasked positions are the first ones, which trains
     # an encoder from left to right, too (encoders only).
     prefix_prob: Probability = 0.0
@@ -369,7 +366,7 @@ def masks_at(
         )
     assert objective.masks is not None, f"{config.kind} has no masks"
     lengths = None if roles is None else roles.lengths
-    return objective.masks(row_uniforms, position_uniforms, config.noise_eps, lengths)
+    return objective.masks(row_uniforms, position_uniforms, lengths)
 
 
 def evaluation_masks(
@@ -393,8 +390,7 @@ def evaluation_masks(
     masks_of = OBJECTIVES[kind].masks
     assert masks_of is not None, f"{kind} has no masks"
     lengths = None if roles is None else roles.lengths
-    eps = ObjectiveConfig.noise_eps
-    return masks_of(row_uniforms, position_uniforms, eps, lengths)
+    return masks_of(row_uniforms, position_uniforms, lengths)
 
 
 def _uniform(

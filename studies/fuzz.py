@@ -88,7 +88,7 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
     "convert release": (converts, "released.pt new", "new/model.safetensors"),
     "resume": (
         train.main,
-        f"run.toml --data.verify --train.steps {STEPS + 3}",
+        f"run.toml --train.steps {STEPS + 3}",
         CHECKPOINTS,
     ),
     "perplexity": (eval_ppl.main, f"run {PERPLEXITY}", "out.json"),

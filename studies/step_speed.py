@@ -28,7 +28,7 @@ from aogpt.runtime.validation import Count
 from aogpt.systems import flops_per_token
 from aogpt.training.config import Config, OptimConfig
 from aogpt.training.metrics import peak_flops
-from aogpt.training.optimizers import EMA, make_optimizers
+from aogpt.training.optimizers import EMA, MAX_GRAD_NORM, make_optimizers
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
 
@@ -125,9 +125,7 @@ class Trainee:
         with autocast(self.device, self.dtype):
             loss = ao_ar_loss(self.model, tokens, order)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.optim.grad_clip
-        )
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -52,7 +52,7 @@ def tiny_state(step):
     model(tokens, torch.arange(8).expand(2, 8)).mean().backward()
     optimizer.step()
     ema.update()
-    return State(model, [ema], [optimizer], Progress(step))
+    return State(model, ema, [optimizer], Progress(step))
 
 
 def save(run_folder, step, keep=2, best=None):
@@ -330,7 +330,7 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
     newest = save(tmp_path, 2, best=1)
     state = tiny_state(2)
     for kind, expected in (
-        ("ema", state.averages[0].weights),
+        ("ema", state.average.weights),
         ("raw", weights(state.model)),
     ):
         loaded = load(tmp_path, kind)
@@ -339,10 +339,10 @@ def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tm
         assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
         assert not loaded.model.training
         assert loaded.model.config == TINY
-    assert not torch.equal(state.averages[0].weights["start"], state.model.start)
+    assert not torch.equal(state.average.weights["start"], state.model.start)
     for path in (older, tmp_path / "best"):
         assert load(path).path == str(older)
-        assert_same(weights(load_model(path)), tiny_state(1).averages[0].weights)
+        assert_same(weights(load_model(path)), tiny_state(1).average.weights)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
         loaded = load(tmp_path, checkpoint=checkpoint)
         assert loaded.step == step
         assert loaded.path == str(store.path_of(tmp_path, step))
-        assert_same(weights(loaded.model), tiny_state(step).averages[0].weights)
+        assert_same(weights(loaded.model), tiny_state(step).average.weights)
     for checkpoint in ("4", "01", "newest", "../x", "-1"):
         with pytest.raises(
             CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"
@@ -537,7 +537,7 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
                     steps.append(loaded.step)
                     assert_same(
                         weights(loaded.model),
-                        tiny_state(loaded.step).averages[0].weights,
+                        tiny_state(loaded.step).average.weights,
                     )
                 assert steps == sorted(steps)
         finally:

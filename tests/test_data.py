@@ -532,9 +532,7 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     mix = tuple(
         f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1))
     )
-    data = open_training_data(
-        tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
-    )
+    data = open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
     assert data.num_blocks == round(150 / 0.7)
     first = data.batch(3, 0, range(2000), 2000)[:, 0]
     parts = [first[first // 10_000 == n] % 10_000 // 4 for n in range(3)]
@@ -559,14 +557,11 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
     data.shift = 160
     assert torch.equal(data.batch(3, 2, range(8), 8)[:, 0], first[176:184])
     with pytest.raises(UserError, match="give FOLDER=SHARE, as data/own=0.1"):
-        open_training_data(
-            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=("b",)
-        )
+        open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=("b",))
     with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
         open_training_data(
             tmp_path / "a",
             block_size=4,
-            verify=False,
             max_tokens=0,
             mix=(mix[0], f"{tmp_path / 'c'}=0.8"),
         )
@@ -575,7 +570,6 @@ def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
         open_training_data(
             tmp_path / "a",
             block_size=4,
-            verify=False,
             max_tokens=0,
             mix=(f"{tmp_path / 'd'}=0.5",),
         )
@@ -589,7 +583,6 @@ def test_a_mixture_refuses_records_of_other_blocks(tmp_path):
         open_training_data(
             tmp_path / "text",
             block_size=8,
-            verify=False,
             max_tokens=0,
             mix=(f"{tmp_path / 'records'}=0.5",),
         )
@@ -600,9 +593,7 @@ def test_a_mixture_of_many_parts_shuffles_each_once_an_epoch(tmp_path, monkeypat
     for name in names:
         write_dataset(tmp_path / name, np.arange(3996) % 257)
     mix = tuple(f"{tmp_path / name}=0.1" for name in names[1:])
-    data = open_training_data(
-        tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
-    )
+    data = open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
     widths = []
 
     def counted(*arguments, width, **options):
@@ -631,9 +622,7 @@ def test_token_files_of_nanogpt_are_mixed_with_a_set_that_records_more(tmp_path)
     )
     for first, second in ((nanogpt, prepared_set), (prepared_set, nanogpt)):
         mix = (f"{second}=0.5",)
-        data = open_training_data(
-            first, block_size=4, verify=False, max_tokens=0, mix=mix
-        )
+        data = open_training_data(first, block_size=4, max_tokens=0, mix=mix)
         assert data.num_blocks == 300
 
 
@@ -643,9 +632,7 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
 
     def mixed(share):
         mix = (f"{tmp_path / 'b'}={share}",)
-        return open_training_data(
-            tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
-        )
+        return open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
 
     for share in ("0.0004", "0.0015", "0.12345"):
         with pytest.raises(UserError, match="the share must be a multiple of 0.001"):
@@ -657,9 +644,7 @@ def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
     for twice in (("a=0.1",), ("b=0.1", "b=0.2"), ("b=0.1", "link=0.2")):
         mix = tuple(f"{tmp_path}/{part}" for part in twice)
         with pytest.raises(UserError, match="this data set is in the mixture twice"):
-            open_training_data(
-                tmp_path / "a", block_size=4, verify=False, max_tokens=0, mix=mix
-            )
+            open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
     data = mixed("0.002")
     first = data.indices(0, 0, range(5000), 5000)
     assert (first >= 150).sum() == 10

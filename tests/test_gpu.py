@@ -164,7 +164,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     model = random_model(config).float().to(device).train()
     average = EMA(model, 0.9)
     batch = batch_of(config, device)
-    state = State(model, [average], make_optimizers(model, config), Progress())
+    state = State(model, average, make_optimizers(model, config), Progress())
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):

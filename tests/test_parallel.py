@@ -254,12 +254,9 @@ def pairs(short, run):
     replicas = change(alone["muon"], name="muon_replicas", train__parallel="ddp")
     pairs["muon, replicas"] = alone["muon"], replicas
     reduced = change(short, name="reduced")
-    for kind, every in itertools.product(("ddp", "fsdp"), (False, True)):
-        config = change(reduced, name=f"reduced_{kind}_{every}", train__parallel=kind)
-        pairs[f"{kind} {every}"] = (
-            reduced,
-            change(config, train__reduce_every_micro_batch=every),
-        )
+    for kind in ("ddp", "fsdp"):
+        config = change(reduced, name=f"reduced_{kind}", train__parallel=kind)
+        pairs[kind] = reduced, config
     return pairs
 
 
@@ -297,18 +294,14 @@ def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
 
 
 @pytest.mark.parametrize("kind, groups", [("ddp", 1), ("fsdp", 3)])
-def test_gradients_are_reduced_once_a_step_or_if_asked_for_after_every_micro_batch(
-    pairs, everywhere, kind, groups
-):
+def test_gradients_are_reduced_once_a_step(pairs, everywhere, kind, groups):
     """ddp has one bucket, fsdp a group of weights for each of two blocks and for the
     rest."""
-    once = torch.tensor(result("steps", pairs[f"{kind} False"][1]))
-    every = torch.tensor(result("steps", pairs[f"{kind} True"][1]))
-    expected = torch.tensor(parallel_jobs.steps(pairs[f"{kind} True"][0], ALONE))
-    assert once[:, 2].tolist() == [groups] * 4
-    assert every[:, 2].tolist() == [2 * groups] * 4
-    for ours in (once, every):
-        torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
+    alone, shared = pairs[kind]
+    ours = torch.tensor(result("steps", shared))
+    expected = torch.tensor(parallel_jobs.steps(alone, ALONE))
+    assert ours[:, 2].tolist() == [groups] * 4
+    torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow(reason="compiles in two processes")
@@ -400,7 +393,7 @@ def test_a_step_that_is_not_finite_leaves_weights_averages_moments_and_counts_un
                     p.grad.mul_(math.nan)
                 norm = norm * math.nan
             plain(state, loss, norm)
-            updates = state.averages[0].updates.item()
+            updates = state.average.updates.item()
             states.append((parallel_jobs.full_state(state), updates))
 
         monkeypatch.setattr(train, "update", update)

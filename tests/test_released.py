@@ -626,7 +626,7 @@ def run(tmp_path_factory):
     model = build_model(config)
     ema = EMA(build_model(config), 0.9)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = State(model, [ema], [optimizer], Progress(step=5))
+    state = State(model, ema, [optimizer], Progress(step=5))
     data = {"tokenizer": "bytes", "vocab_size": 257}
     values = plain_values(state, None, Config(name="run", model=config), data)
     store.write(folder, values, named_tensors(state), keep=1)

@@ -26,6 +26,7 @@ import sample
 import train
 from aogpt.checkpoints import CheckpointError, load, store
 from aogpt.runtime.processes import processes
+from aogpt.training import saving
 from aogpt.training import state as states
 from aogpt.training.saving import Saver
 from convert import convert
@@ -206,7 +207,8 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before(
 def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
     base, procs, monkeypatch
 ):
-    config = change(base, name="error", train__max_skipped_steps=1)
+    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 1)
+    config = change(base, name="error")
     write = HuggingFaceStorageWriter.write_data
     clip = torch.nn.utils.clip_grad_norm_
     steps = []

@@ -461,12 +461,12 @@ def test_counts_at_the_ends_of_the_random_numbers_are_one_and_all(n):
     ends = [0.0, 2.0**-64, 1 - 2.0**-53]
     row_uniforms = torch.tensor(ends, dtype=torch.float64)
     position_uniforms = torch.rand(3, n, dtype=torch.float64)
-    masks = masks_of_count(row_uniforms, position_uniforms, EPS, None)
+    masks = masks_of_count(row_uniforms, position_uniforms, None)
     counts = masks.masked.sum(dim=1)
     assert counts.tolist() == [1, 1, n]
     assert torch.equal(masks.weight, n / counts)
     inner = torch.arange(n, dtype=torch.float64) / n + 2.0**-20
-    masks = masks_of_count(inner, torch.rand(n, n, dtype=torch.float64), EPS, None)
+    masks = masks_of_count(inner, torch.rand(n, n, dtype=torch.float64), None)
     assert masks.masked.sum(dim=1).tolist() == list(range(1, n + 1))
 
 
@@ -526,7 +526,7 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
     tokens = random_tokens(V, 1, N, seed).expand(16, N)
     points, weights = np.polynomial.legendre.leggauss(200)
     exact = 0.0
-    eps = ObjectiveConfig.noise_eps
+    eps = EPS
     for t, share in zip((points + 1) / 2, weights / 2, strict=True):
         rate = (1 - eps) * t
         m = PATTERNS.sum(1)
@@ -725,7 +725,6 @@ REFUSED = [  # besides those of test_config.py
     ),
     (objective("sedd"), "objective.kind is 'sedd'"),
     ({"objective": {"group": 0}}, "group is 0"),
-    ({"objective": {"noise_eps": 1.0}}, "noise_eps is 1.0"),
     ({"objective": {"prefix_prob": 0.1}}, "prefix_prob is for encoders, .*'ao_ar'"),
     (objective("k_dce", model=ENCODER_TABLE, order=L2R), "an encoder has no order"),
     ({"schedule": [{"step": -1}]}, "schedule.step is -1; give a number at least 0"),

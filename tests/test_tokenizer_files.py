@@ -265,9 +265,7 @@ def test_a_mixture_has_one_end_of_text(two_ends, tmp_path):
         if is_refused:
             says = pytest.raises(UserError, match="257.* with id 256; .*--end-token")
         with says:
-            open_training_data(
-                first, block_size=8, verify=False, max_tokens=0, mix=(f"{part}=0.5",)
-            )
+            open_training_data(first, block_size=8, max_tokens=0, mix=(f"{part}=0.5",))
 
 
 def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(

@@ -1,7 +1,6 @@
 """train.py: one step, exact resume after any kind of end, processes, skipped steps, and
 what the run folder holds."""
 
-import itertools
 import json
 import math
 import os
@@ -49,8 +48,9 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
+from aogpt.training import saving
 from aogpt.training.config import WandbConfig
-from aogpt.training.optimizers import learning_rate, make_optimizers
+from aogpt.training.optimizers import EMA, learning_rate, make_optimizers
 from aogpt.training.saving import StopRequest
 from aogpt.training.state import Progress, State, named_tensors
 from aogpt.training.val_losses import Loss
@@ -115,13 +115,14 @@ def stop_after(numbers, values):
 
 @pytest.mark.parametrize(
     "system, cut, clip",
-    [("decoder", WHOLE, 0.25), ("decoder", CUT, 0.0), ("encoder", CUT, 0.0)],
+    [("decoder", WHOLE, 0.25), ("decoder", CUT, math.inf), ("encoder", CUT, math.inf)],
 )
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     data, system, cut, clip, tmp_path, monkeypatch
 ):
     """A batch of a random length holds the first tokens of its blocks."""
-    config = tiny_config(data, tmp_path, model__dropout=0.0, optim__grad_clip=clip)
+    monkeypatch.setattr(train, "MAX_GRAD_NORM", clip)
+    config = tiny_config(data, tmp_path, model__dropout=0.0)
     config.run_folder.mkdir()
     step = 3
     length = 16
@@ -150,13 +151,13 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     expected.backward()
     gradient = torch.cat([p.grad.flatten() for p in plain.parameters()])
     norm = gradient.double().norm().item()
-    assert norm > clip, "clipping must have something to do here"
+    assert norm > clip or math.isinf(clip), "clipping must have something to do here"
 
     torch.manual_seed(config.seed)
     model = build_model(config.model)
     state = State(
         model,
-        averages=[],
+        average=EMA(model, 0.5),
         optimizers=make_optimizers(model, config),
         progress=Progress(step, sequences=8 * step),
     )
@@ -170,7 +171,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     # relative 1e-7 an operation.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert reported.item() == pytest.approx(norm, rel=1e-5)
-    factor = clip / norm if clip else 1
+    factor = min(1, clip / norm)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
     if system == "decoder":  # no row of a position past the end was touched
@@ -203,8 +204,7 @@ def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
 def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(
     data, tmp_path
 ):
-    """Half of the steps have a random length, and there is a second average of the
-    weights."""
+    """Half of the steps have a random length."""
     whole = tiny_config(
         data,
         tmp_path / "whole",
@@ -213,7 +213,6 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
         data__random_length_prob=0.5,
         optim__kind="muon",
         optim__min_lr_ratio=1.0,
-        optim__more_ema_decays=(0.5,),
         checkpoint__interval=100,
     )
     train.train(whole, ALONE)
@@ -576,9 +575,8 @@ def spoil(monkeypatch, bad_steps, target):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     data, tmp_path, monkeypatch, target, empty
 ):
-    config = tiny_config(
-        data, tmp_path, steps=9, eval__interval=0, train__max_skipped_steps=3
-    )
+    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 3)
+    config = tiny_config(data, tmp_path, steps=9, eval__interval=0)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
     seen = {}
@@ -587,7 +585,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     def note(state, *arguments):
         update(state, *arguments)
         tensors = named_tensors(state)
-        tensors["updates"] = state.averages[0].updates
+        tensors["updates"] = state.average.updates
         seen[state.progress.step] = {name: t.clone() for name, t in tensors.items()}
 
     monkeypatch.setattr(train, "update", note)
@@ -616,9 +614,8 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
 ):
     """The update of step 5 ruins the weights: its loss was finite, and none after it
     is."""
-    config = tiny_config(
-        data, tmp_path, steps=12, eval__interval=0, train__max_skipped_steps=4
-    )
+    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    config = tiny_config(data, tmp_path, steps=12, eval__interval=0)
     path = write_config(
         change(config, checkpoint__interval=interval, checkpoint__keep=keep)
     )
@@ -656,9 +653,8 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(
     data, tmp_path, monkeypatch
 ):
     """The last step of a run is saved whatever it was."""
-    config = tiny_config(
-        data, tmp_path, steps=5, eval__interval=0, train__max_skipped_steps=4
-    )
+    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
     spoil(monkeypatch, {4, 5, 6, 7}, "loss")
     train.train(config, ALONE)
     assert newest(config)["skipped_in_a_row"] == 2
@@ -670,9 +666,8 @@ def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(
     data, tmp_path, monkeypatch
 ):
     """That of the last step, also where the count starts anew after it."""
-    config = tiny_config(
-        data, tmp_path, steps=6, eval__interval=0, train__max_skipped_steps=4
-    )
+    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
     spoil(monkeypatch, set(range(5, 20)), "loss")
     train.train(config, ALONE)  # saves at steps 4 and 6
     assert newest(config)["skipped_in_a_row"] == 2
@@ -781,8 +776,6 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
 
 
 def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
-    damaged = shutil.copytree(data, tmp_path / "damaged")
-    flip_byte(damaged / "train.bin", 10)
     config = tiny_config(data, tmp_path)
     nowhere = tmp_path / "nowhere"
     encoder = encoder_config(config)
@@ -796,10 +789,6 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
             "vocabulary of 257: set model.vocab_size to that or above",
         ),
         (change(config, model__block_size=10**6), "lower block_size to at most"),
-        (
-            change(config, data__folder=str(damaged), data__verify=True),
-            "checksum",
-        ),
         (
             change(encoder, model__mask_token=256),
             "model.mask_token is 256, a token of the data .* set it to 257",
@@ -844,22 +833,6 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
     with pytest.raises(UserError, match=f"{split}.bin has changed since it was opened"):
         train.train(config, ALONE)
     assert newest(config)["step"] == 9
-
-
-def test_checkpoints_are_saved_by_the_clock(data, tmp_path, monkeypatch):
-    config = tiny_config(
-        data,
-        tmp_path,
-        steps=9,
-        eval__interval=0,
-        checkpoint__interval=100,
-        checkpoint__minutes=5.0,
-        checkpoint__keep=99,
-    )
-    seconds = itertools.count(step=100)  # a call a step, and one after a checkpoint
-    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
-    train.train(config, ALONE)
-    assert [store.step_of(path) for path in store.find(config.run_folder)] == [4, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
@@ -938,8 +911,6 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
         # the metrics end at the step of the only checkpoint
         ({"checkpoint__interval": 6}, {}),
         ({"train__steps": 7}, {"checkpoint__interval": 100, "train__steps": 9}),
-        # saved by the clock
-        ({"checkpoint__interval": 100, "checkpoint__minutes": 1e-9}, {}),
     ],
 )
 def test_a_history_is_one_however_the_interval_of_its_checkpoints_was_set(

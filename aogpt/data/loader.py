@@ -357,7 +357,7 @@ class TokenDataset:
             if (stat.st_size, stat.st_mtime_ns) != stamp:
                 raise UserError(
                     f"{path} has changed since it was opened: see that it is whole "
-                    "(--data.verify) and start again"
+                    "and start again"
                 )
 
     def roles(self, indices) -> torch.Tensor:
@@ -507,13 +507,11 @@ class Mixture(TokenDataset):
 
 
 def open_training_data(
-    folder: Path, block_size: int, verify: bool, max_tokens: int, mix: tuple[str, ...]
+    folder: Path, block_size: int, max_tokens: int, mix: tuple[str, ...]
 ) -> TokenDataset:
     """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a
     Mixture of it with others. Raises FileNotFoundError or UserError."""
-    data = TokenDataset(
-        folder, "train", block_size, verify=verify, max_tokens=max_tokens
-    )
+    data = TokenDataset(folder, "train", block_size, max_tokens=max_tokens)
     if not mix:
         return data
     parts = [data]
@@ -526,7 +524,7 @@ def open_training_data(
         if place.resolve() in folders:
             raise UserError(f"data.mix {text}: this data set is in the mixture twice")
         folders.add(place.resolve())
-        part = TokenDataset(place, "train", data.block_size, verify=verify)
+        part = TokenDataset(place, "train", data.block_size)
         if other_tokenizer(part.meta, data.meta):
             raise UserError(
                 f"data.mix {name} has another tokenizer than {folder}; prepare it again"

@@ -8,7 +8,7 @@ from annotated_types import Interval
 from ..model import ModelConfig, PositionTable, Transformer
 from ..runtime.errors import UserError
 from ..runtime.validation import BelowOne, check_value
-from .encoder import log_linear_noise
+from .encoder import NOISE_EPS, log_linear_noise
 from .flops import flops_per_token
 from .kinds import system_of
 from .parameters import init_weight, init_weights, matrices_of, parameter_counts

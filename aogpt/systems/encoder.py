@@ -19,6 +19,8 @@ from ..model import (
 )
 from ..scoring import at_least_float32, check_boolean
 
+NOISE_EPS = 1e-3  # the share of tokens that are never masked, so that noise is finite
+
 
 class FullPass(Pass):
     """A pass in which every position sees all others, or those for which a mask
@@ -203,7 +205,7 @@ class NoiseEmbedding(nn.Module):
         return self.proj(hidden)
 
 
-def log_linear_noise(t: Tensor, eps: float = 1e-3) -> Tensor:
-    """Return the noise level sigma(t) = -log(1 - (1 - eps) t): tokens are masked at
-    rate (1 - eps) t."""
-    return -torch.log1p(-(1 - eps) * t)
+def log_linear_noise(t: Tensor) -> Tensor:
+    """Return the noise level sigma(t) = -log(1 - (1 - NOISE_EPS) t): tokens are masked
+    at rate (1 - NOISE_EPS) t."""
+    return -torch.log1p(-(1 - NOISE_EPS) * t)

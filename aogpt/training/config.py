@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 import torch
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 
 from ..checkpoints.load import config_of
 from ..model import ModelConfig
@@ -48,7 +48,6 @@ class DataConfig(Table):
     # more data sets of the same tokenizer, as FOLDER=0.1 (share of the sequences);
     # data.folder has the rest and the validation split
     mix: tuple[str, ...] = ()
-    verify: bool = False  # check the checksums of the token files before training
     # share of the steps with shorter sequences, so that the model learns these, too
     # (LLaDA: 0.01); their length in tokens is uniform in 1 to block_size, rounded up to
     # an eighth of it
@@ -64,25 +63,17 @@ class OptimConfig(Table):
 
     lr: Amount = 6e-4  # peak learning rate
     min_lr_ratio: Probability = 0.1  # the learning rate ends at lr * min_lr_ratio
-    # decay after the warm-up; wsd: constant, then linear in the last decay_share of the
-    # steps
+    # decay after the warm-up; wsd: constant, then linear in the last fifth of the steps
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    decay_share: Probability = 0.2  # wsd: share of the steps that decay; 0: no decay
     warmup_steps: NonNegative = 2000  # steps of linear warm-up
-    decay_steps: NonNegative = 0  # step at which the decay ends; 0: the last of the run
     beta1: BelowOne = 0.9  # AdamW: decay of the average gradient
     beta2: BelowOne = 0.95  # AdamW: decay of the average squared gradient
     weight_decay: Amount = 0.05  # on matrices only
-    # largest gradient norm; 0 switches clipping off
-    grad_clip: Annotated[float, Ge(0)] = 1.0
     # of the averaged weights; at step t at most (1 + t) / (10 + t)
     ema_decay: Probability = 0.9999
-    # decays of more averages, which are validated and logged, too
-    more_ema_decays: tuple[Probability, ...] = ()
     # muon: Muon for matrices of blocks, else AdamW
     kind: Literal["adamw", "muon"] = "adamw"
     muon_lr: Amount = 0.02  # Muon's peak learning rate; not comparable with lr
-    muon_momentum: BelowOne = 0.95  # Muon: decay of the average gradient
 
 
 @dataclass(frozen=True)
@@ -110,15 +101,11 @@ class TrainConfig(Table):
     # less memory, more time: block: the backward pass recomputes every block;
     # selective: all of a block except matrix products and attention
     activation_checkpointing: Literal["none", "selective", "block"] = "none"
-    # exchange gradients after every micro-batch, not once a step: more traffic, but
-    # with fsdp less memory, as gradients stay sharded
-    reduce_every_micro_batch: bool = False
     # seconds to wait for other processes; must exceed the time to write a checkpoint
     timeout: Annotated[float, Interval(gt=0, le=1e6)] = 1800.0
     compile: bool = True  # use torch.compile (needs a C++ compiler on a CPU)
     deterministic: bool = False  # bit-identical runs on a GPU, too; slower
     log_interval: Count = 10  # steps between rows of metrics.jsonl
-    max_skipped_steps: Count = 10  # stop after this many non-finite steps in a row
 
 
 @dataclass(frozen=True)
@@ -136,8 +123,6 @@ class CheckpointConfig(Table):
     """The checkpoints of a run."""
 
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
-    # also save this many minutes after the last; 0: only by steps
-    minutes: Amount = 0.0
     keep: Count = 3  # newest checkpoints kept, besides the best one
 
 
@@ -145,9 +130,8 @@ class CheckpointConfig(Table):
 class WandbConfig(Table):
     """The log on Weights & Biases."""
 
-    # log to Weights & Biases
+    # log to Weights & Biases, in the project that WANDB_PROJECT names, else aogpt
     mode: Literal["disabled", "online", "offline"] = "disabled"
-    project: str = "aogpt"  # its name there
 
 
 @dataclass(frozen=True)
@@ -277,13 +261,8 @@ def unused_settings(config: Config) -> list[str]:
             unused[f"order.{name}"] = kind
     if not config.objective.definition.in_groups:
         unused["objective.group"] = "objective.kind"
-    if config.objective.kind not in ("t_dce", "score_entropy"):
-        unused["objective.noise_eps"] = "objective.kind"
     if config.optim.kind == "adamw":
         unused["optim.muon_lr"] = "optim.kind"
-        unused["optim.muon_momentum"] = "optim.kind"
-    if config.optim.schedule != "wsd":
-        unused["optim.decay_share"] = "optim.schedule"
     if config.model.is_encoder:
         unused["order.l2r_prob"] = "model.attention"
     unused.update(unused_in_model(config.model))
@@ -358,17 +337,6 @@ def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
         o.warmup_steps > t.steps,
         f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower "
         f"it: --optim.warmup-steps {t.steps // 10}",
-    )
-    refuse(
-        0 < o.decay_steps < o.warmup_steps,
-        f"optim.decay_steps ({o.decay_steps}) is below optim.warmup_steps; raise it",
-    )
-    # Averages are named by their decays.
-    names = {f"{decay:g}" for decay in (o.ema_decay, *o.more_ema_decays)}
-    refuse(
-        len(names) < 1 + len(o.more_ema_decays),
-        "optim.ema_decay and optim.more_ema_decays must differ in their first six "
-        "digits",
     )
 
 

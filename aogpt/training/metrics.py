@@ -10,7 +10,7 @@ steps:
 
     val_loss_KIND      nats per token of the averaged weights; KIND: l2r, random (any
                        order), fixed or own (the run's orders, in its groups)
-    val_loss_KIND_raw  of the last weights; val_loss_KIND_ema0.99 of another average
+    val_loss_KIND_raw  of the last weights
     val_error_KIND     standard error of val_loss_KIND over random orders, if
                        eval.draws > 1
 
@@ -360,7 +360,7 @@ def start_wandb(config: Config):
     run_id = id_file.read_text(errors="replace").strip()
     try:
         run = wandb.init(
-            project=config.wandb.project,
+            project=os.environ.get("WANDB_PROJECT", "aogpt"),
             mode=config.wandb.mode,
             name=config.name,
             id=run_id,

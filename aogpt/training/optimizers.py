@@ -13,6 +13,10 @@ from ..systems import matrices_of
 from .config import Config
 from .muon import Muon, local
 
+MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
+MUON_MOMENTUM = 0.95  # decay of Muon's average gradient
+WSD_DECAY = 0.2  # share of the steps that decay
+
 
 def learning_rate(
     step: int,
@@ -20,21 +24,17 @@ def learning_rate(
     peak: float | None = None,
 ) -> float:
     """Return the learning rate at a step (from 0): linear warm-up to `peak` (optim.lr),
-    then cosine or linear decay to peak * min_lr_ratio at optim.decay_steps
-    (0: the end of the run); wsd: constant until the last decay_share of the steps, then
-    linear decay (Hu et al., arXiv 2404.06395)."""
+    then cosine or linear decay to peak * min_lr_ratio at the end of the run; wsd:
+    constant until the last steps, then linear decay (Hu et al., arXiv 2404.06395)."""
     o = config.optim
     if peak is None:
         peak = o.lr
     if step < o.warmup_steps:
         return peak * (step + 1) / o.warmup_steps
-    end = o.decay_steps or config.train.steps
+    end = config.train.steps
     start = o.warmup_steps
     if o.schedule == "wsd":
-        decay_steps = round(o.decay_share * end)
-        if decay_steps == 0:
-            return peak
-        start = max(start, end - decay_steps)
+        start = max(start, end - round(WSD_DECAY * end))
     steps = max(1, end - start)
     done = (step - start) / steps
     done = min(1.0, max(0.0, done))
@@ -84,7 +84,7 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
     if o.kind == "adamw":
         return [adamw]
     muon = Muon(
-        matrices, lr=o.muon_lr, weight_decay=o.weight_decay, momentum=o.muon_momentum
+        matrices, lr=o.muon_lr, weight_decay=o.weight_decay, momentum=MUON_MOMENTUM
     )
     return [adamw, muon]
 

@@ -12,6 +12,17 @@ DEFAULTS: dict[str, Any] = {
     "train.lora_rank": 0,
     "train.fused_norm": False,
     "train.flash3": False,
+    "objective.noise_eps": 1e-3,
+    "data.verify": False,
+    "optim.decay_share": 0.2,
+    "optim.decay_steps": 0,
+    "optim.grad_clip": 1.0,
+    "optim.more_ema_decays": [],
+    "optim.muon_momentum": 0.95,
+    "train.reduce_every_micro_batch": False,
+    "train.max_skipped_steps": 10,
+    "checkpoint.minutes": 0.0,
+    "wandb.project": "aogpt",
 }
 
 

@@ -3,11 +3,9 @@
 import contextlib
 import datetime
 import functools
-import math
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +25,8 @@ from .config import Config
 from .state import Progress, State, named_tensors, not_finite, plain_values
 from .val_losses import saved_losses
 
+MAX_SKIPPED_STEPS = 10  # a run stops after this many non-finite steps in a row
+
 
 class StopRequest:
     """The request to stop a run: a process got SIGTERM or Ctrl-C, or its data has
@@ -40,7 +40,6 @@ class StopRequest:
         self.error: Exception | None = None
         # True if true of any process at the last `agree`.
         self.requested = False
-        self.clock = False  # checkpoint.minutes have passed
         # torchrun, if it started this process
         self.launcher: int | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -55,18 +54,11 @@ class StopRequest:
         self.signalled = True
 
     def agree(
-        self,
-        config: Config,
-        progress: Progress,
-        datasets: Iterable[TokenDataset],
-        save_at: float,
+        self, config: Config, progress: Progress, datasets: Iterable[TokenDataset]
     ) -> None:
-        """Set `requested` and `clock` after a step, the same on all processes. Data
-        that has changed under the run stops it, too.
-
-        save_at: when the clock asks for a checkpoint, in the seconds of
-        time.monotonic. Raises UserError after train.max_skipped_steps steps in a row
-        that were not finite, and ChildProcessError without torchrun."""
+        """Set `requested` after a step, the same on all processes. Data that has
+        changed under the run stops it, too. Raises UserError after MAX_SKIPPED_STEPS
+        steps in a row that were not finite, and ChildProcessError without torchrun."""
         # Without its launcher, another job may take the place of this one.
         if self.launcher and os.getppid() != self.launcher:
             raise ChildProcessError("torchrun, which started this process, has ended")
@@ -76,14 +68,12 @@ class StopRequest:
         except (UserError, OSError) as error:
             self.error = error
         requested = self.signalled or self.error is not None
-        failed = progress.skipped_in_a_row >= config.train.max_skipped_steps
-        clock = time.monotonic() > save_at
+        failed = progress.skipped_in_a_row >= MAX_SKIPPED_STEPS
         if self.procs.world_size > 1:
-            flags = torch.tensor([requested, failed, clock], dtype=torch.float32)
+            flags = torch.tensor([requested, failed], dtype=torch.float32)
             dist.all_reduce(flags)  # between the CPUs: waits for no GPU
-            requested, failed, clock = (flags > 0).tolist()
+            requested, failed = (flags > 0).tolist()
         self.requested = requested
-        self.clock = clock
         if failed:
             skipped = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
             raise UserError(not_finite_message(config, progress, skipped))
@@ -125,22 +115,13 @@ class Saver:
         # The path of the last checkpoint; None if it could not be written.
         self.written: Path | None = None
         self.unsaved = False  # whether a checkpoint was due that is not written yet
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Save again checkpoint.minutes from now, if these are set."""
-        self.next_by_clock = math.inf
-        minutes = self.config.checkpoint.minutes
-        if minutes > 0:
-            self.next_by_clock = time.monotonic() + 60 * minutes
 
     def note_due(self, progress: Progress, stop: StopRequest) -> bool:
         """Note and return whether a checkpoint is due: by the number of the step, at
-        the end, as the processes have agreed, or since an earlier step that was
-        skipped."""
+        the end, or since an earlier step that was skipped."""
         by_step = progress.step % self.config.checkpoint.interval == 0
         is_last = progress.step == self.config.train.steps
-        if by_step or is_last or stop.requested or stop.clock:
+        if by_step or is_last or stop.requested:
             self.unsaved = True
         return self.unsaved
 
@@ -193,7 +174,6 @@ class Saver:
             )
             self.finish_writing()
         self.unsaved = False
-        self.restart_clock()
 
     def finish_writing(self) -> Path | None:
         """Wait until nothing is being written; what has been written may become
@@ -249,12 +229,12 @@ def not_finite_message(config: Config, progress: Progress, name: str) -> str:
     if path is None:
         return (
             f"{name} is not finite at step {progress.step}; there is no earlier "
-            "checkpoint. Lower --optim.lr, or set --optim.grad-clip, and start again; "
+            "checkpoint. Lower --optim.lr and start again; "
             f"move {config.run_folder} away"
         )
     return (
         f"{name} is not finite at step {progress.step}; the last good checkpoint is "
-        f"{path}. Lower --optim.lr, or set --optim.grad-clip, and start again; if no "
+        f"{path}. Lower --optim.lr and start again; if no "
         "loss after that checkpoint is finite, remove it and all later ones"
     )
 

@@ -33,7 +33,6 @@ from .warm_start import check_start, differing_keys, warm_start
 REFUSED = {
     "model": "architecture",
     "optim.kind": "optimizer",
-    "optim.more_ema_decays": "list of averages",
     "data.tokenizer": "tokenizer",
     "data.tokenizer_sha256": "tokenizer",
     "data.vocab_size": "tokenizer",
@@ -90,7 +89,7 @@ class State:
     step alone."""
 
     model: Transformer
-    averages: list[EMA]  # of optim.ema_decay, and of optim.more_ema_decays
+    average: EMA  # of the weights
     optimizers: list[torch.optim.Optimizer]  # AdamW, and Muon if optim.kind says so
     progress: Progress
 
@@ -150,10 +149,9 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         del source
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
-    decays = [config.optim.ema_decay, *config.optim.more_ema_decays]
     state = State(
         model=model,
-        averages=[EMA(model, decay) for decay in decays],
+        average=EMA(model, config.optim.ema_decay),
         optimizers=make_optimizers(model, config),
         progress=Progress(),
     )
@@ -402,10 +400,8 @@ def named_tensors(state: State) -> dict[str, Tensor]:
     tensors = {}
     for name, p in state.model.named_parameters():
         tensors[f"model.{name}"] = p.detach()
-    for i, ema in enumerate(state.averages):
-        prefix = f"ema{ema.decay:g}" if i else "ema"
-        for name, average in ema.weights.items():
-            tensors[f"{prefix}.{name}"] = average
+    for name, average in state.average.weights.items():
+        tensors[f"ema.{name}"] = average
     for name, values in named_state(state.model, state.optimizers).items():
         for key, value in values.items():
             tensors[f"optimizer.{name}.{key}"] = value
@@ -416,7 +412,7 @@ def plain_values(
     state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
 ) -> dict:
     """Return everything else, as JSON values: keys of checkpoints.store.StateFile."""
-    ema = state.averages[0]
+    ema = state.average
     values = asdict(state.progress)
     values["best"] = best
     values["ema"] = {"updates": int(ema.updates), "decay": ema.decay}
@@ -443,8 +439,7 @@ def restore(state: State, path: Path, values: dict) -> None:
         raise CheckpointError(
             f"{path}: {name} is not finite; remove it to resume from another"
         )
-    for ema in state.averages:
-        ema.updates.fill_(values["ema"]["updates"])
+    state.average.updates.fill_(values["ema"]["updates"])
     for field in fields(Progress):
         setattr(state.progress, field.name, values[field.name])
 

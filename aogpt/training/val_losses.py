@@ -39,20 +39,17 @@ class ValidationOrders(NamedTuple):
 
 def evaluate(
     model: Transformer,
-    averages: list[EMA],
+    average: EMA,
     val_data: TokenDataset,
     config: Config,
     procs: Processes,
 ) -> dict[str, Losses]:
-    """Return the validation losses by weights: "" the first average, "_raw" the last
-    weights, "_ema0.99" another average. All processes must call."""
-    first, *other_averages = averages
+    """Return the validation losses by weights: "" the average, "_raw" the last
+    weights. All processes must call."""
     weights: dict[str, contextlib.AbstractContextManager] = {
-        "": first.applied(),
+        "": average.applied(),
         "_raw": contextlib.nullcontext(),
     }
-    for ema in other_averages:
-        weights[f"_ema{ema.decay:g}"] = ema.applied()
     orders, _ = validation_orders(config)
     result: dict[str, Losses] = {}
     model.eval()
