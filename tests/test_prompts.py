@@ -6,6 +6,8 @@ import json
 from functools import partial
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet_files
 import pytest
 import torch
 from helpers import (
@@ -181,9 +183,9 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     assert data.num_blocks == 6
     assert data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
     assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    parquet_files.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet"
+    )
     source = tmp_path / "rows.parquet"
     again = short(tmp_path / "again", source)
     assert read_tokens(again, "test").tolist() == read_tokens(folder, "test").tolist()

@@ -4,6 +4,8 @@ import json
 import os
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet_files
 import pytest
 from helpers import documents, needs_gpt2, prepared, write_jsonl, write_rows
 
@@ -74,7 +76,6 @@ def test_rows_of_a_json_file_may_stand_under_the_name_of_their_field(tmp_path):
 
 
 def test_zst_files_are_read_and_damage_is_noticed(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
     content = (json.dumps({"text": "text " * 50}) + "\n").encode() * 50
     path = tmp_path / "a.jsonl.zst"
     with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
@@ -103,21 +104,34 @@ def test_a_bad_row_is_named(tmp_path, name):
 
 
 def test_a_column_that_is_read_stands_once_in_a_parquet_file(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
-    columns = [arrow.array(["one"]), arrow.array(["two"])]
-    table = arrow.Table.from_arrays(columns, names=["text", "text"])
-    parquet.write_table(table, path)
-    with pytest.raises(UserError, match="a.parquet: 2 columns are named 'text'"):
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "text"])
+    parquet_files.write_table(table, path)
+    with pytest.raises(UserError, match="a.parquet: .*Multiple matches for .*text"):
         prepared("text", tmp_path / "o", path, split="test")
 
 
+def test_a_table_leaves_nothing_behind(tmp_path, monkeypatch):
+    """The package `datasets` keeps what it reads, by default in the home folder. A file
+    is not a pattern there either."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    path = tmp_path / "[a] *.parquet"
+    table = pyarrow.table({"text": TEXTS, "day": ["2020-01-01"] * len(TEXTS)})
+    parquet_files.write_table(table, path)
+    assert documents(prepared("text", tmp_path / "o", path, split="test")) == TEXTS
+    day = prepared("text", tmp_path / "p", path, split="test", field="day")
+    assert documents(day) == ["2020-01-01"] * len(TEXTS)
+    assert not cache.exists()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 def test_nulls_in_a_table_are_bad_rows(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.table({"text": ["one", None, "two"]}), path)
+    parquet_files.write_table(pyarrow.table({"text": ["one", None, "two"]}), path)
     with pytest.raises(UserError, match="a.parquet row 2: .*holds NoneType"):
         prepared("text", tmp_path / "o", path, split="test")
 

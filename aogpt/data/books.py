@@ -8,10 +8,9 @@ import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from ..runtime.errors import UserError, reason_of
-from .sources import Corpus, Reading, read_whole
+from .sources import Corpus, Reading, unix_text
 
 COMMIT = "f9edc0ac68ef4d4bc6b16cbc1a3d68d5783a7e28"
 URL = f"https://github.com/mlschmitt/classic-books-markdown/archive/{COMMIT}.zip"
@@ -25,11 +24,11 @@ def books() -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+def read_books(path: Path, name: str, reading: Reading) -> Iterator[str]:
     """Yield the books of books.tsv, in its order. Raises UserError if one is
     missing."""
     try:
-        archive = zipfile.ZipFile(stream)
+        archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
         raise UserError(
             f"{name}: no .zip file ({reason_of(error)}); get it again"
@@ -37,9 +36,9 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
     with archive:
         files = {}
         for file in archive.namelist():
-            path = PurePosixPath(file)
-            author = path.parts[-2] if len(path.parts) > 2 else ""
-            title = path.name.removesuffix(".md").strip()
+            place = PurePosixPath(file)
+            author = place.parts[-2] if len(place.parts) > 2 else ""
+            title = place.name.removesuffix(".md").strip()
             files[_key(author, title)] = file
         for book in books():
             key = _key(book["author"], book["title"])
@@ -47,9 +46,8 @@ def read_books(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
                 raise UserError(
                     f"{name}: {key}.md is missing; the books are those of {URL}"
                 )
-            with archive.open(files[key]) as file:
-                parts = read_whole(file, f"{name}: {key}.md", reading)
-                text = "".join(parts).strip()
+            data = archive.read(files[key])
+            text = unix_text(data, f"{name}: {key}.md", reading).strip()
             if len(text.encode()) != int(book["bytes"]):
                 reading.counts[CHANGED] += 1
             yield text

@@ -198,7 +198,7 @@ DATASETS: dict[str, Dataset] = {
     "text8": Dataset(
         source="optional",
         url="http://mattmahoney.net/dc/text8.zip",
-        readers={".zip": sources.read_zipped},
+        readers={".zip": sources.with_datasets("text", sample_by="document")},
         divide=text8_splits,
         tokenizer=f"{ALPHABET} {ascii_lowercase}",
     ),

@@ -1,9 +1,11 @@
 """Where documents come from: files of the user's, published files, the Hugging Face
 hub.
 
-Rows of .jsonl and .parquet files are read one at a time; text files and .json files are
-held whole. The package `datasets` reads the hub. Its readers of local files are not
-used: they turn "NA" into a missing value and a date into a time."""
+The package `datasets` streams the hub and .parquet files, row by row. Text and JSON are
+read here, because its readers change them. "text" makes "\n" of a lone "\r". "json"
+reads a field of dates as times, and where one row of a field is a number it writes the
+others in quotes; for a bad row it names no line. Here a field is a string, or an
+error. CSV is not read: its reader, pandas, loses cells where rows differ in length."""
 
 import contextlib
 import glob
@@ -11,25 +13,24 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
-import zipfile
+import shutil
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, sha256_file
 from .tokenizers import END_OF_TEXT
 
-OFFLINE = (
-    "pip install datasets, or pass files: "
-    "python data/prepare.py {} --source FILE.parquet ..."
-)
+OFFLINE = "or pass files: python data/prepare.py {} --source FILE.parquet ..."
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
 PACKED = (".gz", ".xz", ".zst")  # suffixes of compressed files
 # Notes, each after a count.
@@ -60,8 +61,8 @@ class Reading:
         return text_of(row, self.field, place)
 
 
-# (stream, its name for messages, how) -> documents
-Reader = Callable[[BinaryIO, str, Reading], Iterator[str]]
+# (file, its name for messages, how) -> documents
+Reader = Callable[[Path, str, Reading], Iterator[str]]
 
 
 @dataclass
@@ -139,11 +140,10 @@ def local_files(
         empty = 0
         for path, read in files.items():
             is_empty = True
-            with unpacked(path) as stream:
-                for text in read(stream, str(path), reading):
-                    reading.counts[MARKED] += text.count(END_OF_TEXT)
-                    yield text
-                    is_empty = False
+            for text in read(path, str(path), reading):
+                reading.counts[MARKED] += text.count(END_OF_TEXT)
+                yield text
+                is_empty = False
             empty += is_empty
         if empty == len(files):
             names = ", ".join(str(path) for path in list(files)[:3])
@@ -196,16 +196,14 @@ def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
 
 
 def _open_zst(path: Path, mode: str) -> BinaryIO:
-    try:
-        import pyarrow
-    except ImportError:
-        raise UserError(f"{path}: .zst files need pip install datasets") from None
+    import pyarrow  # as `datasets`, it takes a second
+
     return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), mode), "zstd")
 
 
 @contextlib.contextmanager
-def unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, unpacked."""
+def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
+    """Open a file, unpacked. name: as messages call it."""
     openers = {
         ".gz": gzip.open,
         ".xz": partial(lzma.open, format=lzma.FORMAT_XZ),  # .lzma has no checksum
@@ -222,7 +220,7 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno:  # such as a missing file
             raise
         raise UserError(
-            f"{path}: damaged, cut short, or not a {path.suffix} file"
+            f"{name}: damaged, cut short, or not a {path.suffix} file"
         ) from error
 
 
@@ -245,51 +243,45 @@ def decoded(data: bytes, name: str) -> str:
         ) from error
 
 
-def read_whole(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the file as one document, with line ends of Unix; nothing if it is
-    empty."""
-    text = decoded(stream.read(), name)
+def unix_text(data: bytes, name: str, reading: Reading) -> str:
+    """Return the text of a file in UTF-8 with line ends of Unix."""
+    text = decoded(data, name)
     reading.counts[WINDOWS] += text.count("\r\n")
+    return text.replace("\r\n", "\n")
+
+
+def read_whole(path: Path, name: str, reading: Reading) -> Iterator[str]:
+    """Yield the file as one document; nothing if it is empty."""
+    with unpacked(path, name) as file:
+        text = unix_text(file.read(), name, reading)
     if text:
-        yield text.replace("\r\n", "\n")
+        yield text
 
 
-def read_zipped(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the only file of a .zip as one document."""
-    try:
-        with (
-            zipfile.ZipFile(stream) as archive,
-            archive.open(*archive.namelist()) as file,
-        ):
-            yield from read_whole(file, name, reading)
-    except (zipfile.BadZipFile, TypeError) as error:  # TypeError: not one file
-        raise UserError(
-            f"{name}: no .zip of one file ({reason_of(error)}); get it again"
-        ) from None
-
-
-def read_lines(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+def read_lines(path: Path, name: str, reading: Reading) -> Iterator[str]:
     """Yield a document for each line, with its end."""
-    for text in read_whole(stream, name, reading):
+    for text in read_whole(path, name, reading):
         yield from io.StringIO(text.replace("\r", "\n"), newline="\n")
 
 
-def read_jsonl(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+def read_jsonl(path: Path, name: str, reading: Reading) -> Iterator[str]:
     """Yield a document for each row of JSON."""
-    for place, line in lines_of(stream, name):
-        yield reading.document(json_object(line, place), place)
+    with unpacked(path, name) as file:
+        for place, line in lines_of(file, name):
+            yield reading.document(json_object(line, place), place)
 
 
-def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
+def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
     """Yield a document for each object in a list, which is the file or the only list in
     its object; for the file's object, if it is itself a row; or for each line, where a
     file of JSON lines has this suffix."""
-    content = stream.read()
+    with unpacked(path, name) as file:
+        content = file.read()
     try:
         values = json.loads(content)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from read_jsonl(io.BytesIO(content), name, reading)
+            yield from read_jsonl(path, name, reading)
             return
         raise UserError(
             f"{name} line {error.lineno}: this is not JSON ({error.msg})"
@@ -306,21 +298,6 @@ def read_json(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
             f"{name}: this is a {type(values).__name__}, not a list of rows"
         )
     yield from texts_of(enumerate(values, 1), reading, name)
-
-
-def check_read_once(
-    columns: Sequence[str],
-    reading: Reading,
-    name: str,
-) -> None:
-    """Raise UserError if a field that is read is the name of two columns: a row would
-    hold the last one alone."""
-    for column in sorted(reading.fields):
-        if columns.count(column) > 1:
-            raise UserError(
-                f"{name}: {columns.count(column)} columns are named {column!r}; rename "
-                "all but one of them"
-            )
 
 
 def text_of(
@@ -343,45 +320,8 @@ def text_of(
     return text
 
 
-def read_parquet(stream: BinaryIO, name: str, reading: Reading) -> Iterator[str]:
-    """Yield a document for each row of a table."""
-
-    def rows() -> Iterator[dict]:
-        from pyarrow.parquet import ParquetFile
-
-        file = ParquetFile(stream)
-        names = file.schema_arrow.names
-        check_read_once(names, reading, name)
-        columns = [name for name in names if name in reading.fields]
-        for batch in file.iter_batches(500, columns=columns):
-            for values in batch.to_pylist():
-                row = dict.fromkeys(names)
-                row.update(values)
-                yield row
-
-    numbered = _numbered(rows(), name, "damaged, or not a .parquet file")
-    yield from texts_of(numbered, reading, name)
-
-
-def _numbered(
-    rows: Iterable[dict], name: str, problem: str
-) -> Iterator[tuple[int, dict]]:
-    """Yield rows and their numbers, from 1. problem: the message if reading fails."""
-    number = 0
-    try:
-        for number, row in enumerate(rows, 1):
-            yield number, row
-    except UserError:
-        raise
-    # pyarrow, datasets and the network have errors of their own.
-    except Exception as error:
-        raise UserError(
-            f"{name}: {problem} ({reason_of(error)}, after row {number})"
-        ) from error
-
-
 def texts_of(
-    rows: Iterable[tuple[int, dict]], reading: Reading, name: str
+    rows: Iterable[tuple[int, Any]], reading: Reading, name: str
 ) -> Iterator[str]:
     """Yield the document of each row. rows: rows with their numbers."""
     for number, row in rows:
@@ -393,58 +333,100 @@ def texts_of(
         yield reading.document(row, place)
 
 
+def streamed(
+    load: Callable[..., Iterable[dict]], name: str, problem: str
+) -> Iterator[tuple[int, dict]]:
+    """Yield the rows that `datasets` streams, and their numbers, from 1. load: calls
+    `load_dataset` with the options that it is given, whose cache is removed at the end.
+    name, problem: of the message if reading fails."""
+    import datasets  # here, as it takes a second
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs it raises, too
+    number = 0
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            for number, row in enumerate(load(streaming=True, cache_dir=cache), 1):
+                yield number, row
+        # pyarrow, datasets and the network have errors of their own.
+        except Exception as error:
+            raise UserError(
+                f"{name}: {problem} ({reason_of(error)}, after row {number})"
+            ) from error
+
+
+def with_datasets(kind: str, **settings: Any) -> Reader:
+    """Return the reader of a kind of file that `datasets` has. settings: of this
+    kind."""
+
+    def read(path: Path, name: str, reading: Reading) -> Iterator[str]:
+        def load(**options: Any) -> Iterable[dict]:
+            from datasets import load_dataset
+
+            file = glob.escape(str(path.absolute()))
+            return load_dataset(
+                kind, data_files=file, split="train", **settings, **options
+            )
+
+        rows = streamed(load, name, f"{kind} cannot be read from it")
+        yield from texts_of(rows, reading, name)
+
+    return read
+
+
 def hub_rows(
     name: str, repository: str, config: str | None, split: str, reading: Reading
 ) -> Corpus:
     """Return a split of a dataset on the Hugging Face hub, streamed. name: the name of
     the dataset here."""
 
-    def rows() -> Iterator[dict]:
+    def load(**options: Any) -> Iterable[dict]:
         from datasets import load_dataset
 
-        load = partial(
-            load_dataset,
-            repository,
-            split=split,
-            streaming=True,
-        )
         try:
-            streamed = load(config)
+            return load_dataset(repository, config, split=split, **options)
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
             # datasets runs no loading scripts any more. For repositories that have one,
             # the hub keeps a converted copy, in folders CONFIG/SPLIT or
             # CONFIG/partial-SPLIT.
-            files = {split: f"{config or '*'}/*{split}/*.parquet"}
-            streamed = load(data_files=files, revision="refs/convert/parquet")
-        yield from streamed
+            return load_dataset(
+                repository,
+                data_files={split: f"{config or '*'}/*{split}/*.parquet"},
+                revision="refs/convert/parquet",
+                split=split,
+                **options,
+            )
 
     source = {"dataset": repository}
     if config is not None:
         source["config"] = config
-    numbered = _numbered(rows(), repository, f"the hub failed; {OFFLINE.format(name)}")
-    return Corpus(texts_of(numbered, reading, repository), [source], reading=reading)
+    problem = f"the hub failed; {OFFLINE.format(name)}"
+    rows = streamed(load, repository, problem)
+    return Corpus(texts_of(rows, reading, repository), [source], reading=reading)
 
 
 def downloaded_file(
     name: str, url: str, readers: dict[str, Reader], reading: Reading
 ) -> Corpus:
-    """Return the documents of the file at an address, which is held in memory."""
+    """Return the documents of the file at an address."""
 
     def documents() -> Iterator[str]:
         import urllib.request
 
         read = find_reader(url, readers)
-        try:
-            with urllib.request.urlopen(url, timeout=60) as response:
-                stream = io.BytesIO(response.read())
-        except Exception as error:  # http has errors of its own
-            raise UserError(
-                f"{url}: {reason_of(error)}; get it elsewhere, then: "
-                f"python data/prepare.py {name} --source FILE"
-            ) from error
-        yield from read(stream, url, reading)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / url.rpartition("/")[2]
+            try:
+                with urllib.request.urlopen(url, timeout=60) as response:
+                    with path.open("wb") as file:
+                        shutil.copyfileobj(response, file)
+            except Exception as error:  # http has errors of its own
+                raise UserError(
+                    f"{url}: {reason_of(error)}; get it elsewhere, then: "
+                    f"python data/prepare.py {name} --source FILE"
+                ) from error
+            yield from read(path, url, reading)
 
     return Corpus(documents(), [{"url": url}], reading=reading)
 
@@ -452,7 +434,7 @@ def downloaded_file(
 ROW_FILES: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
-    ".parquet": read_parquet,
+    ".parquet": with_datasets("parquet"),
 }
 TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole}
 TEXT_FILES.update(ROW_FILES)
