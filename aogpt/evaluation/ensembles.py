@@ -19,7 +19,7 @@ bias in M:
    2406.03736).
 2. The gain instead of the loss: under uniform orders, mean_j log p_j - log mean_j p_j
    has the expectation L_M - L_1, and varies far less. L_1 takes causal passes
-   (results/order_ensembles.md).
+   (results/books.md#what-does-averaging-over-orders-of-the-context-gain).
 
 B sequences, T positions, M members, S ensemble sizes."""
 
