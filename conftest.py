@@ -155,7 +155,7 @@ def run_here(script):
     """In place of studies.runs.run_alone: a script runs in this process."""
 
     def call(name, *arguments, processes=1):
-        module = importlib.import_module(Path(name).stem)
+        module = importlib.import_module(name.removesuffix(".py"))
         status, out, errors = script(module, *arguments)
         return subprocess.CompletedProcess([name, *arguments], status, out, errors)
 

@@ -548,7 +548,7 @@ def read_request(place: str, line: str) -> Request:
 def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
     """Return the rows of a data set with prompts, with masks in place of the tokens to
     predict."""
-    from aogpt.evaluation.answers import open_questions  # not needed for text
+    from aogpt.evaluation.eval_sets import open_questions  # not needed for text
 
     questions = open_questions(str(folder), None, loaded)
     roles = questions.roles

@@ -100,7 +100,7 @@ def of_perplexity(result: dict) -> Measured:
 
 
 def of_answers(report: dict) -> Measured:
-    """Return the figures of a report of eval_tasks.py: the share of right answers,
+    """Return the figures of a report of studies.eval_tasks: the share of right answers,
     exact_TASK."""
     figures = {}
     for row in report["results"]:

@@ -622,7 +622,7 @@ python train.py configs/smollm2.toml $SHORT --name BEFORE --optim.lr 0 \\
     --optim.warmup-steps 0 --train.steps 1
 INFILL="--data data/books_smollm2 --split val --num-passages 40 --shortest 6 \\
     --longest 20 --dtype bfloat16 --block-size 128"
-python eval_infill.py FOLDER $INFILL --draws 16
+python -m studies.eval_infill FOLDER $INFILL --draws 16
 python train.py studies/configs/smollm2_a3.toml --name a3 --train.init-from FOLDER \\
     --train.dtype bfloat16
 python eval_ppl.py out/a3_direct out/a3 --weights raw --datasets data/books_smollm2 \\

@@ -5,8 +5,8 @@ and boards.
     python -m studies.puzzle_answers out/sudoku6 --tasks sudoku6 --mode confidence
     --html FILE"""
 
-import eval_tasks
 from aogpt.runtime.command_line import run_script
+from studies import eval_tasks
 from studies.puzzles import TASKS
 
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from aogpt.checkpoints import load
-from aogpt.evaluation.answers import answer, open_questions
+from aogpt.evaluation.eval_sets import open_questions
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_atomically, write_text
@@ -41,6 +41,7 @@ from studies.answer_pages import (
     page,
     task_table,
 )
+from studies.answers import answer, first_rows
 from studies.experiment import Experiment, read_run_configs
 from studies.pages import reported
 from studies.prepare import DATASETS, PrepareStudy, prepare
@@ -191,10 +192,11 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     finished_run(config)
     loaded = load(config.run_folder)
     alone = Processes(0, 1, torch.device("cpu"))
-    questions = open_questions(config.data.folder, "test", loaded, limit, TASKS)
-    few = questions.first(options.batch_size)
-    answer(loaded, few, options, config.seed, alone)
-    answers = answer(loaded, questions, options, config.seed, alone)
+    questions = open_questions(config.data.folder, "test", loaded, limit)
+    judge = TASKS.get(questions.dataset)
+    few = first_rows(questions, options.batch_size)
+    answer(loaded, few, options, config.seed, alone, judge)
+    answers = answer(loaded, questions, options, config.seed, alone, judge)
     return answers.summary()
 
 

@@ -16,9 +16,7 @@ from helpers import ROOT, prepared, shell_lines
 
 import convert
 import eval_gen
-import eval_infill
 import eval_ppl
-import eval_tasks
 import sample
 from aogpt import commands
 from aogpt.data import prepare
@@ -27,6 +25,8 @@ from aogpt.training import config as configuration
 from extras import harness
 from studies import (
     bench,
+    eval_infill,
+    eval_tasks,
     findings,
     fuzz,
     gguf_folder,
@@ -57,9 +57,7 @@ BEGIN = ("python ", "torchrun ", "make ", "pip ", "source ", "aogpt ")
 SCRIPTS = {
     "convert.py": convert,
     "eval_gen.py": eval_gen,
-    "eval_infill.py": eval_infill,
     "eval_ppl.py": eval_ppl,
-    "eval_tasks.py": eval_tasks,
     "sample.py": sample,
     "data/prepare.py": prepare,
     "aogpt score": commands,
@@ -70,6 +68,8 @@ SCRIPTS = {
     "aogpt playground": app,
     "extras.harness": harness,
     "studies.bench": bench,
+    "studies.eval_infill": eval_infill,
+    "studies.eval_tasks": eval_tasks,
     "studies.findings": findings,
     "studies.fuzz": fuzz,
     "studies.gguf_folder": gguf_folder,
@@ -307,7 +307,7 @@ SMALL = {
         "--overwrite",
     ],
     "data/prepare.py": ["--limit", "20"],
-    "eval_infill.py": ["--num-passages", "2", "--overwrite"],
+    "studies.eval_infill": ["--num-passages", "2", "--overwrite"],
     "train.py": (
         "--train.steps 1 --train.no-compile --train.batch_size 2 "
         "--train.micro_batch_size 2 --model.n_layer 1 --model.n_embd 32 --model.n_head "

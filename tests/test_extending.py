@@ -11,7 +11,7 @@ import sys
 import pytest
 from helpers import ROOT, documents
 
-SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "eval_infill.py", "sample.py")
+SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "sample.py")
 SIZES = (
     "--model.vocab-size 320 --model.block-size 32 --model.n-layer 2 --model.n-head 2 "
     "--model.n-embd 32 --train.batch-size 8 --train.micro-batch-size 8 "

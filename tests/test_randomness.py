@@ -10,10 +10,7 @@ import torch
 from helpers import ROOT
 from reference import accept, make_system, random_tokens
 
-import eval_infill
-from aogpt.checkpoints import Loaded
 from aogpt.evaluation.ensembles import cheap_gains
-from aogpt.evaluation.infilling import Passages
 from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime import randomness
@@ -130,7 +127,7 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
 
 @pytest.mark.parametrize("mode", ["random", "mdm"])
 def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
-    """Infills of a model whose tokens are uniform, on 4 x 4 cells of place in the order
+    """Samples of a model whose tokens are uniform, on 4 x 4 cells of place in the order
     and id."""
     recorded = {}
     real = modes.generate_distributed
@@ -145,16 +142,9 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    loaded = Loaded(model, "", 0, "raw", tokenizer="bytes", vocab_size=256)
     N = 1200
-    passages = Passages(
-        tokens=torch.zeros(N, 8).long(),
-        start=torch.zeros(N).long(),
-        end=torch.full((N,), 8),
-        document=torch.arange(N),
-    )
     options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
-    eval_infill.fill_in(loaded, passages, True, options, 0)
+    modes.generate_rows(model, [[None] * 8] * N, options, vocab_size=256, seed=0)
     place = torch.empty(N, 8).long()
     place.scatter_(1, recorded["plan"].order, torch.arange(8).expand(N, 8))
     cells = place // 2 * 4 + recorded["got"].tokens // 64

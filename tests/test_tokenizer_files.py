@@ -23,7 +23,6 @@ from helpers import (
 from reference import make_system
 
 import aogpt
-import eval_infill
 import eval_ppl
 import train
 from aogpt import commands
@@ -42,7 +41,6 @@ from aogpt.data.tokenizers import (
     text_bytes,
 )
 from aogpt.evaluation.eval_sets import EvalSet, open_eval_set, open_split
-from aogpt.evaluation.infilling import find_last_words
 from aogpt.runtime.errors import UserError
 from convert import convert
 
@@ -300,11 +298,6 @@ def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(
         )
     assert "end with id" not in said[first]
     assert f"documents of {second} end with id 257" in said[second]
-    monkeypatch.setattr(eval_infill, "load", lambda *a, **k: pretrained)
-    monkeypatch.setattr("sys.argv", ["x", "x", "--data", str(second), "--last-word"])
-    with contextlib.suppress(UserError):  # a block of this model has no second word
-        eval_infill.main()
-    assert f"documents of {second} end with id 257" in capsys.readouterr().err
 
 
 def test_the_end_of_text_of_a_run_without_its_tokenizer_is_unknown(two_ends, tmp_path):
@@ -365,15 +358,6 @@ def test_documents_are_read_back_as_they_were_written(tmp_path, make):
     assert tokenizer.encode_documents(text).tolist() == ids
     of_text = tokenizer.text_bytes_of(text, np.array(ids))
     assert of_text.sum() == len("a b ab")
-
-
-@pytest.mark.parametrize("make", [of_bytes, of_words])
-def test_the_last_word_is_found_where_a_tokenizer_adds_a_space(tmp_path, make):
-    tokenizer = get_tokenizer(str(saved(make(), tmp_path)))
-    ids = [*tokenizer.encode("we saw the cat"), tokenizer.eot]
-    passages = find_last_words(ids, tokenizer, 1, 20, tokenizer.eot)
-    assert tokenizer.decode(ids[: int(passages.start)]) == "we saw the"
-    assert int(passages.end) == len(ids) - 1
 
 
 @pytest.mark.parametrize(

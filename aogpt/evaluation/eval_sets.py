@@ -350,3 +350,43 @@ def read_text(path: str) -> str:
     """Return a text file or standard input, with line ends of Unix."""
     text = decoded(expand_home(path).read_bytes(), path)
     return text.replace("\r\n", "\n")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The rows of a data set with prompts, as a model reads them."""
+
+    name: str
+    dataset: str | None  # its name for the command that prepared it
+    tokens: Tensor  # LongTensor (N, T)
+    roles: Roles
+    note: str | None  # on its end-of-text
+
+
+def open_questions(
+    name: str, split: str | None, loaded: Loaded, limit: int | None = None
+) -> Questions:
+    """Return the rows of a prepared data set, or `limit` of them, spread over the
+    split. split: by default test, where there is one. Raises UserError for a set
+    without prompts."""
+    dataset = open_split(
+        name,
+        split,
+        preferred_split="test",
+        verify=False,
+    )
+    eval_set = open_eval_set(dataset, loaded, limit)
+    rows = range(eval_set.count)
+    roles = eval_set.roles(rows)
+    if roles is None:
+        raise UserError(
+            f"{dataset.folder} holds text without prompts; make some with: "
+            "python data/prepare.py records --source FILE.jsonl"
+        )
+    return Questions(
+        name=eval_set.name,
+        dataset=dataset.meta.get("settings", {}).get("dataset"),
+        tokens=eval_set.tokens(rows),
+        roles=roles,
+        note=note_on_end(dataset, loaded),
+    )

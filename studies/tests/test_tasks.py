@@ -1,4 +1,4 @@
-"""Answers to prompts (eval_tasks.py) and to puzzles (studies/puzzle_answers.py)."""
+"""Answers to prompts (eval_tasks.py) and to puzzles (puzzle_answers.py)."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from helpers import (
 )
 from study_data import prepared_study
 
-import eval_tasks
 import train
 from aogpt.checkpoints.load import load
-from aogpt.evaluation.answers import answer, open_questions
+from aogpt.evaluation.eval_sets import open_questions
 from aogpt.orders import OrderConfig
-from studies import puzzle_answers, tasks
+from studies import eval_tasks, puzzle_answers, tasks
+from studies.answers import answer, given_first
 from studies.puzzles import TASKS
 
 DECODERS = tasks.load_tasks()[1]
@@ -87,7 +87,7 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
     assert tasks.decode(config, possible["l2r"], 8)["nfe"] == 4
     gpt = config.run_folder
     questions = open_questions(str(data["reversal"]), None, load(gpt), limit=5)
-    first = questions.given_first()
+    first = given_first(questions)
     expected = [row[4:] + row[:4] for row in questions.tokens.tolist()]
     assert first.tokens.tolist() == expected
     assert torch.equal(first.roles.given[0], torch.arange(9) < 5)

@@ -1,4 +1,4 @@
-"""aogpt/evaluation/infilling.py and eval_infill.py: the middle of a passage, given
+"""studies/infilling.py and eval_infill.py: the middle of a passage, given
 both sides or one."""
 
 import json
@@ -15,12 +15,16 @@ from helpers import (
     write_jsonl,
 )
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
+from test_tokenizer_files import of_bytes, of_words, saved
 
-import eval_infill
 import train
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.evaluation.infilling import (
+from aogpt.sampling import modes
+from aogpt.sampling.modes import DecodingOptions
+from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
+from studies import eval_infill
+from studies.infilling import (
     Passages,
     find_last_words,
     find_passages,
@@ -28,9 +32,6 @@ from aogpt.evaluation.infilling import (
     resample_middles,
     rouge,
 )
-from aogpt.sampling import modes
-from aogpt.sampling.modes import DecodingOptions
-from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
 
 T = 9
 TOKENS = 11
@@ -384,3 +385,12 @@ def test_last_words_are_predicted_from_what_precedes(
     for unused in ("--draws", "--shortest", "--longest"):
         words = ["--data", data, "--last-word", unused, 8]
         assert f"{unused} has no meaning" in mistake(eval_infill, run, *words)
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_the_last_word_is_found_where_a_tokenizer_adds_a_space(tmp_path, make):
+    tokenizer = get_tokenizer(str(saved(make(), tmp_path)))
+    ids = [*tokenizer.encode("we saw the cat"), tokenizer.eot]
+    passages = find_last_words(ids, tokenizer, 1, 20, tokenizer.eot)
+    assert tokenizer.decode(ids[: int(passages.start)]) == "we saw the"
+    assert int(passages.end) == len(ids) - 1

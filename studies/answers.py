@@ -5,28 +5,24 @@ N rows of T tokens."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from ..checkpoints import Loaded
-from ..orders import Roles
-from ..runtime.errors import UserError
-from ..runtime.processes import Processes
-from ..sampling import modes
-from ..sampling.engine import Generation
-from ..sampling.modes import DecodingOptions
-from ..sampling.page import PageSample, render
-from ..sampling.plans import Plan, group_sizes
-from .eval_sets import note_on_end, open_eval_set, open_split
-from .text_measures import mean_and_error
+from aogpt.checkpoints import Loaded
+from aogpt.evaluation.eval_sets import Questions
+from aogpt.evaluation.text_measures import mean_and_error
+from aogpt.orders import Roles
+from aogpt.runtime.processes import Processes
+from aogpt.sampling import modes
+from aogpt.sampling.engine import Generation
+from aogpt.sampling.modes import DecodingOptions
+from aogpt.sampling.page import PageSample, render
+from aogpt.sampling.plans import Plan, group_sizes
 
 ON_PAGE = 16  # rows
-# Puzzles of which another answer than the one in the data can be right.
-SEVERAL_ANSWERS = ("colouring", "replace", "shuffle")
 
 
 class Judge(Protocol):
@@ -45,70 +41,25 @@ class Judge(Protocol):
         """Return whether a filled row is right; original: the row in the data."""
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The rows of a data set with prompts, as a model reads them."""
-
-    name: str
-    tokens: Tensor  # LongTensor (N, T)
-    roles: Roles
-    judge: Judge | None  # None: only the answer in the data is right
-    notes: tuple[str, ...] = ()  # on what its numbers mean
-
-    def first(self, count: int) -> "Questions":
-        """Return the first `count` rows."""
-        roles = Roles(
-            predicted=self.roles.predicted[:count], given=self.roles.given[:count]
-        )
-        return replace(self, tokens=self.tokens[:count], roles=roles)
-
-    def given_first(self) -> "Questions":
-        """Return the rows with the prompt at the beginning, for a model that can only
-        continue a text."""
-        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
-        order = self.roles.first_given(positions)
-        roles = Roles(
-            predicted=self.roles.predicted.gather(1, order),
-            given=self.roles.given.gather(1, order),
-        )
-        return replace(self, tokens=self.tokens.gather(1, order), roles=roles)
-
-
-def open_questions(
-    name: str,
-    split: str | None,
-    loaded: Loaded,
-    limit: int | None = None,
-    judges: Mapping[str, Judge] | None = None,
-) -> Questions:
-    """Return the rows of a prepared data set, or `limit` of them, spread over the
-    split. split: by default test, where there is one. judges: by the name of the data
-    set for prepare.py. Raises UserError for a set without prompts."""
-    dataset = open_split(
-        name,
-        split,
-        preferred_split="test",
-        verify=False,
+def first_rows(questions: Questions, count: int) -> Questions:
+    """Return the first `count` rows."""
+    roles = Roles(
+        predicted=questions.roles.predicted[:count], given=questions.roles.given[:count]
     )
-    eval_set = open_eval_set(dataset, loaded, limit)
-    rows = range(eval_set.count)
-    roles = eval_set.roles(rows)
-    if roles is None:
-        raise UserError(
-            f"{dataset.folder} holds text without prompts; make some with: "
-            "python data/prepare.py records --source FILE.jsonl"
-        )
-    dataset_name = dataset.meta.get("settings", {}).get("dataset")
-    judge = (judges or {}).get(dataset_name)
-    notes = []
-    if note := note_on_end(dataset, loaded):
-        notes.append(note)
-    if judge is None and dataset_name in SEVERAL_ANSWERS:
-        notes.append(
-            f"{eval_set.name}: other answers than the one in the data are right, too, "
-            "and count as wrong here: take python -m studies.puzzle_answers"
-        )
-    return Questions(eval_set.name, eval_set.tokens(rows), roles, judge, tuple(notes))
+    return replace(questions, tokens=questions.tokens[:count], roles=roles)
+
+
+def given_first(questions: Questions) -> Questions:
+    """Return the rows with the prompt at the beginning, for a model that can only
+    continue a text."""
+    tokens = questions.tokens
+    roles = questions.roles
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    order = roles.first_given(positions)
+    roles = Roles(
+        predicted=roles.predicted.gather(1, order), given=roles.given.gather(1, order)
+    )
+    return replace(questions, tokens=tokens.gather(1, order), roles=roles)
 
 
 @dataclass(frozen=True)
@@ -142,11 +93,12 @@ def answer(
     options: DecodingOptions,
     seed: int,
     procs: Processes,
+    judge: Judge | None = None,
 ) -> Answers:
     """Return the answers to all questions. options: with the mode's defaults; seed: of
-    all random numbers."""
+    all random numbers; judge: None if only the answer in the data is right."""
     if loaded.model.config.l2r_only:
-        questions = questions.given_first()
+        questions = given_first(questions)
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     planned = modes.plan_samples(options, contexts, seed)
@@ -156,14 +108,16 @@ def answer(
     )
     seconds = time.perf_counter() - started
     return Answers(
-        records=_compared(loaded, questions, samples),
+        records=_compared(loaded, questions, samples, judge),
         samples=samples,
         seconds=seconds,
-        limit=limit_of(questions.judge, planned.plan, options),
+        limit=limit_of(judge, planned.plan, options),
     )
 
 
-def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list[dict]:
+def _compared(
+    loaded: Loaded, questions: Questions, samples: Generation, judge: Judge | None
+) -> list[dict]:
     """Return a record for each row: its text in the data and as it was filled in, both
     up to end-of-text."""
     tokenizer = loaded.get_tokenizer()
@@ -173,10 +127,10 @@ def _compared(loaded: Loaded, questions: Questions, samples: Generation) -> list
     for number, (true, (filled, step, _)) in enumerate(rows):
         text = modes.text_until(tokenizer, true[: len(filled)])
         answer_text = modes.text_until(tokenizer, filled)
-        if questions.judge is None:
+        if judge is None:
             is_right = answer_text == text
         else:
-            is_right = questions.judge.is_right(answer_text, text)
+            is_right = judge.is_right(answer_text, text)
         record = {
             "text": text,
             "answer": answer_text,
@@ -207,12 +161,12 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
 
 
 def page_of(
-    loaded: Loaded, questions: Questions, answers: Answers, settings: dict
+    loaded: Loaded, answers: Answers, judge: Judge | None, settings: dict
 ) -> str:
     """Return an HTML page on which the first rows fill in, step by step. settings: the
     settings to show."""
     tokenizer = loaded.get_tokenizer()
-    board = questions.judge.board if questions.judge else None
+    board = judge.board if judge else None
     shown = []
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
     for (tokens, step, log_probs), record in rows:

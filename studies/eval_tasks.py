@@ -1,8 +1,8 @@
 """Accuracy on tasks: prompts of a prepared data set.
 
-    python eval_tasks.py out/own --tasks data/questions --mode confidence --html FILE
-    python eval_tasks.py out/own --tasks data/questions --mode l2r --json result.json
-    torchrun --nproc_per_node=8 eval_tasks.py out/own --tasks data/questions
+    python -m studies.eval_tasks out/own --tasks data/questions --html FILE
+    python -m studies.eval_tasks out/own --tasks data/questions --mode l2r --json FILE
+    torchrun --nproc_per_node=8 -m studies.eval_tasks out/own --tasks data/questions
 
 A task is a prepared data set with prompts, by name or folder (data/prepare.py records;
 puzzles with several right answers: python -m studies.puzzle_answers)."""
@@ -19,13 +19,7 @@ import torch
 import tyro
 
 from aogpt.checkpoints import Loaded, load
-from aogpt.evaluation.answers import (
-    Judge,
-    Questions,
-    answer,
-    open_questions,
-    page_of,
-)
+from aogpt.evaluation.eval_sets import open_questions
 from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
@@ -40,7 +34,10 @@ from aogpt.sampling.modes import (
     with_mode_defaults,
 )
 from aogpt.sampling.token_choice import Temperature
+from studies.answers import Judge, answer, page_of
 
+# Puzzles of which another answer than the one in the data can be right.
+SEVERAL_ANSWERS = ("colouring", "replace", "shuffle")
 # Columns of the table, and how numbers are written.
 COLUMNS = {
     "task": "",
@@ -81,8 +78,10 @@ class Arguments(RunOptions, OutputOptions):
 
 
 def main(judges: Mapping[str, Judge] | None = None) -> None:
-    """Answer the tasks of the command line. judges: see `open_questions`."""
-    a = tyro.cli(with_help(Arguments), prog="python eval_tasks.py", description=__doc__)
+    """Answer the tasks of the command line. judges: by the name of the data set."""
+    a = tyro.cli(
+        with_help(Arguments), prog="python -m studies.eval_tasks", description=__doc__
+    )
     check_values(a)
     if not a.tasks:
         raise UserError(
@@ -111,15 +110,22 @@ def answer_prompts(
     # All tasks are opened first, so that a wrong one costs no answers.
     tasks = []
     for name in a.tasks:
-        questions = open_questions(name, a.split, loaded, a.limit, judges)
-        tasks.append((questions, options_for(a, loaded, questions)))
+        questions = open_questions(name, a.split, loaded, a.limit)
+        judge = (judges or {}).get(questions.dataset)
+        tasks.append((questions, judge, options_for(a, loaded, judge)))
     results = []
     rows = []
     notes = []
     page = None
-    for questions, options in tasks:
-        notes.extend(questions.notes)
-        answers = answer(loaded, questions, options, a.seed, procs)
+    for questions, judge, options in tasks:
+        if questions.note:
+            notes.append(questions.note)
+        if judge is None and questions.dataset in SEVERAL_ANSWERS:
+            notes.append(
+                f"{questions.name}: other answers than the one in the data are right, "
+                "too, and count as wrong here: take python -m studies.puzzle_answers"
+            )
+        answers = answer(loaded, questions, options, a.seed, procs, judge)
         result = {
             "task": questions.name,
             **vars(options),
@@ -142,7 +148,7 @@ def answer_prompts(
             )
         if page is None:
             shown = {key: value for key, value in result.items() if value is not None}
-            page = page_of(loaded, questions, answers, shown)
+            page = page_of(loaded, answers, judge, shown)
         if procs.main:  # after every task, so that a job that is killed loses none
             origin = origin_of(a, loaded, dtype, procs)
             outputs.write_jsonl(a.samples, rows, part=True)
@@ -163,12 +169,12 @@ def mode_of(a: Arguments, loaded: Loaded) -> Mode | None:
     return a.decoding.mode
 
 
-def options_for(a: Arguments, loaded: Loaded, questions: Questions) -> DecodingOptions:
+def options_for(a: Arguments, loaded: Loaded, judge: Judge | None) -> DecodingOptions:
     """Return how the questions of a task are answered. Raises UserError for a mode that
     the model does not have."""
     temperature = a.decoding.temperature
     if temperature is None:
-        temperature = questions.judge.temperature if questions.judge else 0.0
+        temperature = judge.temperature if judge else 0.0
     mode = mode_of(a, loaded)
     options = replace(a.decoding, temperature=temperature, mode=mode)
     options = with_mode_defaults(options)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.loader import spread
-from ..data.tokenizers import Tokenizer
-from ..model import AOGPT
-from ..runtime.errors import UserError
-from ..sampling.gaps import gapped_of
-from ..sampling.modes import Context
-from ..sampling.resampling import fill_by_resampling
-from ..scoring import masked_log_probs, token_log_probs
+from aogpt.data.loader import spread
+from aogpt.data.tokenizers import Tokenizer
+from aogpt.model import AOGPT
+from aogpt.runtime.errors import UserError
+from aogpt.sampling.gaps import gapped_of
+from aogpt.sampling.modes import Context
+from aogpt.sampling.resampling import fill_by_resampling
+from aogpt.scoring import masked_log_probs, token_log_probs
 
 SENTENCE_ENDS = (".", "!", "?")
 AFTER_THEM = " \n\"')”’"  # what may be between a sentence's end and the next one

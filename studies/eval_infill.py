@@ -1,8 +1,8 @@
 """Infilling: score a sentence in the middle of a passage, and fill it in.
 
-    python eval_infill.py results/books_model --data data/books_english
-    python eval_infill.py out/aogpt out/gpt out/encoder --data data/own --json FILE
-    python eval_infill.py out/aogpt out/gpt --data lambada --last-word
+    python -m studies.eval_infill results/books_model --data data/books_english
+    python -m studies.eval_infill out/aogpt out/encoder --data data/own --json FILE
+    python -m studies.eval_infill out/aogpt out/gpt --data lambada --last-word
 
 Reports the negative log-likelihood (nats/token) of the sentence given both sides, and
 given only its left side, and the ROUGE of samples. A plain GPT has the left side only,
@@ -29,14 +29,6 @@ from aogpt.evaluation.eval_sets import (
     open_eval_set,
     open_split,
 )
-from aogpt.evaluation.infilling import (
-    Passages,
-    find_last_words,
-    find_passages,
-    middle_nll,
-    resample_middles,
-    rouge,
-)
 from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import autocast, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
@@ -45,6 +37,14 @@ from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.sampling.resampling import TEMPERATURE
+from studies.infilling import (
+    Passages,
+    find_last_words,
+    find_passages,
+    middle_nll,
+    resample_middles,
+    rouge,
+)
 
 HEAD = [
     "run",
@@ -94,7 +94,7 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 def main() -> None:
     """Evaluate the infilling of the runs of the command line."""
     a = tyro.cli(
-        with_help(Arguments), prog="python eval_infill.py", description=__doc__
+        with_help(Arguments), prog="python -m studies.eval_infill", description=__doc__
     )
     check_values(a)
     if not a.runs:
